@@ -1,0 +1,32 @@
+"""Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
+
+from optax_tokenaccum._accumulation import (
+    TokenAccumulationState,
+    close_window,
+    has_updated,
+    token_accumulation,
+)
+from optax_tokenaccum._losses import softmax_cross_entropy_sum
+from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
+from optax_tokenaccum._train_step import (
+    StepMetrics,
+    StepState,
+    TrainStep,
+    make_train_step,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "MultiSteps",
+    "StepMetrics",
+    "StepState",
+    "TokenAccumulationState",
+    "TrainStep",
+    "close_window",
+    "from_multi_steps_state",
+    "has_updated",
+    "make_train_step",
+    "softmax_cross_entropy_sum",
+    "token_accumulation",
+]

@@ -1,0 +1,115 @@
+"""What arguments must be, and the errors that say so."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the value of `x` can be read now, outside any trace."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """An optax optimizer that takes extra arguments, from any optax optimizer."""
+    if callable(getattr(inner, "init", None)) and callable(
+        getattr(inner, "update", None)
+    ):
+        return optax.with_extra_args_support(inner)
+    hint = " Call it: optax.adamw(learning_rate), say." if callable(inner) else ""
+    raise TypeError(
+        "The inner optimizer must be an optax optimizer with init and update: got "
+        f"{inner!r}.{hint}"
+    )
+
+
+def as_num_tokens(num_tokens: Any) -> jax.Array:
+    """The weight of a micro-batch as a float32 scalar.
+
+    Raises:
+      TypeError: it is missing or not a real number.
+      ValueError: it is not a scalar, or is concrete and negative or not finite.
+    """
+    if num_tokens is None:
+        raise TypeError(
+            "update() needs num_tokens, the number of loss tokens (or the sum of "
+            "weights) behind these gradients: got None. Write optimizer.update(grads, "
+            "state, params, num_tokens=n). If you did, something in between dropped "
+            "it: a wrapper that is a plain optax.GradientTransformation (use "
+            "GradientTransformationExtraArgs), or flax's linen TrainState, whose "
+            "apply_gradients keeps keywords from the optimizer (call state.tx.update)."
+        )
+    return _as_real_scalar(num_tokens, "num_tokens", jnp.float32, non_negative=True)
+
+
+def as_value(value: Any, dtype: Any) -> jax.Array:
+    """The loss of a micro-batch as a scalar of `dtype`."""
+    return _as_real_scalar(value, "value", dtype)
+
+
+def _as_real_scalar(
+    x: Any, name: str, dtype: Any, *, non_negative: bool = False
+) -> jax.Array:
+    try:
+        given = jnp.result_type(x)
+    except TypeError:
+        given = None
+    if given is None or not (
+        jnp.issubdtype(given, jnp.integer) or jnp.issubdtype(given, jnp.floating)
+    ):
+        raise TypeError(
+            f"{name} must be a real number: got {given or type(x).__name__}."
+        )
+    if jnp.shape(x) != ():
+        raise ValueError(
+            f"{name} must be a scalar, one number for the whole micro-batch: got shape "
+            f"{jnp.shape(x)}. Sum it over the micro-batch first."
+        )
+    if non_negative and is_concrete(x) and not (np.isfinite(x) and x >= 0):
+        raise ValueError(f"{name} must be finite and at least 0: got {x}.")
+    return jnp.asarray(x, dtype)
+
+
+def check_same_tree(got: Any, expected: Any, rule: str) -> None:
+    """Raises `ValueError`, naming the leaf, where trees or shapes differ."""
+    structure, expected_structure = map(jax.tree.structure, (got, expected))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=False)
+    if structure == expected_structure and all(
+        jnp.shape(x) == jnp.shape(y) for x, y in pairs
+    ):
+        return
+    shapes, expected_shapes = _shapes(got), _shapes(expected)
+    for path in sorted(shapes.keys() | expected_shapes.keys()):
+        shape, expected_shape = shapes.get(path), expected_shapes.get(path)
+        if shape != expected_shape:
+            raise ValueError(
+                f"{rule}: at {path or 'the root'} expected {_describe(expected_shape)},"
+                f" got {_describe(shape)}."
+            )
+    raise ValueError(
+        f"{rule}: the leaves agree, their containers differ: expected "
+        f"{expected_structure}, got {structure}."
+    )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "no leaf" if shape is None else f"shape {shape}"
+
+
+def as_skip_decision(should_skip: Any) -> jax.Array:
+    """The first thing a skip function returned; `ValueError` unless a bool scalar."""
+    should_skip = jnp.asarray(should_skip)
+    if (should_skip.dtype, should_skip.shape) != (jnp.bool_, ()):
+        raise ValueError(
+            "should_skip_update_fn must return (a bool scalar, a tree): got "
+            f"{should_skip.dtype} of shape {should_skip.shape} as the first."
+        )
+    return should_skip

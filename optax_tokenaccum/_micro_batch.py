@@ -1,0 +1,76 @@
+"""One forward and backward pass: what a `loss_fn` is given and what it must return."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens), or with has_aux
+# (loss_sum, (num_tokens, aux)).
+LossFn = Callable[..., tuple[Any, Any]]
+
+
+def sums_and_gradient(
+    loss_fn: LossFn,
+    has_aux: bool,
+    params: Any,
+    batch: Any,
+    rng: jax.Array | None,
+    loss_kwargs: dict[str, Any],
+) -> tuple[tuple[jax.Array, Any, Any], Any]:
+    """`((loss_sum, num_tokens, aux), gradient of loss_sum)` of one micro-batch."""
+    if rng is not None:
+        loss_kwargs = loss_kwargs | {"rng": rng}
+
+    def loss_sum_first(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        loss_sum, num_tokens, aux = _unpack(
+            loss_fn(params, batch, **loss_kwargs), has_aux
+        )
+        return loss_sum, (num_tokens, aux)
+
+    (loss_sum, (num_tokens, aux)), gradient = jax.value_and_grad(
+        loss_sum_first, has_aux=True
+    )(params)
+    return (loss_sum, num_tokens, aux), gradient
+
+
+def fold_position(
+    rng: jax.Array | None, gradient_step: jax.Array, mini_step: jax.Array
+) -> jax.Array | None:
+    """The key of one micro-batch, from the one key of the run."""
+    if rng is None:
+        return None
+    return jax.random.fold_in(jax.random.fold_in(rng, gradient_step), mini_step)
+
+
+def _unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, Any, Any]:
+    form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
+    rule = f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(f"{rule}: got {_describe(returned)}.")
+    loss_sum, num_tokens = returned
+    aux = None
+    if has_aux:
+        if not isinstance(num_tokens, tuple | list) or len(num_tokens) != 2:
+            raise TypeError(f"{rule}: got {_describe(returned)}.")
+        num_tokens, aux = num_tokens
+    elif isinstance(num_tokens, tuple | list | dict):
+        raise TypeError(f"{rule}: got {_describe(returned)}. Is has_aux=True missing?")
+    if num_tokens is None:
+        raise TypeError(f"{rule}: got None for num_tokens.")
+    loss_sum = jnp.asarray(loss_sum)
+    if loss_sum.shape != () or not jnp.issubdtype(loss_sum.dtype, jnp.floating):
+        raise ValueError(
+            f"{rule}: got a loss_sum of dtype {loss_sum.dtype} and shape "
+            f"{loss_sum.shape}, not a floating scalar."
+        )
+    return loss_sum, num_tokens, aux
+
+
+def _describe(returned: Any) -> str:
+    if isinstance(returned, tuple | list):
+        return "(" + ", ".join(map(_describe, returned)) + ")"
+    if hasattr(returned, "shape"):
+        return f"{returned.dtype}{list(returned.shape)}"
+    return type(returned).__name__

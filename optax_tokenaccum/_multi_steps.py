@@ -1,0 +1,176 @@
+"""The class that takes the place of `optax.MultiSteps`."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+
+from optax_tokenaccum import _accumulation, _arrays, _checks
+from optax_tokenaccum._accumulation import TokenAccumulationState
+from optax_tokenaccum._schedule import CountSchedule, make_schedule
+
+
+class MultiSteps:
+    r"""`optax.MultiSteps` with one more argument, `num_tokens`, and the right mean.
+
+    Same constructor, methods and semantics, except that `update` weights each
+    micro-batch with its tokens: the inner optimizer is given
+    :math:`\sum_i n_i \bar g_i / \sum_i n_i`, where optax's class gives
+    :math:`\frac1k \sum_i \bar g_i`. `num_tokens=1` gives what optax gives. The inner
+    optimizer runs when a window closes, not on every micro-batch.
+
+    Example:
+      A loop with a mean loss is mended by `num_tokens=n`:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import MultiSteps
+      >>> optimizer = MultiSteps(optax.sgd(1.0), every_k_schedule=2)
+      >>> params = jnp.zeros(())
+      >>> state = optimizer.init(params)
+      >>> for mean_grad, n in [(2.0, 1), (90 / 9, 9)]:
+      ...     updates, state = optimizer.update(
+      ...         jnp.asarray(mean_grad), state, params, num_tokens=n)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(params)  # not -6, the mean of the means
+      -9.2
+    """
+
+    def __init__(
+        self,
+        opt: optax.GradientTransformation,
+        every_k_schedule: CountSchedule,
+        use_grad_mean: bool = True,
+        should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+        accumulator_dtype: Any = None,
+        *,
+        gradients: Literal["sum", "mean"] = "mean",
+    ):
+        """Initializer.
+
+        Args:
+          opt: the inner optimizer.
+          every_k_schedule: micro-batches in a window, or a function from
+            `gradient_step` to that number.
+          use_grad_mean: `False` hands over the plain sum of the gradients given,
+            neither weighted nor divided, as optax does.
+          should_skip_update_fn: `optax.skip_not_finite`, `optax.skip_large_updates` or
+            another of that protocol; what it rejects is as if it never happened.
+          accumulator_dtype: dtype of the sums; by default float32, or the parameter's
+            own where that is wider.
+          gradients: `"mean"` if the loss is a mean over the micro-batch's tokens (a
+            loop that ran optax's class has one), `"sum"` if it is a sum.
+
+        Raises:
+          ValueError: as for `token_accumulation`.
+          TypeError: likewise.
+        """
+        schedule = make_schedule(every_k_schedule, None)
+        if not schedule.is_set:
+            raise TypeError("MultiSteps needs every_k_schedule: got None.")
+        self._accumulation = _accumulation.make_accumulation(
+            opt,
+            schedule,
+            gradients,
+            should_skip_update_fn,
+            accumulator_dtype,
+            token_mean=use_grad_mean,
+        )
+
+    @property
+    def inner_opt(self) -> optax.GradientTransformationExtraArgs:
+        return self._accumulation.inner
+
+    def init(self, params: optax.Params) -> TokenAccumulationState:
+        """The state before the first micro-batch."""
+        return self._accumulation.init(params)
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, TokenAccumulationState]:
+        """Adds a micro-batch; `num_tokens` is required. See `token_accumulation`."""
+        return self._accumulation.update(updates, state, params, **extra_args)
+
+    def has_updated(self, state: Any) -> jax.Array:
+        """Whether the last call closed its window with an update."""
+        return _accumulation.has_updated(state)
+
+    def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The same as an optax transformation, for `optax.chain` and the like."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+
+def from_multi_steps_state(tx: Any, state: Any, params: optax.Params) -> Any:
+    """Takes over a run of `optax.MultiSteps`, at a window boundary.
+
+    Args:
+      tx: the optimizer that goes on: `token_accumulation(...)`, a `MultiSteps`, or a
+        `chain` that holds one, around the same inner optimizer as before.
+      state: the state of the optimizer with `optax.MultiSteps` in its place: a
+        `MultiStepsState`, or the chain's state that holds it.
+      params: the parameters.
+
+    Returns:
+      A state of `tx` with the old inner state and `gradient_step`.
+
+    Raises:
+      ValueError: the old state is in the middle of a window, or does not fit `tx`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import MultiSteps, from_multi_steps_state
+      >>> params, inner = jnp.zeros(3), optax.adam(1e-3)
+      >>> old_state = optax.MultiSteps(inner, 4).init(params)
+      >>> optimizer = MultiSteps(inner, 4)
+      >>> state = from_multi_steps_state(optimizer, old_state, params)
+    """
+    ours, structure = _flatten_around_accumulations(tx.init(params))
+    theirs, old_structure = _flatten_around_accumulations(state)
+    if structure != old_structure or not any(map(_is_accumulation, theirs)):
+        raise ValueError(
+            "The old state must be that of the same optimizer with optax.MultiSteps "
+            f"where tx accumulates: expected {structure}, got {old_structure}. A "
+            "checkpoint read without a target holds dicts: restore it into "
+            "optax.MultiSteps(...).init(params)."
+        )
+    return jax.tree.unflatten(structure, map(_taken_over, ours, theirs))
+
+
+def _is_accumulation(x: Any) -> bool:
+    return isinstance(x, TokenAccumulationState | optax.MultiStepsState)
+
+
+def _flatten_around_accumulations(state: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(state, is_leaf=_is_accumulation)
+
+
+def _taken_over(new: Any, old: Any) -> Any:
+    if not isinstance(new, TokenAccumulationState):
+        return old
+    if not isinstance(old, optax.MultiStepsState):
+        raise ValueError(
+            "from_multi_steps_state takes the state of optax.MultiSteps: got "
+            f"{type(old).__name__}."
+        )
+    mini_step = np.asarray(old.mini_step).item()
+    if mini_step != 0:
+        raise ValueError(
+            "An optax.MultiSteps state can be taken over only at a window boundary: "
+            f"got mini_step {mini_step}. It holds a mean of means, whose "
+            "token counts are lost. Take a checkpoint whose mini_step is 0, or give up "
+            "the open window: state._replace(mini_step=0)."
+        )
+    _checks.check_same_tree(
+        old.inner_opt_state,
+        new.inner_opt_state,
+        "The old inner state must be one of tx's inner optimizer and parameters",
+    )
+    return new._replace(
+        gradient_step=_arrays.cast_like(old.gradient_step, new.gradient_step),
+        inner_opt_state=_arrays.cast_like(old.inner_opt_state, new.inner_opt_state),
+    )

@@ -1,0 +1,128 @@
+"""When a window closes."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_tokenaccum._checks import is_concrete
+
+# A number, or a function from `gradient_step` to one.
+CountSchedule = int | Callable[[jax.Array], Any]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rule that closes a window; at most one of the two fields is set."""
+
+    every_k: CountSchedule | None
+    every_n_tokens: CountSchedule | None
+
+    @property
+    def is_set(self) -> bool:
+        return self.every_k is not None or self.every_n_tokens is not None
+
+    def closes(
+        self,
+        mini_step: jax.Array,
+        tokens: jax.Array,
+        gradient_step: jax.Array,
+        close_window: Any = None,
+    ) -> bool | jax.Array:
+        """Whether the window closes now, its newest micro-batch counted.
+
+        Args:
+          mini_step: micro-batches in the window, int32 scalar.
+          tokens: tokens in the window, float32 scalar; read only if `mini_step > 0`.
+          gradient_step: updates so far, int32 scalar: what a schedule is called with.
+          close_window: the caller's own word: `None`, a bool, or a traced bool scalar.
+
+        Returns:
+          A Python bool where no schedule is set and the caller's word is one,
+          otherwise a bool scalar array.
+
+        Raises:
+          ValueError: no schedule is set and `close_window` is missing; a schedule
+            returned less than 1.
+          TypeError: `close_window` is not a bool scalar.
+        """
+        asked = _as_flag(close_window)
+        if self.every_k is not None:
+            k = _count_at(self.every_k, gradient_step, "every_k_schedule")
+            due = mini_step >= k
+        elif self.every_n_tokens is not None:
+            n = _count_at(self.every_n_tokens, gradient_step, "every_n_tokens")
+            due = tokens >= n
+        elif asked is None:
+            raise ValueError(
+                "A window needs a rule that closes it: got neither every_k_schedule "
+                "nor every_n_tokens nor close_window. Give one of the first two to the "
+                "constructor, or close_window=True or False to every update."
+            )
+        else:
+            due = False
+        if asked is not None:
+            due = due | asked
+        return due if due is False else due & (mini_step > 0)
+
+
+def make_schedule(every_k_schedule: Any, every_n_tokens: Any) -> Schedule:
+    """Checks the two arguments that users know and keeps them as a `Schedule`."""
+    if every_k_schedule is not None and every_n_tokens is not None:
+        raise ValueError(
+            "At most one schedule may close a window: got every_k_schedule="
+            f"{every_k_schedule!r} and every_n_tokens={every_n_tokens!r}. Drop one."
+        )
+    return Schedule(
+        _as_count_schedule(every_k_schedule, "every_k_schedule"),
+        _as_count_schedule(every_n_tokens, "every_n_tokens"),
+    )
+
+
+def _as_count_schedule(value: Any, name: str) -> CountSchedule | None:
+    if value is None or callable(value):
+        return value
+    rule = f"{name} must be an integer of at least 1 or a function of gradient_step"
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{rule}: got {value!r} of type {type(value).__name__}."
+        ) from None
+    if count < 1:
+        raise ValueError(f"{rule}: got {count}.")
+    return count
+
+
+def _count_at(schedule: CountSchedule, gradient_step: jax.Array, name: str) -> Any:
+    if not callable(schedule):
+        return schedule
+    count = jnp.asarray(schedule(gradient_step))
+    if count.shape != ():
+        raise ValueError(
+            f"The function given as {name} must return a scalar: got shape "
+            f"{count.shape}."
+        )
+    if is_concrete(count) and not count >= 1:
+        raise ValueError(
+            f"The function given as {name} must return at least 1: got {count} at "
+            f"gradient_step {gradient_step}."
+        )
+    return count
+
+
+def _as_flag(close_window: Any) -> bool | jax.Array | None:
+    if close_window is None or isinstance(close_window, bool):
+        return close_window
+    flag = jnp.asarray(close_window)
+    if flag.shape != () or flag.dtype != jnp.bool_:
+        raise TypeError(
+            "close_window must be a Python bool or a bool scalar: got "
+            f"{flag.dtype} of shape {flag.shape}."
+        )
+    return flag

@@ -1,0 +1,401 @@
+"""A train step of one micro-batch a call, with no updates to discard."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_tokenaccum import _arrays, _static
+from optax_tokenaccum._accumulation import (
+    Accumulation,
+    TokenAccumulationState,
+    make_accumulation,
+)
+from optax_tokenaccum._checks import is_concrete
+from optax_tokenaccum._micro_batch import LossFn, fold_position, sums_and_gradient
+from optax_tokenaccum._mini_step_memo import MiniStepMemo
+from optax_tokenaccum._schedule import CountSchedule, make_schedule
+
+
+class StepState(NamedTuple):
+    """What a train step carries from call to call; save all of it.
+
+    Attributes:
+      params: the parameters.
+      opt_state: the state of the accumulation, the inner optimizer's within.
+    """
+
+    params: Any
+    opt_state: TokenAccumulationState
+
+
+class StepMetrics(NamedTuple):
+    """What happened in one call; arrays of their own, alive after donation.
+
+    Attributes:
+      loss: token mean of the loss over the window so far; 0 where it has no token.
+      num_tokens: tokens in the window so far, this micro-batch's included.
+      grad_norm: global norm of the gradient given to the optimizer, 0 without update.
+      updated: whether this call closed its window with an update.
+      skipped: whether this micro-batch was rejected.
+      mini_step: micro-batches in the open window after the call.
+      gradient_step: updates after the call.
+      aux: what `loss_fn` returned besides, for this micro-batch; `None` without.
+    """
+
+    loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    num_tokens: jax.Array  # shape=(), dtype=float32
+    grad_norm: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    updated: jax.Array  # shape=(), dtype=bool
+    skipped: jax.Array  # shape=(), dtype=bool
+    mini_step: jax.Array  # shape=(), dtype=int32
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    aux: Any = None
+
+
+class TrainStep:
+    """What `make_train_step` returns: `step(state, batch) -> (state, metrics)`.
+
+    Attributes:
+      accumulate: `accumulate(state, batch, *, rng=None, **loss_kwargs)` adds a
+        micro-batch and never closes the window.
+      close_window: `close_window(state)` closes the window with the denominator it
+        has; without any token in it no update is applied.
+
+    Both return `(state, StepMetrics)` and have `.lower` with the same arguments, which
+    may be `jax.ShapeDtypeStruct`s.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, accumulation: Accumulation, has_aux: bool, donate: bool
+    ):
+        self._accumulation = accumulation
+        self._memo = MiniStepMemo()
+        self._programs = _Programs(loss_fn, accumulation, has_aux)
+        self.accumulate = AccumulateStep(self._programs, self._memo, donate)
+        self.close_window = CloseWindowStep(self._programs, self._memo, donate)
+        self._whole = jax.jit(
+            self._programs.whole,
+            static_argnames="static",
+            donate_argnames="state" if donate else None,
+        )
+
+    def init(self, params: Any) -> StepState:
+        """A state that holds a copy of `params`: donation never kills the caller's.
+
+        `jax.eval_shape(step.init, params)` is a target to restore a checkpoint into.
+
+        Args:
+          params: a pytree of arrays.
+        """
+        params = _arrays.owned(params)
+        opt_state = self._accumulation.init(params)
+        self._memo.remember(opt_state.mini_step, 0)
+        return _arrays.unaliased(StepState(params, opt_state))
+
+    def __call__(
+        self,
+        state: StepState,
+        batch: Any,
+        *,
+        rng: jax.Array | None = None,
+        **loss_kwargs: Any,
+    ) -> tuple[StepState, StepMetrics]:
+        """Adds a micro-batch, and applies the update if the window closes with it.
+
+        Args:
+          state: from `init` or the call before; donated, so use the new one after.
+          batch: what `loss_fn` is given, any pytree of arrays. Another shape compiles
+            once more and goes on in the same window.
+          rng: one key for the whole run; `loss_fn` is given it as `rng`, folded with
+            `gradient_step` and `mini_step`.
+          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Bools,
+            strings and functions are static.
+
+        Raises:
+          ValueError: the step has no schedule.
+          TypeError: `state` is not a `StepState`, or `loss_fn` returned something
+            else than `(loss_sum, num_tokens)`.
+        """
+        _require_step_state(state)
+        schedule = self._accumulation.schedule
+        if not schedule.is_set:
+            raise ValueError(
+                "This step has no schedule, so nothing says when its window closes: "
+                "got neither every_k_schedule nor every_n_tokens. Give one to "
+                "make_train_step, or call step.accumulate(state, batch) for each "
+                "micro-batch and step.close_window(state) at the end of the window."
+            )
+        k = schedule.every_k
+        if not isinstance(k, int) or not self._host_knows(state):
+            state, metrics = self._whole(state, batch, rng, *_static.split(loss_kwargs))
+            return state, metrics
+        is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
+        state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
+        if not is_last:
+            return state, added
+        state, closed = self.close_window(state)
+        return state, closed._replace(skipped=added.skipped, aux=added.aux)
+
+    def _host_knows(self, state: StepState) -> bool:
+        return self._accumulation.should_skip_update_fn is None and is_concrete(
+            state.opt_state.mini_step
+        )
+
+
+class AccumulateStep:
+    """`TrainStep.accumulate`: the program of every micro-batch.
+
+    Parameters are only read and the inner optimizer's state is not even an argument;
+    the sums are donated, and each gradient is added to them as it is made.
+    """
+
+    def __init__(self, programs: "_Programs", memo: MiniStepMemo, donate: bool):
+        self._memo = memo
+        self._keeps_count = programs.accumulation.should_skip_update_fn is None
+        self._jitted = jax.jit(
+            programs.accumulate,
+            static_argnames="static",
+            donate_argnames="opt_state" if donate else None,
+        )
+
+    def __call__(
+        self,
+        state: StepState,
+        batch: Any,
+        *,
+        rng: jax.Array | None = None,
+        **loss_kwargs: Any,
+    ) -> tuple[StepState, StepMetrics]:
+        arguments = _accumulate_arguments(state, batch, rng, loss_kwargs)
+        known = self._memo.get(state.opt_state.mini_step)
+        opt_state, metrics = self._jitted(*arguments)
+        if known is not None and self._keeps_count:
+            self._memo.remember(opt_state.mini_step, known + 1)
+        opt_state = opt_state._replace(inner_opt_state=state.opt_state.inner_opt_state)
+        return StepState(state.params, opt_state), metrics
+
+    def lower(
+        self,
+        state: StepState,
+        batch: Any,
+        *,
+        rng: jax.Array | None = None,
+        **loss_kwargs: Any,
+    ) -> jax.stages.Lowered:
+        return self._jitted.lower(
+            *_accumulate_arguments(state, batch, rng, loss_kwargs)
+        )
+
+
+class CloseWindowStep:
+    """`TrainStep.close_window`: the program of every update.
+
+    The sums are only read; parameters and inner state are donated.
+    """
+
+    def __init__(self, programs: "_Programs", memo: MiniStepMemo, donate: bool):
+        self._memo = memo
+        self._jitted = jax.jit(
+            programs.close, donate_argnames="state" if donate else None
+        )
+
+    def __call__(self, state: StepState) -> tuple[StepState, StepMetrics]:
+        closable, acc_grads = _close_arguments(state)
+        state, metrics = self._jitted(closable, acc_grads)
+        self._memo.remember(state.opt_state.mini_step, 0)
+        return _with_acc_grads(state, acc_grads), metrics
+
+    def lower(self, state: StepState) -> jax.stages.Lowered:
+        return self._jitted.lower(*_close_arguments(state))
+
+
+class _Programs:
+    """The pure functions behind the step.
+
+    What is donated stands first and in the order in which it is returned: `jit` pairs
+    donated buffers with outputs of the same shape in order, and a parameter paired with
+    a moment of its shape costs XLA a copy of both.
+    """
+
+    def __init__(self, loss_fn: LossFn, accumulation: Accumulation, has_aux: bool):
+        self.loss_fn = loss_fn
+        self.accumulation = accumulation
+        self.has_aux = has_aux
+
+    def accumulate(
+        self,
+        opt_state: TokenAccumulationState,
+        params: Any,
+        batch: Any,
+        rng: jax.Array | None,
+        traced: list[Any],
+        static: _static.StaticPart,
+    ) -> tuple[TokenAccumulationState, StepMetrics]:
+        key = fold_position(rng, opt_state.gradient_step, opt_state.mini_step)
+        (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
+            self.loss_fn, self.has_aux, params, batch, key, _static.join(traced, static)
+        )
+        opt_state, skipped = self.accumulation.add(
+            gradient, opt_state, params, num_tokens, loss_sum
+        )
+        return opt_state, self._metrics(opt_state)._replace(skipped=skipped, aux=aux)
+
+    def close(self, state: StepState, acc_grads: Any) -> tuple[StepState, StepMetrics]:
+        state = _with_acc_grads(state, acc_grads)
+        state, metrics = self._close_where(state.opt_state.mini_step > 0, state)
+        return _with_acc_grads(state, None), metrics
+
+    def whole(
+        self,
+        state: StepState,
+        batch: Any,
+        rng: jax.Array | None,
+        traced: list[Any],
+        static: _static.StaticPart,
+    ) -> tuple[StepState, StepMetrics]:
+        opt_state, added = self.accumulate(
+            state.opt_state, state.params, batch, rng, traced, static
+        )
+        closes = self.accumulation.schedule.closes(
+            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
+        )
+        state, closed = self._close_where(closes, StepState(state.params, opt_state))
+        return state, closed._replace(skipped=added.skipped, aux=added.aux)
+
+    def _close_where(
+        self, closes: jax.Array | bool, state: StepState
+    ) -> tuple[StepState, StepMetrics]:
+        params, opt_state = state
+        metrics = self._metrics(opt_state)
+
+        def finish(updates: Any) -> tuple[Any, jax.Array]:
+            norm = self.accumulation.gradient_norm(opt_state)
+            return optax.apply_updates(params, updates), norm
+
+        (params, grad_norm), opt_state = self.accumulation.close(
+            opt_state,
+            closes,
+            like=params,
+            params=params,
+            extra_args={"value": metrics.loss},
+            finish=finish,
+            otherwise=(params, metrics.grad_norm),
+        )
+        return StepState(params, opt_state), metrics._replace(
+            grad_norm=grad_norm,
+            updated=opt_state.has_updated,
+            mini_step=opt_state.mini_step,
+            gradient_step=opt_state.gradient_step,
+        )
+
+    def _metrics(self, opt_state: TokenAccumulationState) -> StepMetrics:
+        loss, num_tokens = self.accumulation.window_so_far(opt_state)
+        return StepMetrics(
+            loss=loss,
+            num_tokens=num_tokens,
+            grad_norm=jnp.zeros_like(loss),
+            updated=jnp.zeros((), jnp.bool_),
+            skipped=jnp.zeros((), jnp.bool_),
+            mini_step=opt_state.mini_step,
+            gradient_step=opt_state.gradient_step,
+        )
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    every_k_schedule: CountSchedule | None = None,
+    *,
+    every_n_tokens: CountSchedule | None = None,
+    has_aux: bool = False,
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    accumulator_dtype: Any = None,
+    donate: bool = True,
+) -> TrainStep:
+    r"""Builds a jitted train step of one micro-batch a call.
+
+    The parameters move by the inner optimizer's update on :math:`\sum_i g_i / \sum_i
+    n_i` when, and only when, the window closes. No `updates` are handed out, so none
+    can be discarded or applied twice, the mistake behind
+    https://github.com/google-deepmind/optax/issues/1567.
+
+    With an int `every_k_schedule` and no skip function the host knows when a window
+    closes, and the step is two programs, "accumulate" and "close"; otherwise, and
+    inside an outer `jit` or `scan`, it is one. No call waits for the device.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss
+        *summed* over the micro-batch's tokens, not their mean, and how many there were;
+        for instance from `softmax_cross_entropy_sum`. An auxiliary loss that is a mean
+        goes in as `loss_sum + c * aux_loss * num_tokens`.
+      optimizer: the plain inner optimizer, run once per window; clipping goes inside.
+      every_k_schedule: micro-batches in a window, or a function from `gradient_step`
+        to that number.
+      every_n_tokens: instead, the window closes once it holds at least this many
+        tokens; or a function from `gradient_step`. With neither, call the two halves.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      donate: update buffers in place. The state given to a call is gone after it.
+
+    Returns:
+      A `TrainStep`: `init`, the step itself, and its halves `accumulate` and
+      `close_window`.
+
+    Raises:
+      ValueError: as for `token_accumulation`.
+      TypeError: likewise, or `loss_fn` is not a function.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, batch):
+      ...     errors = (params["w"] * batch["x"] - batch["y"]) ** 2
+      ...     return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+      >>> step = make_train_step(loss_fn, optax.sgd(0.1), every_k_schedule=2)
+      >>> state = step.init({"w": jnp.zeros(())})
+      >>> for mask in ([1.0, 0.0, 0.0], [1.0, 1.0, 1.0]):
+      ...     batch = {"x": jnp.ones(3), "y": jnp.ones(3), "mask": jnp.asarray(mask)}
+      ...     state, metrics = step(state, batch)
+      ...     print(metrics.updated, metrics.num_tokens, state.params["w"])
+      False 1.0 0.0
+      True 4.0 0.2
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function: got {loss_fn!r}.")
+    accumulation = make_accumulation(
+        optimizer,
+        make_schedule(every_k_schedule, every_n_tokens),
+        should_skip_update_fn=should_skip_update_fn,
+        accumulator_dtype=accumulator_dtype,
+    )
+    return TrainStep(loss_fn, accumulation, has_aux, donate)
+
+
+def _accumulate_arguments(
+    state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    _require_step_state(state)
+    opt_state = state.opt_state._replace(inner_opt_state=None)
+    return opt_state, state.params, batch, rng, *_static.split(loss_kwargs)
+
+
+def _close_arguments(state: StepState) -> tuple[Any, ...]:
+    _require_step_state(state)
+    return _with_acc_grads(state, None), state.opt_state.acc_grads
+
+
+def _with_acc_grads(state: StepState, acc_grads: Any) -> StepState:
+    return state._replace(opt_state=state.opt_state._replace(acc_grads=acc_grads))
+
+
+def _require_step_state(state: Any) -> None:
+    if not isinstance(state, StepState):
+        raise TypeError(
+            "The state must be the StepState that step.init or the last call returned: "
+            f"got {type(state).__name__}. A checkpoint is restored into one with "
+            "jax.eval_shape(step.init, params) as its target."
+        )

@@ -1,0 +1,153 @@
+"""What tests share: a ragged problem with a float64 reference, and its tolerances."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_tokenaccum import softmax_cross_entropy_sum
+
+# Relative error of a gradient after one window, by the dtype it was computed in.
+RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
+
+VOCABULARY, WIDTH, ROWS, MAX_LENGTH = 32, 16, 32, 64
+
+
+def ragged_batch(seed: int, rows: int = ROWS) -> dict[str, np.ndarray]:
+    """`rows` sequences of 2 to 64 loss tokens, padded to 64."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, MAX_LENGTH + 1, rows)
+    # Short and long rows carry different text, as they do in life: that is what makes
+    # a mean of means differ from the mean.
+    offset = np.where(lengths < MAX_LENGTH // 2, 0, VOCABULARY // 2)[:, None]
+    ids = (rng.integers(0, VOCABULARY // 2, (rows, MAX_LENGTH + 1)) + offset).astype(
+        np.int32
+    )
+    return {
+        "tokens": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "mask": np.arange(MAX_LENGTH) < lengths[:, None],
+    }
+
+
+def cut(batch: Any, k: int) -> list[Any]:
+    """`k` micro-batches of equally many rows."""
+    rows = len(jax.tree.leaves(batch)[0]) // k
+    slices = [slice(i * rows, (i + 1) * rows) for i in range(k)]
+    return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
+
+
+def init_params(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "embed": (VOCABULARY, WIDTH),
+        "hidden": (WIDTH, WIDTH),
+        "out": (WIDTH, VOCABULARY),
+    }
+    return {
+        name: jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def logits_of(params: Any, tokens: Any) -> jax.Array:
+    x = params["embed"][tokens]
+    return jnp.tanh(x @ params["hidden"]) @ params["out"]
+
+
+def loss_sum_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    return softmax_cross_entropy_sum(
+        logits_of(params, batch["tokens"]), batch["labels"], batch["mask"]
+    )
+
+
+def loss_mean_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    loss_sum, num_tokens = loss_sum_fn(params, batch)
+    return loss_sum / num_tokens, num_tokens
+
+
+def float64_gradient(params: Any, batch: Any) -> Any:
+    """The gradient of the token mean over the whole batch, computed in float64."""
+
+    def loss(params: Any) -> jax.Array:
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+            logits_of(params, batch["tokens"]), batch["labels"]
+        )
+        return jnp.sum(jnp.where(batch["mask"], losses, 0)) / batch["mask"].sum()
+
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, wide))
+        return jax.tree.map(np.asarray, gradient)
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """L2 norm of the difference of two trees over the norm of the second."""
+    flat = [
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)])
+        for t in (got, expected)
+    ]
+    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
+
+
+def difference(before: Any, after: Any) -> Any:
+    """The gradient that `sgd(1.0)` applied between two trees of parameters."""
+    return jax.tree.map(
+        lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64),
+        before,
+        after,
+    )
+
+
+def assert_trees_equal(got: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def signatures(tree: Any) -> list[Any]:
+    """Shape, dtype and weak type of every leaf: what decides on a second trace."""
+    return [
+        (x.shape, x.dtype, getattr(x, "weak_type", False))
+        for x in jax.tree.leaves(tree)
+    ]
+
+
+def run_window(
+    update: Callable[..., Any],
+    state: Any,
+    params: Any,
+    micro_batches: list[tuple[Any, Any]],
+    **extra_args: Any,
+) -> tuple[Any, Any]:
+    """Applies `update` to `(gradients, num_tokens)` after another."""
+    for grads, num_tokens in micro_batches:
+        updates, state = update(
+            grads, state, params, num_tokens=num_tokens, **extra_args
+        )
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+_compilations: list[str] = []
+
+
+def _listen(event: str, duration: float, **metadata: Any) -> None:
+    if "backend_compile" in event:
+        _compilations.append(event)
+
+
+# Registered once for ever: the oldest supported jax has no public way to unregister.
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Collects one entry for every XLA compilation inside the block."""
+    before, seen = len(_compilations), []
+    yield seen
+    seen.extend(_compilations[before:])

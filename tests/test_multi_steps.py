@@ -1,0 +1,157 @@
+"""The class that takes the place of `optax.MultiSteps`, and checkpoints of that."""
+
+import unittest.mock
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.transforms import _accumulation, _accumulation_test
+
+from optax_tokenaccum import (
+    MultiSteps,
+    close_window,
+    from_multi_steps_state,
+    token_accumulation,
+)
+
+PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)}
+
+
+def grads(scale: float) -> Any:
+    return jax.tree.map(lambda p: jnp.full_like(p, scale), PARAMS)
+
+
+class CountOfOne(MultiSteps):
+    """Ours, called as optax's class is: every micro-batch weighs 1."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return super().update(*args, num_tokens=1, **kwargs)
+
+
+class TestOptaxsOwn(_accumulation_test.AccumulationTest):
+    """optax's tests of its class, from the installed package, run on ours."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        swap = unittest.mock.patch.object(_accumulation, "MultiSteps", CountOfOne)
+        self.enterContext(swap)
+        self.assertIs(_accumulation_test._accumulation.MultiSteps, CountOfOne)
+
+
+@pytest.mark.parametrize("use_grad_mean", [True, False])
+def test_count_of_1_gives_what_optax_gives(use_grad_mean: bool):
+    theirs = optax.MultiSteps(optax.adamw(0.1), 3, use_grad_mean)
+    ours = MultiSteps(optax.adamw(0.1), 3, use_grad_mean)
+    assert [f.__name__ for f in (ours.init, ours.update)] == ["init", "update"]
+    state, their_state = ours.init(PARAMS), theirs.init(PARAMS)
+    params = their_params = PARAMS
+    for i in range(9):
+        updates, state = ours.update(grads(i - 3.0), state, params, num_tokens=1)
+        params = optax.apply_updates(params, updates)
+        updates, their_state = theirs.update(grads(i - 3.0), their_state, their_params)
+        their_params = optax.apply_updates(their_params, updates)
+        assert bool(ours.has_updated(state)) == bool(theirs.has_updated(their_state))
+        assert int(state.mini_step) == int(their_state.mini_step)
+        assert helpers.relative_error(params, their_params) < helpers.RTOL["float32"]
+
+
+def test_mean_losses_are_weighted_and_the_mean_of_means_differs():
+    optimizer = MultiSteps(optax.sgd(1.0), 2)
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=1)
+    updates, state = optimizer.update(grads(10.0), state, PARAMS, num_tokens=9)
+    helpers.assert_trees_equal(updates, grads(-9.2))
+    theirs = optax.MultiSteps(optax.sgd(1.0), 2)
+    state = theirs.init(PARAMS)
+    _, state = theirs.update(grads(2.0), state, PARAMS)
+    updates, state = theirs.update(grads(10.0), state, PARAMS)
+    helpers.assert_trees_equal(updates, grads(-6.0))
+
+
+def test_summed_losses_with_gradients_sum():
+    optimizer = MultiSteps(optax.sgd(1.0), 2, gradients="sum")
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=1)
+    updates, state = optimizer.update(grads(90.0), state, PARAMS, num_tokens=9)
+    helpers.assert_trees_equal(updates, grads(-9.2))
+
+
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_plain_sum_of_what_was_given(gradients: Any):
+    optimizer = MultiSteps(optax.sgd(1.0), 3, use_grad_mean=False, gradients=gradients)
+    state = optimizer.init(PARAMS)
+    for scale, n in [(2.0, 5), (10.0, 9), (np.nan, 0)]:
+        updates, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=n)
+    helpers.assert_trees_equal(updates, grads(-12.0))
+
+
+def test_gradient_transformation_keeps_extra_args():
+    optimizer = MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    chained = optax.chain(optax.identity(), optimizer)
+    state = chained.init(PARAMS)
+    _, state = chained.update(grads(2.0), state, PARAMS, num_tokens=1)
+    updates, _ = chained.update(grads(10.0), state, PARAMS, num_tokens=9)
+    helpers.assert_trees_equal(updates, grads(-9.2))
+
+
+def test_inner_opt_and_close_window():
+    inner = optax.with_extra_args_support(optax.sgd(1.0))
+    optimizer = MultiSteps(inner, 8)
+    assert optimizer.inner_opt is inner
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=4)
+    updates, state = close_window(optimizer, state, PARAMS)
+    helpers.assert_trees_equal(updates, grads(-2.0))
+    assert optimizer.has_updated(state)
+
+
+def _optax_state(calls: int, wrap: Any = lambda tx: tx) -> Any:
+    optimizer = wrap(optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation())
+    state = optimizer.init(PARAMS)
+    for i in range(calls):
+        _, state = optimizer.update(grads(i + 1.0), state, PARAMS)
+    return state
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, lambda tx: optax.chain(optax.clip(9.0), tx)], ids=str
+)
+@pytest.mark.parametrize("source", ["device", "host"])
+def test_checkpoint_of_optax_goes_on_at_a_window_boundary(wrap: Any, source: str):
+    optimizer = wrap(MultiSteps(optax.adam(0.1), 3).gradient_transformation())
+    old = _optax_state(6, wrap)
+    if source == "host":
+        old = jax.tree.map(np.asarray, old)
+    state = from_multi_steps_state(optimizer, old, PARAMS)
+    assert helpers.signatures(state) == helpers.signatures(optimizer.init(PARAMS))
+    assert int(optax.tree.get(state, "gradient_step")) == 2
+    theirs = wrap(optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation())
+    for i in range(3):
+        updates, state = optimizer.update(grads(i - 1.5), state, PARAMS, num_tokens=1)
+        expected, old = theirs.update(grads(i - 1.5), old, PARAMS)
+    assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
+
+
+def test_checkpoint_of_optax_in_the_middle_of_a_window_says_why_not():
+    optimizer = token_accumulation(optax.adam(0.1), 3)
+    with pytest.raises(ValueError, match="boundary: got mini_step 1.*counts are lost"):
+        from_multi_steps_state(optimizer, _optax_state(7), PARAMS)
+
+
+def test_checkpoint_that_does_not_fit_says_so():
+    optimizer = token_accumulation(optax.adam(0.1), 3)
+    old = _optax_state(3)
+    with pytest.raises(ValueError, match="inner optimizer and parameters"):
+        from_multi_steps_state(token_accumulation(optax.sgd(0.1), 3), old, PARAMS)
+    with pytest.raises(ValueError, match=r"\['w'\] expected shape \(5,\)"):
+        from_multi_steps_state(optimizer, old, {**PARAMS, "w": jnp.zeros(5)})
+    for wrong in (old._asdict(), optax.adam(0.1).init(PARAMS), (old,)):
+        with pytest.raises(ValueError, match="restore it into"):
+            from_multi_steps_state(optimizer, wrong, PARAMS)
+    with pytest.raises(ValueError, match=r"takes the state of optax\.MultiSteps"):
+        from_multi_steps_state(optimizer, optimizer.init(PARAMS), PARAMS)

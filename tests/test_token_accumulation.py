@@ -1,0 +1,474 @@
+"""What the transformation promises of a window, one promise a test."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_tokenaccum import (
+    TokenAccumulationState,
+    close_window,
+    has_updated,
+    token_accumulation,
+)
+
+PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)}
+
+
+def grads(scale: float) -> Any:
+    return jax.tree.map(lambda p: jnp.full_like(p, scale), PARAMS)
+
+
+def new(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    optimizer = token_accumulation(*args, **kwargs)
+    return optimizer, optimizer.init(PARAMS)
+
+
+@pytest.fixture(params=["jit", "eager"])
+def maybe_jit(request: pytest.FixtureRequest) -> Any:
+    return jax.jit if request.param == "jit" else lambda f: f
+
+
+def test_window_divides_the_sum_once_and_the_mean_of_means_differs(maybe_jit: Any):
+    optimizer, state = new(optax.sgd(1.0), 2)
+    update = maybe_jit(optimizer.update)
+    opened, state = update(grads(2.0), state, PARAMS, num_tokens=1)
+    helpers.assert_trees_equal(opened, grads(0.0))
+    assert (int(state.mini_step), int(state.gradient_step)) == (1, 0)
+    closed, state = update(grads(90.0), state, PARAMS, num_tokens=9)
+    helpers.assert_trees_equal(closed, grads(-9.2))  # torchtitan's figures
+    assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
+    assert abs((2.0 / 1 + 90.0 / 9) / 2 - 9.2) > 0.01 * 9.2
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_jit_and_eager_agree_over_several_windows(k: int):
+    micro_batches = [(grads(float(i * i - 7)), i % 4 + 1) for i in range(3 * k)]
+    optimizer, state = new(optax.adam(0.1), k)
+    eager = helpers.run_window(optimizer.update, state, PARAMS, micro_batches)
+    jitted = helpers.run_window(jax.jit(optimizer.update), state, PARAMS, micro_batches)
+    assert helpers.relative_error(jitted[0], eager[0]) < helpers.RTOL["float32"]
+    assert int(jitted[1].gradient_step) == int(eager[1].gradient_step) == 3
+
+
+def test_k_of_1_is_the_bare_optimizer():
+    optimizer, state = new(optax.adamw(0.1), 1)
+    bare = optax.adamw(0.1)
+    bare_state, params = bare.init(PARAMS), PARAMS
+    for scale in (1.0, -3.0, 0.2):
+        updates, state = optimizer.update(grads(4 * scale), state, params, num_tokens=4)
+        expected, bare_state = bare.update(grads(scale), bare_state, params)
+        helpers.assert_trees_equal(updates, expected)
+        helpers.assert_trees_equal(state.inner_opt_state, bare_state)
+        params = optax.apply_updates(params, updates)
+
+
+def test_first_micro_batch_overwrites_what_the_last_window_left():
+    optimizer, state = new(optax.sgd(1.0), 1)
+    poisoned = state._replace(
+        acc_grads=grads(np.nan),
+        acc_tokens=jnp.asarray(np.nan),
+        acc_value=jnp.asarray(np.nan),
+    )
+    updates, state = optimizer.update(grads(6.0), poisoned, PARAMS, num_tokens=2)
+    helpers.assert_trees_equal(updates, grads(-3.0))
+
+
+def test_inner_optimizer_does_not_run_on_an_open_window():
+    runs: list[int] = []
+
+    def count(updates: Any, state: Any, params: Any = None) -> Any:
+        jax.debug.callback(lambda: runs.append(1))
+        return updates, state + 1
+
+    inner = optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), count)
+    optimizer, state = new(inner, 4)
+    update = jax.jit(optimizer.update)
+    for i in range(12):
+        _, state = update(grads(1.0), state, PARAMS, num_tokens=1)
+        jax.effects_barrier()
+        assert len(runs) == int(state.inner_opt_state) == (i + 1) // 4
+
+
+def test_schedules_inside_count_updates_not_micro_batches():
+    rates: Any = optax.piecewise_constant_schedule(1.0, {2: 0.1})
+    optimizer, state = new(optax.sgd(rates), 3)
+    sizes = []
+    for _ in range(9):
+        updates, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=2)
+        if has_updated(state):
+            sizes.append(float(-updates["b"]))
+    np.testing.assert_allclose(sizes, [1.0, 1.0, 0.1], rtol=1e-6)
+
+
+def test_schedule_of_k_follows_gradient_step():
+    optimizer, state = new(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3))
+    update = jax.jit(optimizer.update)
+    closed = []
+    for _ in range(8):
+        _, state = update(grads(1.0), state, PARAMS, num_tokens=1)
+        closed.append(bool(has_updated(state)))
+    assert closed == [True, True, False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("budget", [10, np.int64(10), lambda _: 10], ids=type)
+def test_token_budget_closes_on_the_micro_batch_that_reaches_it(
+    budget: Any, maybe_jit: Any
+):
+    optimizer, state = new(optax.sgd(1.0), every_n_tokens=budget)
+    update = maybe_jit(optimizer.update)
+    closed = []
+    for n in (4, 5, 1, 12, 9, 0, 3):
+        updates, state = update(grads(2.0 * n), state, PARAMS, num_tokens=n)
+        closed.append(bool(has_updated(state)))
+        helpers.assert_trees_equal(updates, grads(-2.0 if closed[-1] else 0.0))
+    assert closed == [False, False, True, True, False, False, True]
+
+
+def test_token_budget_does_not_close_on_the_tokens_of_the_last_window():
+    """A rejection at the start of a window finds stale sums of over 10 tokens."""
+    optimizer, state = new(
+        optax.sgd(1.0), every_n_tokens=10, should_skip_update_fn=optax.skip_not_finite
+    )
+    _, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=12)
+    updates, state = optimizer.update(grads(np.nan), state, PARAMS, num_tokens=3)
+    assert (int(state.gradient_step), bool(has_updated(state))) == (1, False)
+    helpers.assert_trees_equal(updates, grads(0.0))
+
+
+@pytest.mark.parametrize("flag", [bool, jnp.asarray], ids=["python", "traced"])
+def test_close_window_closes_and_its_false_never_postpones(flag: Any, maybe_jit: Any):
+    optimizer, state = new(optax.sgd(1.0), 2)
+    update = maybe_jit(optimizer.update) if flag is jnp.asarray else optimizer.update
+    asked = [False, False, True, False, False]
+    closed = []
+    for ask in asked:
+        updates, state = update(
+            grads(6.0), state, PARAMS, num_tokens=3, close_window=flag(ask)
+        )
+        closed.append(bool(has_updated(state)))
+        helpers.assert_trees_equal(updates, grads(-2.0 if closed[-1] else 0.0))
+    assert closed == [False, True, True, False, True]
+
+
+def test_without_a_schedule_the_caller_closes():
+    optimizer, state = new(optax.sgd(1.0))
+    for close in (False, False, True):
+        updates, state = optimizer.update(
+            grads(4.0), state, PARAMS, num_tokens=2, close_window=close
+        )
+    helpers.assert_trees_equal(updates, grads(-2.0))
+    with pytest.raises(ValueError, match="close_window=True or False to every update"):
+        optimizer.update(grads(4.0), state, PARAMS, num_tokens=2)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf], ids=str)
+def test_micro_batch_without_tokens_counts_and_adds_nothing(
+    position: int, bad: float, maybe_jit: Any
+):
+    optimizer, state = new(optax.sgd(1.0), 3, gradients="mean")
+    micro_batches = [(grads(2.0), 1), (grads(10.0), 9)]
+    micro_batches.insert(position, (grads(bad), 0))
+    params, state = helpers.run_window(
+        maybe_jit(optimizer.update), state, PARAMS, micro_batches
+    )
+    expected = jax.tree.map(lambda p: p - np.float32(9.2), PARAMS)
+    helpers.assert_trees_equal(params, expected)
+    assert int(state.gradient_step) == 1
+
+
+@pytest.mark.parametrize("count", [-1, np.nan, np.inf, -np.inf], ids=str)
+def test_impossible_count_raises_concrete_and_adds_nothing_traced(count: float):
+    optimizer, state = new(optax.sgd(1.0), 3)
+    with pytest.raises(ValueError, match="num_tokens must be finite and at least 0"):
+        optimizer.update(grads(1.0), state, PARAMS, num_tokens=count)
+    micro_batches = [(grads(2.0), 1.0), (grads(7.0), float(count)), (grads(4.0), 2.0)]
+    params, state = helpers.run_window(
+        jax.jit(optimizer.update), state, PARAMS, micro_batches
+    )
+    helpers.assert_trees_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
+
+
+def test_window_without_tokens_closes_without_an_update(maybe_jit: Any):
+    optimizer, state = new(optax.adamw(0.1), 2)
+    update = maybe_jit(optimizer.update)
+    params, state = helpers.run_window(
+        update, state, PARAMS, [(grads(np.nan), 0), (grads(np.nan), 0)]
+    )
+    helpers.assert_trees_equal(params, PARAMS)
+    helpers.assert_trees_equal(
+        state.inner_opt_state, optimizer.init(PARAMS).inner_opt_state
+    )
+    assert (int(state.mini_step), int(state.gradient_step)) == (0, 0)
+    assert not has_updated(state)
+    params, state = helpers.run_window(
+        update, state, params, [(grads(1.0), 1), (grads(1.0), 1)]
+    )
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+    assert int(state.gradient_step) == 1
+
+
+def test_fractional_weights_below_1_divide_exactly(maybe_jit: Any):
+    optimizer, state = new(optax.sgd(1.0), 2)
+    params, _ = helpers.run_window(
+        maybe_jit(optimizer.update),
+        state,
+        PARAMS,
+        [(grads(0.25), 0.125), (grads(0.25), 0.125)],
+    )
+    helpers.assert_trees_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_rejected_micro_batch_never_happened(
+    position: int, gradients: Any, maybe_jit: Any
+):
+    optimizer, state = new(
+        optax.adam(0.1),
+        2,
+        gradients=gradients,
+        should_skip_update_fn=optax.skip_not_finite,
+    )
+    update = maybe_jit(optimizer.update)
+    good = [(grads(float(i + 1)), i + 1) for i in range(4)]
+    clean = helpers.run_window(update, state, PARAMS, good)
+    spoilt = list(good)
+    spoilt.insert(position, (grads(np.nan), 5))
+    params, state = helpers.run_window(update, state, PARAMS, spoilt)
+    helpers.assert_trees_equal(params, clean[0])
+    helpers.assert_trees_equal(
+        state._replace(skip_state=()), clean[1]._replace(skip_state=())
+    )
+
+
+def test_has_updated_is_false_after_a_rejection_at_the_start_of_a_window():
+    optimizer, state = new(
+        optax.sgd(1.0), 1, should_skip_update_fn=optax.skip_not_finite
+    )
+    assert not has_updated(state)
+    _, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=1)
+    assert has_updated(state)
+    _, state = optimizer.update(grads(np.inf), state, PARAMS, num_tokens=1)
+    assert not has_updated(state)
+    assert int(state.skip_state["num_not_finite"]) == 4
+
+
+def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
+    """A norm threshold means the same for 1 token and for 100."""
+    seen: list[float] = []
+
+    def skip(updates: Any, gradient_step: Any, params: Any) -> Any:
+        seen.append(float(updates["b"]))
+        return updates["b"] > 5.0, updates["b"]
+
+    optimizer, state = new(optax.sgd(1.0), 9, should_skip_update_fn=skip)
+    for scale, n in [(3.0, 1), (300.0, 100), (60.0, 10), (99.0, 0)]:
+        _, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=n)
+    assert seen[1:4] == [3.0, 3.0, 6.0]
+    assert int(state.mini_step) == 3  # the third was rejected, the fourth counts
+    assert float(state.skip_state) == 6.0  # what it said of the third stands
+
+
+def test_close_window_on_a_rejected_micro_batch_closes_with_what_is_there():
+    optimizer, state = new(
+        optax.sgd(1.0), 4, should_skip_update_fn=optax.skip_not_finite
+    )
+    _, state = optimizer.update(grads(6.0), state, PARAMS, num_tokens=3)
+    updates, state = optimizer.update(
+        grads(np.nan), state, PARAMS, num_tokens=3, close_window=True
+    )
+    helpers.assert_trees_equal(updates, grads(-2.0))
+    assert has_updated(state)
+
+
+def test_poisoned_window_does_not_poison_the_next():
+    optimizer, state = new(optax.sgd(1.0), 2)
+    _, state = optimizer.update(grads(np.nan), state, PARAMS, num_tokens=1)
+    updates, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=1)
+    assert np.isnan(updates["b"])
+    params, state = helpers.run_window(
+        optimizer.update, state, PARAMS, [(grads(1.0), 1), (grads(3.0), 1)]
+    )
+    helpers.assert_trees_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
+
+
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_value_reaches_inner_as_the_token_mean_of_the_window(gradients: Any):
+    seen: list[float] = []
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        assert extra.keys() == {"value", "other"} and extra["other"] == "as it is"
+        jax.debug.callback(lambda value: seen.append(float(value)), extra["value"])
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    optimizer, state = new(inner, 2, gradients=gradients)
+    for mean, n in [(2.0, 1), (10.0, 9)]:
+        value = mean * n if gradients == "sum" else mean
+        _, state = optimizer.update(
+            grads(1.0), state, PARAMS, num_tokens=n, value=value, other="as it is"
+        )
+    jax.effects_barrier()
+    assert seen == [pytest.approx(9.2)]
+
+
+def test_polyak_sgd_takes_the_step_of_the_full_batch():
+    inner = optax.polyak_sgd(max_learning_rate=10.0)
+    optimizer, state = new(inner, 2)
+    for scale, n, loss_sum in [(2.0, 1, 4.0), (30.0, 15, 60.0)]:
+        updates, state = jax.jit(optimizer.update)(
+            grads(scale), state, PARAMS, num_tokens=n, value=loss_sum
+        )
+    expected, _ = inner.update(grads(2.0), inner.init(PARAMS), PARAMS, value=4.0)
+    assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
+    with pytest.raises(TypeError, match="value"):
+        optimizer.update(grads(1.0), state, PARAMS, num_tokens=1)
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: optax.chain(t)], ids=str)
+def test_close_window_uses_the_denominator_of_the_partial_window(
+    wrap: Any, maybe_jit: Any
+):
+    optimizer = wrap(token_accumulation(optax.sgd(1.0), 8))
+    close = maybe_jit(lambda state, params: close_window(optimizer, state, params))
+    state = optimizer.init(PARAMS)
+    untouched, state = close(state, PARAMS)
+    helpers.assert_trees_equal(untouched, grads(0.0))
+    assert not has_updated(state)
+    for scale, n in [(2.0, 1), (90.0, 9)]:
+        _, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=n)
+    updates, state = close(state, PARAMS)
+    helpers.assert_trees_equal(updates, grads(-9.2))
+    assert has_updated(state)
+    for _ in range(8):
+        updates, state = optimizer.update(grads(6.0), state, PARAMS, num_tokens=3)
+    helpers.assert_trees_equal(updates, grads(-2.0))
+
+
+def test_close_window_gives_inner_the_value_of_the_micro_batches():
+    inner = optax.polyak_sgd(max_learning_rate=10.0)
+    optimizer, state = new(inner, 8)
+    _, state = optimizer.update(grads(8.0), state, PARAMS, num_tokens=4, value=12.0)
+    updates, _ = close_window(optimizer, state, PARAMS)
+    expected, _ = inner.update(grads(2.0), inner.init(PARAMS), PARAMS, value=3.0)
+    assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
+
+
+def test_count_arrives_through_chain():
+    optimizer = optax.chain(
+        optax.clip(100.0), token_accumulation(optax.sgd(1.0), 2), optax.identity()
+    )
+    state = optimizer.init(PARAMS)
+    update = jax.jit(optimizer.update)
+    _, state = update(grads(2.0), state, PARAMS, num_tokens=1)
+    updates, state = update(grads(90.0), state, PARAMS, num_tokens=9)
+    helpers.assert_trees_equal(updates, grads(-9.2))
+    assert has_updated(state)
+
+
+def test_clipping_inside_sees_the_window():
+    optimizer, state = new(optax.chain(optax.clip(1.0), optax.sgd(1.0)), 2)
+    for scale in (-30.0, 32.0):
+        updates, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=1)
+    helpers.assert_trees_equal(updates, grads(-1.0))  # clipped before: 0
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
+def test_inner_sees_the_incoming_dtype_and_dtypes_stay(
+    param_dtype: Any, grad_dtype: Any
+):
+    seen: set[Any] = set()
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        seen.update(x.dtype for x in jax.tree.leaves(updates))
+        return updates, state
+
+    inner = optax.chain(
+        optax.GradientTransformation(lambda _: (), update), optax.adamw(0.1)
+    )
+    params = jax.tree.map(lambda p: p.astype(param_dtype), PARAMS)
+    gradient = jax.tree.map(lambda p: jnp.ones_like(p, grad_dtype), PARAMS)
+    optimizer = token_accumulation(inner, 2)
+    state = optimizer.init(params)
+    expected, _ = inner.update(gradient, inner.init(params), params)
+    before = helpers.signatures(state)
+    for _ in range(3):
+        updates, state = jax.jit(optimizer.update)(
+            gradient, state, params, num_tokens=1
+        )
+        assert helpers.signatures(updates) == helpers.signatures(expected)
+        assert helpers.signatures(state) == before
+    assert seen == {jnp.dtype(grad_dtype)}
+    assert {x.dtype for x in jax.tree.leaves(state.acc_grads)} == {
+        jnp.dtype(jnp.float32)
+    }
+
+
+def test_float32_sums_keep_what_bfloat16_loses():
+    params = jnp.zeros((), jnp.bfloat16)
+    got = {}
+    for dtype in (None, jnp.bfloat16):
+        optimizer = token_accumulation(optax.sgd(1.0), 300, accumulator_dtype=dtype)
+        state = optimizer.init(params)
+        assert state.acc_grads.dtype == (dtype or jnp.float32)
+        update = jax.jit(optimizer.update)
+        for _ in range(300):
+            updates, state = update(jnp.ones_like(params), state, params, num_tokens=1)
+        got[dtype] = float(updates)
+    assert got[None] == -1.0
+    assert abs(got[jnp.bfloat16] + 1.0) > 0.01  # 300 ones sum to 256 in bfloat16
+
+
+def test_float64_and_complex_parameters_keep_their_precision():
+    with jax.enable_x64(True):
+        params = {"d": jnp.ones((), jnp.float64), "c": jnp.ones((), jnp.complex64)}
+        optimizer = token_accumulation(optax.sgd(1.0), 3)
+        state = optimizer.init(params)
+        for n in (1, 1, 1):
+            gradient = {"d": params["d"] / 3, "c": params["c"] * (1 + 2j)}
+            updates, state = optimizer.update(gradient, state, params, num_tokens=n)
+        assert abs(float(updates["d"]) + 1 / 3) < helpers.RTOL["float64"]
+        assert complex(updates["c"]) == -(1 + 2j)
+        assert updates["d"].dtype == jnp.float64
+        assert updates["c"].dtype == jnp.complex64
+
+
+def test_counts_may_be_any_kind_of_number():
+    optimizer, state = new(optax.sgd(1.0), 1)
+    update = jax.jit(optimizer.update)
+    for n in (3, 3.0, np.int64(3), np.float32(3), jnp.asarray(3), jnp.asarray(3.0)):
+        updates, _ = optimizer.update(grads(6.0), state, PARAMS, num_tokens=n)
+        helpers.assert_trees_equal(updates, grads(-2.0))
+        updates, _ = update(grads(6.0), state, PARAMS, num_tokens=n)
+        helpers.assert_trees_equal(updates, grads(-2.0))
+
+
+def test_state_fields_are_those_of_multi_steps_where_they_mean_the_same():
+    fields = TokenAccumulationState._fields
+    assert fields == (
+        "mini_step",
+        "gradient_step",
+        "inner_opt_state",
+        "acc_grads",
+        "acc_tokens",
+        "acc_value",
+        "has_updated",
+        "skip_state",
+    )
+    assert set(optax.MultiStepsState._fields) < set(fields)
+
+
+def test_has_updated_needs_exactly_one_accumulation():
+    optimizer, state = new(optax.sgd(1.0), 1)
+    deep = {"a": [(state, optax.adam(0.1).init(PARAMS))]}
+    assert not has_updated(deep)
+    for wrong in (optax.adam(0.1).init(PARAMS), (state, state)):
+        with pytest.raises(ValueError, match="exactly one TokenAccumulationState"):
+            has_updated(wrong)

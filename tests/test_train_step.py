@@ -1,0 +1,393 @@
+"""What `make_train_step` promises."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_tokenaccum import (
+    StepMetrics,
+    StepState,
+    TokenAccumulationState,
+    make_train_step,
+)
+
+PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    """Summed loss whose gradient is `sum(batch)` in every entry of `w`."""
+    return jnp.sum(params["w"]) * jnp.sum(batch), batch.size
+
+
+def batches(*sizes: int) -> list[jax.Array]:
+    return [jnp.arange(1.0, n + 1.0, dtype=jnp.float32) for n in sizes]
+
+
+def numbers(metrics: StepMetrics) -> dict[str, Any]:
+    return {k: np.asarray(v).item() for k, v in metrics._asdict().items() if k != "aux"}
+
+
+def with_schedule(kind: str, k: int, **kwargs: Any) -> Any:
+    schedule = k if kind == "two programs" else lambda _: k
+    return make_train_step(loss_fn, optax.sgd(1.0), schedule, **kwargs)
+
+
+@pytest.fixture(params=["two programs", "one program"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_state_is_a_named_tuple_with_the_accumulation(kind: str):
+    state = with_schedule(kind, 2).init(PARAMS)
+    assert isinstance(state, StepState)
+    assert isinstance(state.opt_state, TokenAccumulationState)
+    helpers.assert_trees_equal(state.params, PARAMS)
+
+
+def test_metrics_of_every_call_of_a_window(kind: str):
+    step = with_schedule(kind, 2)
+    state = step.init(PARAMS)
+    state, opened = step(state, jnp.asarray([2.0]))
+    loss = -1.0 * 2.0 / 1
+    assert numbers(opened) == {
+        "loss": loss,
+        "num_tokens": 1.0,
+        "grad_norm": 0.0,
+        "updated": False,
+        "skipped": False,
+        "mini_step": 1,
+        "gradient_step": 0,
+    }
+    helpers.assert_trees_equal(state.params, PARAMS)
+    state, closed = step(state, jnp.full(9, 10.0))
+    assert numbers(closed) == {
+        "loss": pytest.approx(-9.2),  # not -6, the mean of means
+        "num_tokens": 10.0,
+        "grad_norm": pytest.approx(9.2 * 2**0.5),
+        "updated": True,
+        "skipped": False,
+        "mini_step": 0,
+        "gradient_step": 1,
+    }
+    expected = {"w": PARAMS["w"] - np.float32(9.2)}
+    helpers.assert_trees_equal(state.params, expected)
+    assert closed.aux is None
+
+
+def test_grad_norm_is_that_of_the_gradient_before_clipping_inside(kind: str):
+    schedule = 1 if kind == "two programs" else lambda _: 1
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
+    step = make_train_step(loss_fn, inner, schedule)
+    state, metrics = step(step.init(PARAMS), jnp.asarray([3.0, 5.0]))
+    np.testing.assert_allclose(metrics.grad_norm, 4.0 * 2**0.5, rtol=1e-6)
+
+
+def test_init_copies_so_that_the_callers_arrays_live(kind: str):
+    step = with_schedule(kind, 1)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = step.init(params)
+    for batch in batches(1, 2, 3):
+        state, _ = step(state, batch)
+    helpers.assert_trees_equal(params, PARAMS)
+
+
+def test_donates_and_metrics_outlive_the_state(kind: str):
+    step = with_schedule(kind, 2)
+    state = step.init(PARAMS)
+    kept, old_params = [], []
+    for batch in batches(1, 2, 3, 4):
+        old_params.append(state.params["w"])
+        state, metrics = step(state, batch)
+        kept.append(metrics)
+    jax.tree.map(lambda x: x.delete(), state)
+    assert [int(m.mini_step) for m in kept] == [1, 0, 1, 0]
+    assert [int(m.gradient_step) for m in kept] == [0, 1, 1, 2]
+    assert all(np.isfinite(list(numbers(m).values())).all() for m in kept)
+    assert old_params[1].is_deleted() and old_params[3].is_deleted()
+
+
+def test_without_donation_states_can_be_used_again(kind: str):
+    step = with_schedule(kind, 2, donate=False)
+    start = step.init(PARAMS)
+    first, second = batches(2, 5)
+    middle, _ = step(start, first)
+    once, _ = step(middle, second)
+    again, _ = step(middle, second)
+    helpers.assert_trees_equal(once, again)
+    assert int(start.opt_state.mini_step) == 0
+
+
+def test_going_back_and_side_by_side_follow_the_state_not_the_object(kind: str):
+    """A counter on the step object would close the second run's window early."""
+    step = with_schedule(kind, 3, donate=False)
+    data = batches(1, 2, 3)
+    a = b = step.init(PARAMS)
+    a, _ = step(a, data[0])
+    middle = a
+    a, _ = step(a, data[1])
+    b, metrics_b = step(b, data[2])
+    a, metrics_a = step(a, data[2])
+    assert (bool(metrics_a.updated), bool(metrics_b.updated)) == (True, False)
+    back, _ = step(middle, data[1])
+    back, metrics = step(back, data[2])
+    assert bool(metrics.updated)
+    helpers.assert_trees_equal(back, a)
+
+
+def test_state_restored_from_the_host_goes_on_in_the_middle_of_a_window(kind: str):
+    data = batches(1, 2, 3, 4)
+    step = with_schedule(kind, 4)
+    state = step.init(PARAMS)
+    for batch in data[:2]:
+        state, _ = step(state, batch)
+    saved = jax.tree.map(np.asarray, state)
+    target = jax.eval_shape(step.init, PARAMS)
+    restored = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), saved, target)
+    resumed = with_schedule(kind, 4)
+    for batch in data[2:]:
+        state, metrics = step(state, batch)
+        restored, resumed_metrics = resumed(restored, batch)
+    helpers.assert_trees_equal(restored, state)
+    helpers.assert_trees_equal(resumed_metrics, metrics)
+    assert metrics.updated
+
+
+def test_halves_for_loops_whose_data_says_where_a_window_ends():
+    step = make_train_step(loss_fn, optax.sgd(1.0))
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=r"step\.accumulate.*step\.close_window"):
+        step(state, jnp.ones(1))
+    state, empty = step.close_window(state)
+    assert numbers(empty)["updated"] is False and numbers(empty)["loss"] == 0.0
+    helpers.assert_trees_equal(state.params, PARAMS)
+    for value, size in ((2.0, 1), (10.0, 9)):
+        state, metrics = step.accumulate(state, jnp.full(size, value))
+        assert not metrics.updated
+    assert int(metrics.mini_step) == 2
+    state, metrics = step.close_window(state)
+    assert metrics.updated and float(metrics.num_tokens) == 10.0
+    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
+
+
+def test_partial_window_closes_with_its_own_denominator_and_the_next_is_whole(
+    kind: str,
+):
+    step = with_schedule(kind, 3)
+    state = step.init(PARAMS)
+    state, _ = step(state, jnp.full(4, 2.0))
+    state, metrics = step.close_window(state)
+    assert metrics.updated
+    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - 2.0})
+    updated = []
+    for _ in range(3):
+        state, metrics = step(state, jnp.full(4, 2.0))
+        updated.append(bool(metrics.updated))
+    assert updated == [False, False, True]
+    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - 4.0})
+
+
+def test_window_without_tokens_changes_nothing(kind: str):
+    def empty_loss(params: Any, batch: Any) -> Any:
+        return jnp.sum(params["w"]) * jnp.sum(batch) / 0.0, 0
+
+    schedule = 2 if kind == "two programs" else lambda _: 2
+    step = make_train_step(empty_loss, optax.adamw(0.1), schedule)
+    state = step.init(PARAMS)
+    for batch in batches(1, 2):
+        state, metrics = step(state, batch)
+    helpers.assert_trees_equal(state.params, PARAMS)
+    assert numbers(metrics) == numbers(metrics) | {
+        "loss": 0.0,
+        "num_tokens": 0.0,
+        "updated": False,
+        "mini_step": 0,
+        "gradient_step": 0,
+    }
+
+
+def test_rejected_micro_batch_is_reported_and_never_happened():
+    step = make_train_step(
+        loss_fn, optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite
+    )
+    state = step.init(PARAMS)
+    skipped = []
+    for value in (2.0, np.nan, 10.0):
+        state, metrics = step(state, jnp.full(1 if value == 2.0 else 9, value))
+        skipped.append((bool(metrics.skipped), bool(metrics.updated)))
+    assert skipped == [(False, False), (True, False), (False, True)]
+    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
+
+
+def test_token_budget():
+    step = make_train_step(loss_fn, optax.sgd(1.0), every_n_tokens=10)
+    state = step.init(PARAMS)
+    updated = []
+    for batch in batches(4, 5, 1, 11):
+        state, metrics = step(state, batch)
+        updated.append(bool(metrics.updated))
+    assert updated == [False, False, True, True]
+
+
+def test_aux_is_that_of_the_micro_batch(kind: str):
+    def with_aux(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return loss_sum, (n, {"largest": jnp.max(batch)})
+
+    schedule = 2 if kind == "two programs" else lambda _: 2
+    step = make_train_step(with_aux, optax.sgd(1.0), schedule, has_aux=True)
+    state = step.init(PARAMS)
+    for size in (3, 5):
+        (batch,) = batches(size)
+        state, metrics = step(state, batch)
+        assert float(metrics.aux["largest"]) == size
+    state, metrics = step.close_window(state)
+    assert metrics.aux is None
+
+
+def _key_loss(params: Any, batch: Any, *, rng: Any) -> Any:
+    return jnp.sum(params["w"]), (1, jax.random.key_data(rng))
+
+
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey], ids=str)
+def test_no_two_micro_batches_share_a_key(kind: str, key: Any):
+    schedule = 2 if kind == "two programs" else lambda _: 2
+    step = make_train_step(_key_loss, optax.sgd(1.0), schedule, has_aux=True)
+    state = step.init(PARAMS)
+    keys = []
+    for _ in range(8):
+        state, metrics = step(state, 0.0, rng=key(0))
+        keys.append(tuple(np.asarray(metrics.aux).tolist()))
+    assert len(set(keys)) == 8
+
+
+def test_key_moves_on_after_no_tokens_and_not_after_a_rejection():
+    def loss(params: Any, batch: Any, *, rng: Any) -> Any:
+        value, n = batch
+        return jnp.sum(params["w"]) * value, (n, jax.random.key_data(rng))
+
+    step = make_train_step(
+        loss,
+        optax.sgd(1.0),
+        9,
+        has_aux=True,
+        should_skip_update_fn=optax.skip_not_finite,
+    )
+    state, keys = step.init(PARAMS), []
+    for batch in [(1.0, 0.0), (np.nan, 1.0), (1.0, 1.0)]:
+        state, metrics = step(state, batch, rng=jax.random.key(0))
+        keys.append(metrics.aux.tolist())
+    assert keys[0] != keys[1] == keys[2]
+
+
+def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
+    """Frozen weights are arguments; a bool or a string stays what it is."""
+
+    def loss(params: Any, batch: Any, *, frozen: Any, train: bool, mode: Any) -> Any:
+        assert train is True and mode["name"] == "sum" and mode["act"] is jnp.tanh
+        return jnp.sum(params["w"] * frozen["w"]) * jnp.sum(batch), batch.size
+
+    schedule = 1 if kind == "two programs" else lambda _: 1
+    step = make_train_step(loss, optax.sgd(1.0), schedule)
+    state = step.init(PARAMS)
+    mode = {"name": "sum", "act": jnp.tanh}
+    for scale in (1.0, 2.0):
+        before = np.asarray(state.params["w"])
+        frozen = {"w": jnp.asarray([scale, 0.0])}
+        state, _ = step(state, jnp.ones(4), frozen=frozen, train=True, mode=mode)
+        expected = before - np.asarray([scale, 0.0])
+        np.testing.assert_array_equal(state.params["w"], expected)
+    assert not frozen["w"].is_deleted()
+
+
+def test_value_reaches_the_inner_optimizer(kind: str):
+    schedule = 2 if kind == "two programs" else lambda _: 2
+    inner = optax.polyak_sgd(max_learning_rate=10.0)
+    step = make_train_step(helpers.loss_sum_fn, inner, schedule)
+    params, batch = helpers.init_params(0), helpers.ragged_batch(0)
+    state = step.init(params)
+    for micro_batch in helpers.cut(batch, 2):
+        state, _ = step(state, micro_batch)
+    (value, _), grads = jax.value_and_grad(helpers.loss_mean_fn, has_aux=True)(
+        params, batch
+    )
+    updates, _ = inner.update(grads, inner.init(params), params, value=value)
+    applied = helpers.difference(state.params, params)
+    # Parameters of size 0.2 round updates of size 1e-2 at about 1e-6.
+    assert helpers.relative_error(applied, updates) < 5 * helpers.RTOL["float32"]
+
+
+def test_inside_an_outer_jit_and_scan_it_is_one_program(kind: str):
+    step = with_schedule(kind, 2, donate=False)
+    data = jnp.ones((6, 4)) * jnp.arange(1.0, 7.0)[:, None]
+    start = step.init(PARAMS)
+    scanned, metrics = jax.jit(lambda s, xs: jax.lax.scan(step, s, xs))(start, data)
+    assert metrics.updated.tolist() == [False, True] * 3
+    state = start
+    for batch in data:
+        state, _ = step(state, batch)
+    assert helpers.relative_error(scanned.params, state.params) < 1e-6
+    assert int(scanned.opt_state.gradient_step) == 3
+
+
+def test_batches_of_another_shape_go_on_in_the_same_window(kind: str):
+    step = with_schedule(kind, 3)
+    state = step.init(PARAMS)
+    data = batches(2, 7, 3)
+    for batch in data:
+        state, metrics = step(state, batch)
+    assert metrics.updated and float(metrics.num_tokens) == 12.0
+    mean = sum(float(b.sum()) for b in data) / 12
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - mean, rtol=1e-6)
+
+
+def test_bfloat16_parameters_keep_their_dtype_and_float32_sums(kind: str):
+    step = make_train_step(
+        helpers.loss_sum_fn,
+        optax.sgd(1.0, momentum=0.0),
+        4 if kind == "two programs" else lambda _: 4,
+    )
+    params = helpers.init_params(0, jnp.bfloat16)
+    state = step.init(params)
+    before = helpers.signatures(state)
+    batch = helpers.ragged_batch(0)
+    for micro_batch in helpers.cut(batch, 4):
+        state, metrics = step(state, micro_batch)
+    assert helpers.signatures(state) == before
+    given = optax.tree.get(state.opt_state, "trace")
+    reference = helpers.float64_gradient(params, batch)
+    assert helpers.relative_error(given, reference) < helpers.RTOL["bfloat16"]
+    assert metrics.loss.dtype == metrics.grad_norm.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.contrib.schedule_free_sgd(0.1),
+        optax.contrib.dowg(0.1),
+        optax.lbfgs(0.1, linesearch=None),
+        optax.contrib.prodigy(0.1),
+    ],
+    ids=["schedule_free", "dowg", "lbfgs", "prodigy"],
+)
+def test_optimizers_that_keep_the_parameters_can_be_donated(inner: Any):
+    """Their `init` returns the parameters' own arrays, and a buffer is given once."""
+    step = make_train_step(loss_fn, inner, 2)
+    state = step.init(PARAMS)
+    for batch in batches(1, 2, 3, 4):
+        state, metrics = step(state, batch)
+    assert int(metrics.gradient_step) == 2
+
+
+def test_parameters_that_share_an_array_are_parameters_of_their_own(kind: str):
+    step = with_schedule(kind, 1)
+    tied = {"w": PARAMS["w"], "again": PARAMS["w"]}
+    state = step.init(tied)
+    for batch in batches(2, 2):
+        state, _ = step(state, batch)
+    helpers.assert_trees_equal(state.params["again"], PARAMS["w"])
+    assert not np.array_equal(state.params["w"], PARAMS["w"])
