@@ -1,0 +1,147 @@
+"""Trains by several methods in lockstep and measures how far they end up apart.
+
+A window goes through every method before the next one begins. So the distance to the
+reference is taken after every update without keeping old parameters, and whatever else
+the machine is doing slows all methods alike.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import optax
+from batches import PAD, Batch, Window
+from methods import METHODS, Loop, Programs, loss_fn
+from transformer import Params
+
+
+@dataclass
+class Run:
+    """One method's training and what was measured.
+
+    Attributes:
+      method: its name in `METHODS`.
+      loop: the training loop, a generator that stops after every update.
+      params: the parameters after the last update.
+      distances: relative L2 distance to the reference's parameters, one an update.
+      validation_losses: number of updates done -> mean loss of a validation token.
+      train_loss: mean loss of a training token, over the whole split, at the end.
+      seconds: the time of the windows that compiled nothing.
+      tokens: the real tokens in those windows.
+      memory: program -> temporary + output - aliased bytes; None where unknown.
+    """
+
+    method: str
+    loop: Loop
+    params: Params = field(default_factory=dict)
+    distances: list[float] = field(default_factory=list)
+    validation_losses: dict[int, float] = field(default_factory=dict)
+    train_loss: float = float("nan")
+    seconds: float = 0.0
+    tokens: int = 0
+    memory: dict[str, int | None] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Real tokens a second; None where every window compiled something."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def validation_loss(self) -> float:
+        """The mean loss of a validation token at the end."""
+        return self.validation_losses[max(self.validation_losses)]
+
+
+def compare(
+    methods: list[str],
+    init: Callable[[], Params],
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    accumulation_steps: int,
+    *,
+    train: list[Batch],
+    validation: list[Batch],
+    after_update: Callable[[Run], None],
+) -> list[Run]:
+    """Trains the same model on the same windows by each method.
+
+    Args:
+      methods: names in `METHODS`, the reference first.
+      init: makes the parameters, the same at every call: loops donate what they get.
+      windows: one an update.
+      inner: the optimizer.
+      accumulation_steps: micro-batches in a window.
+      train: the training split, for its final loss.
+      validation: the validation split, for its loss at about 20 updates.
+      after_update: called with a run after each of its updates.
+
+    Returns:
+      The finished runs.
+    """
+    runs = [
+        Run(name, METHODS[name](init(), windows, inner, accumulation_steps))
+        for name in methods
+    ]
+    reference = runs[0]
+    shapes_compiled = set()
+    evaluate_every = -(-len(windows) // 20)
+    for update, window in enumerate(windows, start=1):
+        shapes = {batch.inputs.shape for batch in [window.whole, *window.micro_batches]}
+        compiles = not shapes <= shapes_compiled
+        shapes_compiled |= shapes
+        for run in runs:
+            start = time.perf_counter()
+            run.params = jax.block_until_ready(next(run.loop))
+            if not compiles:
+                run.seconds += time.perf_counter() - start
+                run.tokens += int((window.whole.inputs != PAD).sum())
+            run.distances.append(float(_distance(run.params, reference.params)))
+            if update % evaluate_every == 0 or update == len(windows):
+                run.validation_losses[update] = mean_loss(run.params, validation)
+            after_update(run)
+    for run in runs:
+        run.train_loss = mean_loss(run.params, train)
+        run.memory = {
+            name: _memory(program) for name, program in _finish(run.loop).items()
+        }
+    return runs
+
+
+def mean_loss(params: Params, batches: list[Batch]) -> float:
+    """The sum of the losses over the sum of the tokens, over all batches."""
+    sums = [_loss_and_count(params, batch) for batch in batches]
+    loss_sums, counts = zip(*sums, strict=True)
+    return float(sum(loss_sums) / sum(counts))
+
+
+_loss_and_count = jax.jit(loss_fn)
+
+
+@jax.jit
+def _distance(params: Params, reference: Params) -> jax.Array:
+    """The L2 norm of the difference over the reference's."""
+    difference = jax.tree.map(jnp.subtract, params, reference)
+    return optax.tree.norm(difference) / optax.tree.norm(reference)
+
+
+def _finish(loop: Loop) -> Programs:
+    """Takes what a loop returns after its last window."""
+    try:
+        next(loop)
+    except StopIteration as stop:
+        return stop.value
+    raise RuntimeError("the loop must end after its last window, and it went on")
+
+
+def _memory(program: jax.stages.Lowered) -> int | None:
+    """Temporary + output - aliased bytes: what a program needs beside its arguments."""
+    memory = program.compile().memory_analysis()
+    if memory is None:
+        return None
+    return (
+        memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )

@@ -1,0 +1,185 @@
+"""Prompts and completions: the English dialogues of chatterbot-corpus, or a JSONL file.
+
+A conversation of the corpus becomes one pair for each turn after the first: the first
+turn is the prompt, the later turn a completion. The other reading, each turn answers
+the one before it, fits fewer: of the 225 turns that come third or later, 184 are in the
+two files that list several answers to one question ("emotion" and "computers").
+"""
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_TURNS = 10
+_LINES_NAMED = 10
+
+
+class Pair(NamedTuple):
+    """What is asked and what should be answered."""
+
+    prompt: str
+    completion: str
+
+
+class DataError(Exception):
+    """The data cannot be used as it is; the message says what to do."""
+
+
+def read_corpus() -> tuple[list[Pair], str]:
+    """Reads the English files of the PyPI package chatterbot-corpus.
+
+    Returns:
+      The pairs, and a sentence about everything that was dropped or changed.
+
+    Raises:
+      DataError: the package is not installed.
+    """
+    try:
+        import yaml
+
+        data = resources.files("chatterbot_corpus") / "data" / "english"
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"the default data needs {error.name!r}, which is not installed: run "
+            "pip install chatterbot-corpus pyyaml, or name your own file with --data"
+        ) from error
+    conversations = []
+    for file in sorted(data.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".yml"):
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            conversations += content["conversations"]
+    return pairs_of_conversations(conversations)
+
+
+def pairs_of_conversations(
+    conversations: list[list[Any]],
+) -> tuple[list[Pair], str]:
+    """Makes pairs of conversations: the first turn with each of the later ones.
+
+    Repeated conversations, those of one turn and those of over `MAX_TURNS` are left
+    out; a turn that YAML read as a number or a bool becomes text.
+
+    Args:
+      conversations: the turns of each.
+
+    Returns:
+      The pairs, and a sentence about everything that was dropped or changed.
+    """
+    not_text = sum(
+        not isinstance(turn, str) for turns in conversations for turn in turns
+    )
+    unique = list(dict.fromkeys(tuple(map(str, turns)) for turns in conversations))
+    long = sum(len(turns) > MAX_TURNS for turns in unique)
+    short = sum(len(turns) < 2 for turns in unique)
+    pairs = [
+        Pair(turns[0], completion)
+        for turns in unique
+        if len(turns) <= MAX_TURNS
+        for completion in turns[1:]
+    ]
+    notes = (
+        f"{len(conversations)} conversations: left out "
+        f"{len(conversations) - len(unique)} repetitions, {long} of over {MAX_TURNS} "
+        f"turns and {short} of one turn; {not_text} turns that YAML read as numbers or "
+        "the like became text"
+    )
+    return pairs, notes
+
+
+def read_jsonl(path: Path) -> list[Pair]:
+    """Reads one JSON object a line, with the texts `prompt` and `completion`.
+
+    Empty lines and other fields are passed over.
+
+    Args:
+      path: the file.
+
+    Returns:
+      The pairs, in the order of the file.
+
+    Raises:
+      DataError: the file cannot be read, or has bad lines, which are named by number.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    pairs, bad = [], []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                pairs.append(_parse(line))
+            except ValueError as error:
+                bad.append(f"  line {number}: {error}")
+    if bad:
+        more = (
+            [f"  and {len(bad) - _LINES_NAMED} more"] if len(bad) > _LINES_NAMED else []
+        )
+        raise DataError(
+            f'{path}: each line must be like {{"prompt": "...", "completion": "..."}}; '
+            f"mend or remove the {len(bad)} of {len(lines)} that are not:\n"
+            + "\n".join(bad[:_LINES_NAMED] + more)
+        )
+    return pairs
+
+
+def split_by_prompt(
+    pairs: list[Pair], validation_share: float = 0.1
+) -> tuple[list[Pair], list[Pair]]:
+    """Splits so that no prompt is on both sides, whatever the order of the pairs.
+
+    Prompts that differ in case or white space only count as the same.
+
+    Args:
+      pairs: all of them.
+      validation_share: the share of the prompts that are held out, at least one.
+
+    Returns:
+      The pairs for training and those for validation.
+
+    Raises:
+      DataError: there are fewer than two prompts.
+    """
+
+    def normal(pair: Pair) -> str:
+        return " ".join(pair.prompt.casefold().split())
+
+    # A hash gives an order that depends on nothing but the prompts: not on the order of
+    # the file, not on the version of a random generator.
+    prompts = sorted(
+        {normal(pair) for pair in pairs},
+        key=lambda prompt: hashlib.sha256(prompt.encode()).digest(),
+    )
+    if len(prompts) < 2:
+        raise DataError(
+            f"training and validation need a prompt each, the data has {len(prompts)} "
+            "that can be used"
+        )
+    held_out = set(prompts[: max(1, round(validation_share * len(prompts)))])
+    train = [pair for pair in pairs if normal(pair) not in held_out]
+    validation = [pair for pair in pairs if normal(pair) in held_out]
+    return train, validation
+
+
+def _parse(line: bytes) -> Pair:
+    """Reads one line; raises ValueError with what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        place = f"{error.msg}, column {error.colno}"
+        raise ValueError(f"not JSON ({place})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason}, byte {error.start})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    for field in Pair._fields:
+        text = record.get(field)
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"{field!r} must be a text that is not empty, got {text!r}"
+            )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"{field!r} has half a surrogate pair, got {text!r}")
+    return Pair(record["prompt"], record["completion"])

@@ -1,0 +1,167 @@
+"""Fine-tunes a small transformer on dialogue with accumulated gradients, five ways.
+
+    python examples/finetune.py
+
+The same model learns from the same micro-batches by each method of `methods.py`, and
+the program says how far each ends from training on whole windows. Prompts are masked
+and answers are of any length: so micro-batches hold different numbers of loss tokens,
+and their means must not be averaged. Text is bytes and the parameters start at random:
+this is about the arithmetic of training, not about a good model.
+
+Your own data: `--data FILE.jsonl`, a line an example, with `prompt` and `completion`.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+from batches import (
+    PAD,
+    VOCABULARY,
+    Batch,
+    Window,
+    batches_in_order,
+    encode,
+    make_windows,
+    padded_lengths,
+)
+from compare import Run, compare
+from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
+from methods import REFERENCE
+from options import OPTIMIZERS, parse_options
+from report import make_table, write_json, write_picture
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from transformer import Params, init
+
+EVALUATION_ROWS = 32
+
+
+def main() -> None:
+    """Reads the command line and the data, trains, and reports."""
+    options = parse_options(sys.argv[1:])
+    console = Console(highlight=False, markup=False)
+    # A GPU's default product of float32 matrices shortens the factors (TF32): its
+    # rounding would drown the differences that are measured here.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        train, validation = load(options.data, options.max_length, console)
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {error}")
+    lengths = padded_lengths(options.max_length)
+    windows = make_windows(
+        train,
+        updates=options.updates,
+        accumulation_steps=options.gradient_accumulation_steps,
+        micro_batch_size=options.micro_batch_size,
+        lengths=lengths,
+        seed=options.seed,
+    )
+    console.print(describe(windows, len(train)))
+
+    def make_params() -> Params:
+        return init(
+            jax.random.key(options.seed),
+            vocabulary=VOCABULARY,
+            d_model=options.d_model,
+            layers=options.layers,
+        )
+
+    with Progress(
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        methods = list(dict.fromkeys([REFERENCE, *options.methods]))
+        bar = progress.add_task("training", total=len(methods) * len(windows))
+
+        def after_update(run: Run) -> None:
+            progress.update(bar, advance=1, description=f"training: {run.method}")
+
+        runs = compare(
+            methods,
+            make_params,
+            windows,
+            OPTIMIZERS[options.optimizer](options.learning_rate),
+            options.gradient_accumulation_steps,
+            train=batches_in_order(train, EVALUATION_ROWS, lengths),
+            validation=batches_in_order(validation, EVALUATION_ROWS, lengths),
+            after_update=after_update,
+        )
+
+    console.print(make_table(runs))
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    }
+    write_json(options.out / "results.json", runs, settings)
+    write_picture(
+        options.out / "finetune.png",
+        runs,
+        f"{options.optimizer}, windows of {options.gradient_accumulation_steps} "
+        f"micro-batches x {options.micro_batch_size} dialogues, "
+        f"{sum(leaf.size for leaf in jax.tree.leaves(runs[0].params)):,} parameters",
+    )
+    console.print(f"written: results.json and finetune.png in {options.out}")
+
+
+def load(
+    data: Path | None, max_length: int, console: Console
+) -> tuple[list[Batch], list[Batch]]:
+    """Reads, filters and splits the data, and prints what was left out.
+
+    Args:
+      data: a JSONL file, or None for the dialogue corpus.
+      max_length: the longest sequence in tokens; longer ones are left out.
+      console: where to print.
+
+    Returns:
+      The encoded pairs for training and those for validation.
+
+    Raises:
+      DataError: the data cannot be used as it is.
+    """
+    if data is None:
+        pairs, notes = read_corpus()
+        console.print(notes)
+    else:
+        pairs = read_jsonl(data)
+    length_of = {pair: len(encode(pair).inputs) for pair in pairs}
+    kept = [pair for pair in pairs if length_of[pair] <= max_length]
+    console.print(
+        f"{len(pairs)} pairs of prompt and completion: left out "
+        f"{len(pairs) - len(kept)} of over {max_length} tokens (--max-length; the "
+        f"longest has {max(length_of.values(), default=0)})"
+    )
+    train, validation = split_by_prompt(kept)
+    console.print(
+        f"{len(train)} pairs to train on and {len(validation)} to validate with; "
+        "no prompt is in both"
+    )
+    return [encode(pair) for pair in train], [encode(pair) for pair in validation]
+
+
+def describe(windows: list[Window], train_size: int) -> str:
+    """Says how much is trained on, and how ragged and how padded it is."""
+    micro_batches = [batch for window in windows for batch in window.micro_batches]
+    wholes = [window.whole for window in windows]
+    loss_tokens = [int(batch.mask.sum()) for batch in micro_batches]
+    rows = sum(len(whole.inputs) for whole in wholes)
+
+    def padding(batches: list[Batch]) -> float:
+        real = sum(int((batch.inputs != PAD).sum()) for batch in batches)
+        return 1 - real / sum(batch.inputs.size for batch in batches)
+
+    return (
+        f"{len(windows)} updates, {rows / train_size:.1f} epochs; a micro-batch holds "
+        f"{min(loss_tokens)} to {max(loss_tokens)} loss tokens; padding is "
+        f"{padding(micro_batches):.0%} of the micro-batches and {padding(wholes):.0%} "
+        "of the whole windows"
+    )
+
+
+if __name__ == "__main__":
+    main()

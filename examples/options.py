@@ -1,0 +1,144 @@
+"""The command line of `finetune.py`."""
+
+import argparse
+import math
+from pathlib import Path
+
+import optax
+from methods import METHODS
+from transformer import HEAD_DIM
+
+OPTIMIZERS = {"adamw": optax.adamw, "sgd": optax.sgd}
+LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
+
+
+def parse_options(words: list[str]) -> argparse.Namespace:
+    """Reads the command line; a bad value ends the program and says what must hold."""
+    parser = argparse.ArgumentParser(
+        description="Fine-tunes a small transformer on dialogue with accumulated "
+        "gradients by several methods, and measures how far each ends from training "
+        "on whole windows."
+    )
+    add = parser.add_argument
+    add(
+        "--gradient-accumulation-steps",
+        type=positive_int,
+        default=16,
+        metavar="K",
+        help="micro-batches in a window (%(default)s)",
+    )
+    add(
+        "--micro-batch-size",
+        type=positive_int,
+        default=2,
+        metavar="ROWS",
+        help="dialogues in a micro-batch (%(default)s)",
+    )
+    add(
+        "--updates",
+        type=positive_int,
+        default=30,
+        metavar="N",
+        help="optimizer updates, one a window (%(default)s)",
+    )
+    add(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="adamw",
+        help="adamw, or sgd: its distances are the gradients' own (%(default)s)",
+    )
+    add(
+        "--learning-rate",
+        type=positive_float,
+        metavar="RATE",
+        help=", ".join(f"{rate} for {name}" for name, rate in LEARNING_RATES.items()),
+    )
+    add(
+        "--d-model",
+        type=width,
+        default=64,
+        metavar="WIDTH",
+        help=f"width of the model, a multiple of {HEAD_DIM} (%(default)s)",
+    )
+    add(
+        "--layers",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="layers of the model (%(default)s)",
+    )
+    add(
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="of the parameters and of the shuffle (%(default)s)",
+    )
+    add(
+        "--methods",
+        nargs="+",
+        choices=list(METHODS),
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"of {', '.join(METHODS)} (all); the first always runs, as the reference",
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="lines with prompt and completion, in place of the dialogue corpus",
+    )
+    add(
+        "--max-length",
+        type=positive_int,
+        default=256,
+        metavar="TOKENS",
+        help="longer dialogues are counted and left out; a token is a byte, and two "
+        "more mark the start and the middle (%(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("finetune_results"),
+        metavar="DIRECTORY",
+        help="for results.json and finetune.png (%(default)s)",
+    )
+    options = parser.parse_args(words)
+    if options.learning_rate is None:
+        options.learning_rate = LEARNING_RATES[options.optimizer]
+    return options
+
+
+def natural(text: str) -> int:
+    """A whole number, zero or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 0, got {text!r}")
+    return int(text)
+
+
+def positive_int(text: str) -> int:
+    """A whole number, one or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def width(text: str) -> int:
+    """A width that the model's heads divide."""
+    value = positive_int(text)
+    if value % HEAD_DIM:
+        raise argparse.ArgumentTypeError(
+            f"must be a multiple of {HEAD_DIM} (the width of a head), got {value}"
+        )
+    return value
+
+
+def positive_float(text: str) -> float:
+    """A finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value

@@ -1,0 +1,172 @@
+"""What a comparison found: as a table, as JSON and as a picture."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from compare import Run
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from methods import NAIVE, REFERENCE
+from rich import box
+from rich.table import Table
+
+_EXACT_LOOKS = [("#1f6fb4", "o"), ("#2a9d63", "s"), ("#7b4fb5", "^"), ("#c77d0a", "D")]
+_FLOOR = 1e-10  # where a distance of zero is drawn: a logarithmic axis has none
+
+
+def make_table(runs: list[Run]) -> Table:
+    """The runs as a table for the terminal."""
+    result = Table(
+        title="How far each method ends from training on the whole window at once",
+        caption="Distance: of the parameters, relative L2. Losses: summed over all "
+        "tokens of the split, divided by their number. Tokens/s: what the model reads, "
+        "with prompts and without padding, in windows that compiled nothing. Memory: "
+        "temporary + output - aliased, per program.",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+    )
+    result.add_column("method", no_wrap=True)
+    for header in ["distance", "train\nloss", "valid.\nloss", "tokens/s"]:
+        result.add_column(header, justify="right", no_wrap=True)
+    result.add_column("memory in MB", no_wrap=True)
+    for run in runs:
+        speed = run.tokens_per_second
+        result.add_row(
+            run.method,
+            "reference" if run.method == REFERENCE else f"{run.distances[-1]:.1e}",
+            f"{run.train_loss:.4f}",
+            f"{run.validation_loss:.4f}",
+            "-" if speed is None else f"{speed:,.0f}",
+            "\n".join(
+                f"{name} {'-' if size is None else f'{size / 1e6:.1f}'}"
+                for name, size in run.memory.items()
+            ),
+        )
+    return result
+
+
+def write_json(path: Path, runs: list[Run], settings: dict[str, Any]) -> None:
+    """Writes the table, the curves and everything that they depend on."""
+    content = {
+        "settings": settings,
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "optax": optax.__version__,
+        },
+        "device": str(jax.devices()[0].device_kind),
+        "table": [
+            {
+                "method": run.method,
+                "distance": run.distances[-1],
+                "train_loss": run.train_loss,
+                "validation_loss": run.validation_loss,
+                "tokens_per_second": run.tokens_per_second,
+                "memory_bytes": run.memory,
+            }
+            for run in runs
+        ],
+        "curves": {
+            run.method: {
+                "distance": run.distances,
+                "validation_loss": list(run.validation_losses.items()),
+            }
+            for run in runs
+        },
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_picture(path: Path, runs: list[Run], setting: str) -> None:
+    """Draws the loss and the distance to the reference against the updates.
+
+    Args:
+      path: the PNG file.
+      runs: the runs, the reference first.
+      setting: a line to stand below the picture.
+    """
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    figure.suptitle(
+        "Averaging the micro-batches' means is not training on the batch",
+        fontsize=15,
+        fontweight="bold",
+    )
+    figure.supxlabel(setting, fontsize=10, color="0.35")
+    losses, distances = figure.subplots(1, 2)
+    _draw_losses(losses, runs)
+    _draw_distances(distances, runs)
+    losses.set_title("Validation loss (nats a token)")
+    losses.legend(frameon=False)
+    distances.set_title("Distance of the parameters to the reference's (relative L2)")
+    distances.set_yscale("log")
+    distances.margins(y=0.1)
+    for axes in (losses, distances):
+        axes.set_xlabel("optimizer updates")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _draw_losses(axes: Axes, runs: list[Run]) -> None:
+    """Draws the loss curves, and their last third once more, enlarged."""
+    points = list(runs[0].validation_losses)
+    tail = [point for point in points if point >= points[-1] * 2 / 3]
+    enlarged = [axes.inset_axes((0.45, 0.27, 0.52, 0.34))] if len(tail) > 2 else []
+    for run, look in zip(runs, _looks(runs, len(points)), strict=True):
+        axes.plot(points, list(run.validation_losses.values()), **look)
+        for inset in enlarged:
+            inset.plot(tail, [run.validation_losses[point] for point in tail], **look)
+            inset.tick_params(labelsize=8)
+            inset.grid(alpha=0.25)
+
+
+def _draw_distances(axes: Axes, runs: list[Run]) -> None:
+    """Draws the distances, and how many times farther the naive method ends."""
+    looks = _looks(runs, len(runs[0].distances))
+    ends = {}
+    for run, look in list(zip(runs, looks, strict=True))[1:]:
+        heights = [max(distance, _FLOOR) for distance in run.distances]
+        axes.plot(range(1, len(heights) + 1), heights, **look)
+        ends[run.method] = heights[-1]
+    exact = [end for method, end in ends.items() if method != NAIVE]
+    if NAIVE in ends and exact:
+        top, bottom = ends[NAIVE], max(exact)
+        place = 0.9 * len(runs[0].distances)
+        arrow = {"arrowstyle": "<->", "color": "0.35", "shrinkA": 6, "shrinkB": 6}
+        axes.annotate("", (place, top), (place, bottom), arrowprops=arrow)
+        axes.annotate(
+            f"{float(f'{top / bottom:.2g}'):,.0f} times  ",
+            (place, (top * bottom) ** 0.5),
+            ha="right",
+            fontsize=12,
+        )
+
+
+def _looks(runs: list[Run], points: int) -> list[dict[str, Any]]:
+    """How each run's curve of so many points is drawn.
+
+    The exact methods lie on top of each other and of the reference: so that is a wide
+    band, and each of them has markers at points of its own.
+    """
+    exact = [run.method for run in runs if run.method not in (REFERENCE, NAIVE)]
+    every = max(1, points // 20)
+    looks: list[dict[str, Any]] = []
+    for run in runs:
+        if run.method == REFERENCE:
+            looks.append({"label": "full batch", "color": "0.8", "linewidth": 8})
+        elif run.method == NAIVE:
+            label = f"{NAIVE} (mean of means)"
+            looks.append({"label": label, "color": "#d1342f", "linewidth": 2.4})
+        else:
+            place = exact.index(run.method)
+            color, marker = _EXACT_LOOKS[place % len(_EXACT_LOOKS)]
+            look: dict[str, Any] = {"color": color, "linewidth": 1.2}
+            look["marker"] = marker
+            look["label"] = f"{run.method} (exact)"
+            look["markevery"] = (place * every % points, len(exact) * every)
+            looks.append(look)
+    return looks
