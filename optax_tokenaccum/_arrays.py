@@ -25,14 +25,20 @@ def stable(params: Any, state: Any) -> Any:
 
     A Python number, a weak type or a scalar left on the default device while the
     parameters live elsewhere would each cost a second compilation on the second call.
+    An array that stands twice or is one of `params`, as the `init` of some optimizers
+    returns, is copied: a buffer can be donated only once.
     """
-    state = jax.tree.map(_as_strong_array, state)
     home = _home(params)
-    if home is None:
-        return state
-    return jax.tree.map(
-        lambda x: x if not _is_placed(x, False) else jax.device_put(x, home), state
-    )
+    seen = {id(x) for x in jax.tree.leaves(params)}
+
+    def settle(x: Any) -> Any:
+        if id(x) in seen:
+            return _copy(x)
+        seen.add(id(x))
+        x = _as_strong_array(x)
+        return jax.device_put(x, home) if home and _is_placed(x, False) else x
+
+    return jax.tree.map(settle, state)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
@@ -46,21 +52,32 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def owned(tree: Any) -> Any:
-    """Copies of every leaf, as arrays: donating them leaves the caller's alive."""
-    return jax.tree.map(lambda x: jnp.array(_as_strong_array(x), copy=True), tree)
+    """Copies of every leaf: donating them leaves the caller's arrays alive.
+
+    Raises:
+      TypeError: a leaf is no array.
+    """
+    originals, structure = jax.tree_util.tree_flatten_with_path(tree)
+    copies = []
+    # One by one, dropping each original: a large state is never there twice.
+    del tree
+    originals.reverse()
+    while originals:
+        path, leaf = originals.pop()
+        if not hasattr(_as_strong_array(leaf), "dtype"):
+            raise TypeError(
+                "The parameters must be a pytree of arrays: at "
+                f"{jax.tree_util.keystr(path)} got {type(leaf).__name__}. Keep such "
+                "leaves out of them, with equinox.partition say, and hand them to "
+                "loss_fn as a keyword."
+            )
+        copies.append(_copy(leaf))
+        del leaf
+    return jax.tree.unflatten(structure, copies)
 
 
-def unaliased(tree: Any) -> Any:
-    """`tree` with no array twice: a buffer can be donated only once."""
-    seen: set[int] = set()
-
-    def copy_if_seen(x: Any) -> Any:
-        if id(x) in seen:
-            return jnp.array(x, copy=True)
-        seen.add(id(x))
-        return x
-
-    return jax.tree.map(copy_if_seen, tree)
+def _copy(x: Any) -> jax.Array:
+    return jnp.array(_as_strong_array(x), copy=True)
 
 
 def _as_strong_array(x: Any) -> Any:

@@ -89,11 +89,15 @@ class TrainStep:
 
         Args:
           params: a pytree of arrays.
+
+        Raises:
+          TypeError: a leaf of `params` is no array.
         """
         params = _arrays.owned(params)
-        opt_state = self._accumulation.init(params)
-        self._memo.remember(opt_state.mini_step, 0)
-        return _arrays.unaliased(StepState(params, opt_state))
+        # An optimizer may hand out arrays of its own, the key of optax.add_noise say.
+        state = StepState(params, _arrays.owned(self._accumulation.init(params)))
+        self._memo.remember(state.opt_state.mini_step, 0)
+        return state
 
     def __call__(
         self,
@@ -111,8 +115,8 @@ class TrainStep:
             once more and goes on in the same window.
           rng: one key for the whole run; `loss_fn` is given it as `rng`, folded with
             `gradient_step` and `mini_step`.
-          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Bools,
-            strings and functions are static.
+          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
+            numbers are traced; bools, strings and functions are static.
 
         Raises:
           ValueError: the step has no schedule.

@@ -208,6 +208,12 @@ def test_state_that_is_no_step_state():
             call(PARAMS, 1.0)
 
 
+def test_parameters_that_are_no_arrays():
+    step = make_train_step(loss_fn, SGD, 2)
+    with pytest.raises(TypeError, match=r"at \['act'\] got .*equinox\.partition"):
+        step.init({"w": jnp.zeros(3), "act": jnp.tanh})
+
+
 def test_loss_fn_that_is_no_function():
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         make_train_step(SGD, SGD, 2)

@@ -1,5 +1,6 @@
 """The transformation under jit, scan, vmap, grad and donation; traces counted."""
 
+import functools
 import operator
 from typing import Any
 
@@ -91,6 +92,26 @@ def test_init_is_stable_for_numbers_weak_types_and_numpy():
     for _ in range(4):
         _, state = update(params, state, params, num_tokens=1)
         assert helpers.signatures(state) == before
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.contrib.mechanize(optax.sgd(0.1)), optax.contrib.prodigy(0.1)],
+    ids=["mechanize", "prodigy"],
+)
+def test_state_can_be_donated_with_parameters_that_inner_keeps(inner: Any):
+    optimizer = token_accumulation(inner, 2)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any) -> Any:
+        updates, state = optimizer.update(grads(1.0), state, params, num_tokens=1)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = optimizer.init(params)
+    for _ in range(4):
+        params, state = step(params, state)
+    assert int(state.gradient_step) == 2
 
 
 def test_vmap_with_counts_of_its_own_in_every_lane():
