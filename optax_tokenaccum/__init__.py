@@ -8,12 +8,10 @@ from optax_tokenaccum._accumulation import (
 )
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
-from optax_tokenaccum._train_step import (
-    StepMetrics,
-    StepState,
-    TrainStep,
-    make_train_step,
-)
+from optax_tokenaccum._step_state import StepMetrics, StepState
+from optax_tokenaccum._train_step import TrainStep, make_train_step
+from optax_tokenaccum._window import split_batch, window_value_and_grad
+from optax_tokenaccum._window_step import WindowStep, make_window_step
 
 __version__ = "0.1.0.dev0"
 
@@ -23,10 +21,14 @@ __all__ = [
     "StepState",
     "TokenAccumulationState",
     "TrainStep",
+    "WindowStep",
     "close_window",
     "from_multi_steps_state",
     "has_updated",
     "make_train_step",
+    "make_window_step",
     "softmax_cross_entropy_sum",
+    "split_batch",
     "token_accumulation",
+    "window_value_and_grad",
 ]

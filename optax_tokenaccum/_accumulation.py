@@ -68,6 +68,11 @@ class Accumulation:
                 "The inner optimizer already accumulates: a micro-batch would be "
                 "counted by two windows. Pass the plain optimizer."
             )
+        return self.empty_window(params, inner_opt_state)
+
+    def empty_window(
+        self, params: optax.Params, inner_opt_state: Any = None
+    ) -> TokenAccumulationState:
         acc_grads = jax.tree.map(
             lambda p: jnp.zeros_like(
                 p, dtype=_arrays.accumulator_dtype_of(p, self.accumulator_dtype)
@@ -163,7 +168,7 @@ class Accumulation:
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def update() -> tuple[Any, Any]:
-            gradient = self._window_gradient(state, like)
+            gradient = self.window_gradient(state, like)
             updates, inner_opt_state = self.inner.update(
                 gradient, state.inner_opt_state, params, **extra_args
             )
@@ -192,6 +197,16 @@ class Accumulation:
         """Token-mean loss and tokens of the open window, both 0 where it has none."""
         tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
         return jnp.where(tokens > 0, self._divided(state.acc_value, state), 0), tokens
+
+    def window_gradient(
+        self, state: TokenAccumulationState, like: optax.Updates
+    ) -> optax.Updates:
+        """`sum g / sum n` in the dtypes of `like`, divided before the one cast."""
+        return jax.tree.map(
+            lambda acc, g: self._divided(acc, state).astype(jnp.result_type(g)),
+            state.acc_grads,
+            like,
+        )
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -247,15 +262,6 @@ class Accumulation:
             skip_state,
         )
         return _checks.as_skip_decision(should_skip) & usable, skip_state
-
-    def _window_gradient(
-        self, state: TokenAccumulationState, like: optax.Updates
-    ) -> optax.Updates:
-        return jax.tree.map(
-            lambda acc, g: self._divided(acc, state).astype(jnp.result_type(g)),
-            state.acc_grads,
-            like,
-        )
 
     def _divided(self, total: jax.Array, state: TokenAccumulationState) -> jax.Array:
         if not self.token_mean:

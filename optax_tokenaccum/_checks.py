@@ -1,5 +1,6 @@
 """What arguments must be, and the errors that say so."""
 
+import operator
 from typing import Any
 
 import jax
@@ -26,8 +27,29 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def as_num_tokens(num_tokens: Any) -> jax.Array:
-    """The weight of a micro-batch as a float32 scalar.
+def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> int:
+    """An integer of any integer type as an int; `otherwise` ends the rule in errors.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it is below `least`.
+    """
+    rule = f"{name} must be an integer of at least {least}{otherwise}"
+    try:
+        if isinstance(count, bool):
+            raise TypeError
+        given = operator.index(count)
+    except TypeError:
+        raise TypeError(
+            f"{rule}: got {count!r} of type {type(count).__name__}."
+        ) from None
+    if given < least:
+        raise ValueError(f"{rule}: got {given}.")
+    return given
+
+
+def as_num_tokens(num_tokens: Any, name: str = "num_tokens") -> jax.Array:
+    """The weight of a micro-batch as a float32 scalar; `name` is for errors.
 
     Raises:
       TypeError: it is missing or not a real number.
@@ -42,7 +64,7 @@ def as_num_tokens(num_tokens: Any) -> jax.Array:
             "GradientTransformationExtraArgs), or flax's linen TrainState, whose "
             "apply_gradients keeps keywords from the optimizer (call state.tx.update)."
         )
-    return _as_real_scalar(num_tokens, "num_tokens", jnp.float32, non_negative=True)
+    return _as_real_scalar(num_tokens, name, jnp.float32, non_negative=True)
 
 
 def as_value(value: Any, dtype: Any) -> jax.Array:

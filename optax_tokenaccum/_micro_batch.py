@@ -16,32 +16,37 @@ def sums_and_gradient(
     has_aux: bool,
     params: Any,
     batch: Any,
-    rng: jax.Array | None,
     loss_kwargs: dict[str, Any],
 ) -> tuple[tuple[jax.Array, Any, Any], Any]:
     """`((loss_sum, num_tokens, aux), gradient of loss_sum)` of one micro-batch."""
-    if rng is not None:
-        loss_kwargs = loss_kwargs | {"rng": rng}
-
-    def loss_sum_first(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        loss_sum, num_tokens, aux = _unpack(
-            loss_fn(params, batch, **loss_kwargs), has_aux
-        )
-        return loss_sum, (num_tokens, aux)
-
     (loss_sum, (num_tokens, aux)), gradient = jax.value_and_grad(
-        loss_sum_first, has_aux=True
+        lambda params: loss_and_aux(loss_fn, has_aux, params, batch, loss_kwargs),
+        has_aux=True,
     )(params)
     return (loss_sum, num_tokens, aux), gradient
 
 
-def fold_position(
+def loss_and_aux(
+    loss_fn: LossFn,
+    has_aux: bool,
+    params: Any,
+    batch: Any,
+    loss_kwargs: dict[str, Any],
+) -> tuple[jax.Array, tuple[Any, Any]]:
+    """`(loss_sum, (num_tokens, aux))`, checked; `aux` is `None` without `has_aux`."""
+    loss_sum, num_tokens, aux = _unpack(loss_fn(params, batch, **loss_kwargs), has_aux)
+    return loss_sum, (num_tokens, aux)
+
+
+def key_of_position(
     rng: jax.Array | None, gradient_step: jax.Array, mini_step: jax.Array
-) -> jax.Array | None:
-    """The key of one micro-batch, from the one key of the run."""
+) -> dict[str, jax.Array]:
+    """The keyword `rng` of one micro-batch, from the one key of the run if any."""
     if rng is None:
-        return None
-    return jax.random.fold_in(jax.random.fold_in(rng, gradient_step), mini_step)
+        return {}
+    return {
+        "rng": jax.random.fold_in(jax.random.fold_in(rng, gradient_step), mini_step)
+    }
 
 
 def _unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, Any, Any]:

@@ -1,6 +1,5 @@
 """When a window closes."""
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._checks import is_concrete
+from optax_tokenaccum._checks import as_count, is_concrete
 
 # A number, or a function from `gradient_step` to one.
 CountSchedule = int | Callable[[jax.Array], Any]
@@ -85,18 +84,7 @@ def make_schedule(every_k_schedule: Any, every_n_tokens: Any) -> Schedule:
 def _as_count_schedule(value: Any, name: str) -> CountSchedule | None:
     if value is None or callable(value):
         return value
-    rule = f"{name} must be an integer of at least 1 or a function of gradient_step"
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{rule}: got {value!r} of type {type(value).__name__}."
-        ) from None
-    if count < 1:
-        raise ValueError(f"{rule}: got {count}.")
-    return count
+    return as_count(value, name, otherwise=" or a function of gradient_step")
 
 
 def _count_at(schedule: CountSchedule, gradient_step: jax.Array, name: str) -> Any:

@@ -1,10 +1,9 @@
 """A train step of one micro-batch a call, with no updates to discard."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum import _arrays, _static
@@ -14,45 +13,16 @@ from optax_tokenaccum._accumulation import (
     make_accumulation,
 )
 from optax_tokenaccum._checks import is_concrete
-from optax_tokenaccum._micro_batch import LossFn, fold_position, sums_and_gradient
+from optax_tokenaccum._micro_batch import LossFn, key_of_position, sums_and_gradient
 from optax_tokenaccum._mini_step_memo import MiniStepMemo
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
-
-
-class StepState(NamedTuple):
-    """What a train step carries from call to call; save all of it.
-
-    Attributes:
-      params: the parameters.
-      opt_state: the state of the accumulation, the inner optimizer's within.
-    """
-
-    params: Any
-    opt_state: TokenAccumulationState
-
-
-class StepMetrics(NamedTuple):
-    """What happened in one call; arrays of their own, alive after donation.
-
-    Attributes:
-      loss: token mean of the loss over the window so far; 0 where it has no token.
-      num_tokens: tokens in the window so far, this micro-batch's included.
-      grad_norm: global norm of the gradient given to the optimizer, 0 without update.
-      updated: whether this call closed its window with an update.
-      skipped: whether this micro-batch was rejected.
-      mini_step: micro-batches in the open window after the call.
-      gradient_step: updates after the call.
-      aux: what `loss_fn` returned besides, for this micro-batch; `None` without.
-    """
-
-    loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
-    num_tokens: jax.Array  # shape=(), dtype=float32
-    grad_norm: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
-    updated: jax.Array  # shape=(), dtype=bool
-    skipped: jax.Array  # shape=(), dtype=bool
-    mini_step: jax.Array  # shape=(), dtype=int32
-    gradient_step: jax.Array  # shape=(), dtype=int32
-    aux: Any = None
+from optax_tokenaccum._step_state import (
+    StepMetrics,
+    StepState,
+    close_and_apply,
+    metrics_of,
+    require_step_state,
+)
 
 
 class TrainStep:
@@ -123,7 +93,7 @@ class TrainStep:
           TypeError: `state` is not a `StepState`, or `loss_fn` returned something
             else than `(loss_sum, num_tokens)`.
         """
-        _require_step_state(state)
+        require_step_state(state)
         schedule = self._accumulation.schedule
         if not schedule.is_set:
             raise ValueError(
@@ -238,19 +208,24 @@ class _Programs:
         traced: list[Any],
         static: _static.StaticPart,
     ) -> tuple[TokenAccumulationState, StepMetrics]:
-        key = fold_position(rng, opt_state.gradient_step, opt_state.mini_step)
+        loss_kwargs = _static.join(traced, static) | key_of_position(
+            rng, opt_state.gradient_step, opt_state.mini_step
+        )
         (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
-            self.loss_fn, self.has_aux, params, batch, key, _static.join(traced, static)
+            self.loss_fn, self.has_aux, params, batch, loss_kwargs
         )
         opt_state, skipped = self.accumulation.add(
             gradient, opt_state, params, num_tokens, loss_sum
         )
-        return opt_state, self._metrics(opt_state)._replace(skipped=skipped, aux=aux)
+        metrics = metrics_of(self.accumulation, opt_state)
+        return opt_state, metrics._replace(skipped=skipped, aux=aux)
 
     def close(self, state: StepState, acc_grads: Any) -> tuple[StepState, StepMetrics]:
-        state = _with_acc_grads(state, acc_grads)
-        state, metrics = self._close_where(state.opt_state.mini_step > 0, state)
-        return _with_acc_grads(state, None), metrics
+        params, opt_state = _with_acc_grads(state, acc_grads)
+        params, opt_state, metrics = close_and_apply(
+            self.accumulation, opt_state.mini_step > 0, params, opt_state
+        )
+        return _with_acc_grads(StepState(params, opt_state), None), metrics
 
     def whole(
         self,
@@ -266,46 +241,11 @@ class _Programs:
         closes = self.accumulation.schedule.closes(
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
-        state, closed = self._close_where(closes, StepState(state.params, opt_state))
-        return state, closed._replace(skipped=added.skipped, aux=added.aux)
-
-    def _close_where(
-        self, closes: jax.Array | bool, state: StepState
-    ) -> tuple[StepState, StepMetrics]:
-        params, opt_state = state
-        metrics = self._metrics(opt_state)
-
-        def finish(updates: Any) -> tuple[Any, jax.Array]:
-            norm = self.accumulation.gradient_norm(opt_state)
-            return optax.apply_updates(params, updates), norm
-
-        (params, grad_norm), opt_state = self.accumulation.close(
-            opt_state,
-            closes,
-            like=params,
-            params=params,
-            extra_args={"value": metrics.loss},
-            finish=finish,
-            otherwise=(params, metrics.grad_norm),
+        params, opt_state, closed = close_and_apply(
+            self.accumulation, closes, state.params, opt_state
         )
-        return StepState(params, opt_state), metrics._replace(
-            grad_norm=grad_norm,
-            updated=opt_state.has_updated,
-            mini_step=opt_state.mini_step,
-            gradient_step=opt_state.gradient_step,
-        )
-
-    def _metrics(self, opt_state: TokenAccumulationState) -> StepMetrics:
-        loss, num_tokens = self.accumulation.window_so_far(opt_state)
-        return StepMetrics(
-            loss=loss,
-            num_tokens=num_tokens,
-            grad_norm=jnp.zeros_like(loss),
-            updated=jnp.zeros((), jnp.bool_),
-            skipped=jnp.zeros((), jnp.bool_),
-            mini_step=opt_state.mini_step,
-            gradient_step=opt_state.gradient_step,
-        )
+        closed = closed._replace(skipped=added.skipped, aux=added.aux)
+        return StepState(params, opt_state), closed
 
 
 def make_train_step(
@@ -382,24 +322,15 @@ def make_train_step(
 def _accumulate_arguments(
     state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    _require_step_state(state)
+    require_step_state(state)
     opt_state = state.opt_state._replace(inner_opt_state=None)
     return opt_state, state.params, batch, rng, *_static.split(loss_kwargs)
 
 
 def _close_arguments(state: StepState) -> tuple[Any, ...]:
-    _require_step_state(state)
+    require_step_state(state)
     return _with_acc_grads(state, None), state.opt_state.acc_grads
 
 
 def _with_acc_grads(state: StepState, acc_grads: Any) -> StepState:
     return state._replace(opt_state=state.opt_state._replace(acc_grads=acc_grads))
-
-
-def _require_step_state(state: Any) -> None:
-    if not isinstance(state, StepState):
-        raise TypeError(
-            "The state must be the StepState that step.init or the last call returned: "
-            f"got {type(state).__name__}. A checkpoint is restored into one with "
-            "jax.eval_shape(step.init, params) as its target."
-        )

@@ -10,7 +10,11 @@ import optax
 import pytest
 from jax._src.array import ArrayImpl
 
-from optax_tokenaccum import make_train_step
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    window_value_and_grad,
+)
 
 WIDTH, DEPTH = 128, 4
 
@@ -195,3 +199,32 @@ def test_inner_optimizer_is_not_in_the_accumulate_program():
     state = step.init(new_params())
     assert "sqrt" not in step.accumulate.lower(state, BATCH).as_text()
     assert "sqrt" in step.close_window.lower(state).as_text()
+
+
+def test_window_needs_no_more_memory_than_a_scan_written_by_hand():
+    def by_hand(params: Any, micro_batches: Any) -> Any:
+        def body(sums: Any, batch: Any) -> Any:
+            value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss_sum, n), grads = value_and_grad(params, batch)
+            return jax.tree.map(jnp.add, sums, (loss_sum, n, grads)), None
+
+        start = (0.0, 0, jax.tree.map(jnp.zeros_like, params))
+        (loss_sum, n, grads), _ = jax.lax.scan(body, start, micro_batches)
+        return (loss_sum / n, n), jax.tree.map(lambda g: g / n, grads)
+
+    micro_batches = np.ones((8, *BATCH.shape), np.float32)
+    ours, theirs = (
+        jax.jit(f).lower(new_params(), micro_batches).compile()
+        for f in (window_value_and_grad(loss_fn), by_hand)
+    )
+    counters = 1024  # of the window, scalars
+    assert _net_bytes(ours) <= _net_bytes(theirs) + counters
+
+
+def test_window_step_works_in_place():
+    inner = optax.adamw(1e-3)
+    step = make_window_step(loss_fn, inner)
+    micro_batches = np.ones((8, *BATCH.shape), np.float32)
+    compiled = step.lower(step.init(new_params()), micro_batches).compile()
+    alone = _net_bytes(_gradients_alone()) + _net_bytes(_optimizer_alone(inner))
+    assert _net_bytes(compiled) <= alone + 4096

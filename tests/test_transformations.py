@@ -172,4 +172,4 @@ def test_debug_nans_finds_none_in_windows_without_tokens():
         for update in (optimizer.update, jax.jit(optimizer.update)):
             state = optimizer.init(PARAMS)
             for _ in range(4):
-                _, state = update(grads(0.0), state, PARAMS, num_tokens=0)
+                _, state = update(grads(0.0), state, PARAMS, num_tokens=0, value=0.0)

@@ -1,0 +1,100 @@
+"""Several losses in one window, each over a denominator of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_tokenaccum._checks import as_num_tokens
+
+# count_fn(batch) -> {name: count of that loss in the batch, or None}
+CountFn = Callable[[Any], dict[str, Any]]
+
+
+class LossTerms:
+    r"""Makes `loss_fn(params, batch) -> {name: loss_sum}` one loss of the window.
+
+    :math:`\sum_j \left(\sum_i \ell_{ij} / N_j\right)` with :math:`N_j = \sum_i n_{ij}`.
+    The gradients of terms with different denominators cannot share an accumulator and
+    be divided at the end; with the totals known first, each micro-batch's loss is
+    already divided, and one accumulator is enough. That is why a count may depend on
+    the batch alone: `count_fn` is not given the parameters.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], count_fn: CountFn, has_aux: bool):
+        self._loss_fn = loss_fn
+        self._count_fn = count_fn
+        self._has_aux = has_aux
+
+    def totals(self, micro_batches: Any, bound: Any, k: int) -> dict[str, Any]:
+        """The window's count of every term, over its first `bound` micro-batches."""
+        counts = jax.vmap(self._counts)(micro_batches)
+        runs = jnp.arange(k) < bound
+        return {
+            name: None if count is None else jnp.sum(jnp.where(runs, count, 0))
+            for name, count in counts.items()
+        }
+
+    def share_of(self, totals: dict[str, Any]) -> Callable[..., Any]:
+        """A `loss_fn` that returns a micro-batch's share of the window's loss.
+
+        Its `num_tokens` is 1, or 0 for a micro-batch in which every count is 0: that
+        one adds nothing, as always.
+        """
+
+        def share(params: Any, batch: Any, **loss_kwargs: Any) -> Any:
+            returned = self._loss_fn(params, batch, **loss_kwargs)
+            terms, aux = returned if self._has_aux else (returned, None)
+            _check_names(terms, totals)
+            loss = sum(
+                (_divided(terms[name], total) for name, total in totals.items()),
+                start=jnp.zeros(()),
+            )
+            counts = self._counts(batch)
+            holds_any = jnp.asarray(
+                [True if count is None else count > 0 for count in counts.values()]
+            ).any()
+            num_tokens = holds_any.astype(jnp.float32)
+            return loss, (num_tokens, aux) if self._has_aux else num_tokens
+
+        return share
+
+    def _counts(self, batch: Any) -> dict[str, Any]:
+        counts = self._count_fn(batch)
+        if not isinstance(counts, dict) or not counts:
+            raise TypeError(
+                "count_fn must return a dictionary {name: count or None}, one for each "
+                f"loss: got {type(counts).__name__}."
+            )
+        return {
+            name: None
+            if count is None
+            else _usable(as_num_tokens(count, f"the count {name!r}"))
+            for name, count in counts.items()
+        }
+
+
+def _usable(count: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(count) & (count > 0), count, 0)
+
+
+def _divided(term: Any, total: jax.Array | None) -> jax.Array:
+    if total is None:
+        return jnp.asarray(term)
+    return jnp.where(total > 0, term / jnp.where(total > 0, total, 1), 0)
+
+
+def _check_names(terms: Any, totals: dict[str, Any]) -> None:
+    if not isinstance(terms, dict):
+        raise TypeError(
+            "With count_fn, loss_fn must return a dictionary {name: loss_sum}, with "
+            f"has_aux ({{name: loss_sum}}, aux): got {type(terms).__name__}."
+        )
+    if terms.keys() != totals.keys():
+        raise ValueError(
+            "Every loss needs a count and every count a loss, by the same name: got "
+            f"losses {sorted(terms)} and counts {sorted(totals)}. A count must come "
+            "from the batch alone; where it depends on the model no single pass can "
+            "divide by it: give None and divide by something known."
+        )

@@ -1,0 +1,104 @@
+"""What every step carries from call to call, and what it reports."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_tokenaccum._accumulation import Accumulation, TokenAccumulationState
+
+
+class StepState(NamedTuple):
+    """What a train step carries from call to call; save all of it.
+
+    Attributes:
+      params: the parameters.
+      opt_state: the state of the accumulation, the inner optimizer's within.
+    """
+
+    params: Any
+    opt_state: TokenAccumulationState
+
+
+class StepMetrics(NamedTuple):
+    """What happened in one call; arrays of their own, alive after donation.
+
+    Attributes:
+      loss: token mean of the loss over the window so far; 0 where it has no token.
+      num_tokens: tokens in the window so far, this micro-batch's included.
+      grad_norm: global norm of the gradient given to the optimizer, 0 without update.
+      updated: whether this call closed its window with an update.
+      skipped: whether this micro-batch was rejected.
+      mini_step: micro-batches in the open window after the call.
+      gradient_step: updates after the call.
+      aux: what `loss_fn` returned besides, for this micro-batch; `None` without.
+    """
+
+    loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    num_tokens: jax.Array  # shape=(), dtype=float32
+    grad_norm: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    updated: jax.Array  # shape=(), dtype=bool
+    skipped: jax.Array  # shape=(), dtype=bool
+    mini_step: jax.Array  # shape=(), dtype=int32
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    aux: Any = None
+
+
+def metrics_of(
+    accumulation: Accumulation, opt_state: TokenAccumulationState
+) -> StepMetrics:
+    """The metrics of the open window that `opt_state` holds."""
+    loss, num_tokens = accumulation.window_so_far(opt_state)
+    return StepMetrics(
+        loss=loss,
+        num_tokens=num_tokens,
+        grad_norm=jnp.zeros_like(loss),
+        updated=jnp.zeros((), jnp.bool_),
+        skipped=jnp.zeros((), jnp.bool_),
+        mini_step=opt_state.mini_step,
+        gradient_step=opt_state.gradient_step,
+    )
+
+
+def close_and_apply(
+    accumulation: Accumulation,
+    closes: jax.Array | bool,
+    params: Any,
+    opt_state: TokenAccumulationState,
+) -> tuple[Any, TokenAccumulationState, StepMetrics]:
+    """Ends the window where `closes` and applies its update to `params`."""
+    metrics = metrics_of(accumulation, opt_state)
+
+    def finish(updates: Any) -> tuple[Any, jax.Array]:
+        norm = accumulation.gradient_norm(opt_state)
+        return optax.apply_updates(params, updates), norm
+
+    (params, grad_norm), opt_state = accumulation.close(
+        opt_state,
+        closes,
+        like=params,
+        params=params,
+        extra_args={"value": metrics.loss},
+        finish=finish,
+        otherwise=(params, metrics.grad_norm),
+    )
+    return (
+        params,
+        opt_state,
+        metrics._replace(
+            grad_norm=grad_norm,
+            updated=opt_state.has_updated,
+            mini_step=opt_state.mini_step,
+            gradient_step=opt_state.gradient_step,
+        ),
+    )
+
+
+def require_step_state(state: Any) -> None:
+    if not isinstance(state, StepState):
+        raise TypeError(
+            "The state must be the StepState that step.init or the last call returned: "
+            f"got {type(state).__name__}. A checkpoint is restored into one with "
+            "jax.eval_shape(step.init, params) as its target."
+        )

@@ -1,0 +1,274 @@
+"""A whole window in one program: its exact mean loss and gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_tokenaccum import _checks
+from optax_tokenaccum._accumulation import (
+    Accumulation,
+    TokenAccumulationState,
+    make_accumulation,
+)
+from optax_tokenaccum._loss_terms import CountFn, LossTerms
+from optax_tokenaccum._micro_batch import LossFn, loss_and_aux, sums_and_gradient
+from optax_tokenaccum._schedule import make_schedule
+
+
+def window_value_and_grad(
+    loss_fn: LossFn,
+    *,
+    has_aux: bool = False,
+    count_fn: CountFn | None = None,
+    accumulator_dtype: Any = None,
+) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], Any]]:
+    r"""The exact mean loss and gradient of a window, like `jax.value_and_grad`.
+
+    :math:`\left(\sum_i \ell_i / \sum_i n_i,\; \sum_i \nabla \ell_i / \sum_i n_i\right)`
+    over micro-batches with summed losses :math:`\ell_i` and token counts :math:`n_i`,
+    for people who own their step. One loop over the micro-batches with one accumulator
+    of the parameters' size; it may stand inside any `jit`.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
+        *summed* over the micro-batch's tokens.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      count_fn: for several losses with denominators of their own: `count_fn(batch) ->
+        {name: count}`, and `loss_fn` returns `{name: loss_sum}`, with `has_aux`
+        `({name: loss_sum}, aux)`. The loss is :math:`\sum_j \sum_i \ell_{ij} / \sum_i
+        n_{ij}`; a count of `None` leaves its term undivided. Counts come from the batch
+        alone: they are summed over the window before the first backward pass.
+      accumulator_dtype: dtype of the sums; by default float32, or the parameter's own
+        where that is wider.
+
+    Returns:
+      `f(params, micro_batches, *, rng=None, num_micro_batches=None, **loss_kwargs) ->
+      ((loss, (num_tokens, aux)), grads)`.
+
+      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`.
+      * `rng`: one key for this window; `loss_fn` is given it as `rng`, folded with the
+        index of the micro-batch. Fold the number of the update in yourself.
+      * `num_micro_batches`: runs only the first so many; traced, without compiling
+        again for another number.
+      * `loss_kwargs`: go to `loss_fn` as they are, not differentiated.
+      * `loss`: float32, or wider where a parameter is; `num_tokens`: of the window,
+        with `count_fn` a dictionary of totals; `aux`: stacked `[k, ...]`, zeros where
+        not run, or `None`; `grads`: in the parameters' dtypes.
+
+      A window without tokens has a loss and a gradient of 0.
+
+    Raises:
+      ValueError: leading axes that differ or are 0, named by leaf; a concrete
+        `num_micro_batches` outside 0 to k.
+      TypeError: `loss_fn` returned something else.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_tokenaccum import window_value_and_grad
+      >>> def loss_fn(w, batch):
+      ...     return jnp.sum(w * batch["x"] * batch["mask"]), jnp.sum(batch["mask"])
+      >>> micro_batches = {"x": jnp.asarray([[2.0, 0.0, 0.0], [30.0, 30.0, 30.0]]),
+      ...                  "mask": jnp.asarray([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])}
+      >>> f = jax.jit(window_value_and_grad(loss_fn))
+      >>> (loss, (num_tokens, _)), grad = f(jnp.asarray(1.0), micro_batches)
+      >>> print(loss, num_tokens, grad)  # not 16, the mean of the means
+      23.0 4.0 23.0
+    """
+    window = Window(
+        loss_fn,
+        has_aux,
+        count_fn,
+        make_accumulation(
+            optax.identity(),
+            make_schedule(None, None),
+            accumulator_dtype=accumulator_dtype,
+            token_mean=count_fn is None,
+        ),
+    )
+
+    def value_and_grad(
+        params: Any,
+        micro_batches: Any,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **loss_kwargs: Any,
+    ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
+        state, num_tokens, _, aux = window.run(
+            params, micro_batches, rng, num_micro_batches, loss_kwargs
+        )
+        loss, _ = window.accumulation.window_so_far(state)
+        gradient = window.accumulation.window_gradient(state, like=params)
+        return (loss, (num_tokens, aux)), gradient
+
+    return value_and_grad
+
+
+def split_batch(batch: Any, k: int) -> Any:
+    """Cuts a batch into `k` micro-batches, for a loop over their leading axis.
+
+    Row `j` goes to micro-batch `j % k`: so every device that holds a part of the rows
+    holds the same part of each micro-batch, and no row moves between devices. Cutting
+    the rows in order would move nearly all of them. The update does not depend on it.
+
+    Args:
+      batch: a pytree of arrays `[k * micro, ...]`.
+      k: the number of micro-batches.
+
+    Returns:
+      The same tree with leaves `[k, micro, ...]`.
+
+    Raises:
+      ValueError: `k` is below 1 or does not divide the rows, or the leaves differ in
+        theirs; the leaf is named.
+
+    Example:
+      >>> import numpy as np
+      >>> from optax_tokenaccum import split_batch
+      >>> print(split_batch({"x": np.arange(6)}, 2)["x"])
+      [[0 2 4]
+       [1 3 5]]
+    """
+    k = _checks.as_count(k, "k")
+    rows = _leading_axis(batch, "batch")
+    if rows % k:
+        name, _ = next(_named_leaves(batch))
+        raise ValueError(
+            f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
+            f"{name}. Pad the batch with rows of no tokens, or drop some."
+        )
+
+    def split(x: Any) -> Any:
+        return x.reshape(rows // k, k, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+class Window:
+    """The loop over a window's micro-batches, for the function and for the step."""
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        has_aux: bool,
+        count_fn: CountFn | None,
+        accumulation: Accumulation,
+    ):
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function: got {loss_fn!r}.")
+        if not (count_fn is None or callable(count_fn)):
+            raise TypeError(f"count_fn must be a function: got {count_fn!r}.")
+        self.loss_fn = loss_fn
+        self.has_aux = has_aux
+        self.count_fn = count_fn
+        self.accumulation = accumulation
+
+    def run(
+        self,
+        params: Any,
+        micro_batches: Any,
+        rng: jax.Array | None,
+        num_micro_batches: Any,
+        loss_kwargs: dict[str, Any],
+    ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
+        """`(state before the close, num_tokens, whether any was skipped, aux)`."""
+        micro_batches = jax.tree.map(jnp.asarray, micro_batches)
+        k = _leading_axis(micro_batches, "micro_batches")
+        bound = _as_bound(num_micro_batches, k)
+        loss_fn, has_aux, totals = self.loss_fn, self.has_aux, None
+        if self.count_fn is not None:
+            terms = LossTerms(loss_fn, self.count_fn, has_aux)
+            totals = terms.totals(micro_batches, bound, k)
+            loss_fn = terms.share_of(totals)
+
+        def pick(i: Any) -> tuple[Any, dict[str, Any]]:
+            batch = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False),
+                micro_batches,
+            )
+            key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
+            return batch, loss_kwargs | key
+
+        def add(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            state, any_skipped, auxes = carry
+            batch, kwargs = pick(i)
+            (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
+                loss_fn, has_aux, params, batch, kwargs
+            )
+            state, skipped = self.accumulation.add(
+                gradient, state, params, num_tokens, loss_sum
+            )
+            auxes = jax.tree.map(
+                lambda xs, x: jax.lax.dynamic_update_index_in_dim(xs, x, i, 0),
+                auxes,
+                aux,
+            )
+            return state, any_skipped | skipped, auxes
+
+        def aux_of_first() -> Any:
+            batch, kwargs = pick(0)
+            return loss_and_aux(loss_fn, has_aux, params, batch, kwargs)[1][1]
+
+        start = (
+            self.accumulation.empty_window(params),
+            jnp.zeros((), jnp.bool_),
+            jax.tree.map(
+                lambda x: jnp.zeros((k, *x.shape), x.dtype),
+                jax.eval_shape(aux_of_first) if has_aux else None,
+            ),
+        )
+        state, any_skipped, auxes = jax.lax.fori_loop(0, bound, add, start)
+        if totals is None:
+            totals = self.accumulation.window_so_far(state)[1]
+        return state, totals, any_skipped, auxes
+
+
+def _as_bound(num_micro_batches: Any, k: int) -> Any:
+    if num_micro_batches is None:
+        return k
+    if _checks.is_concrete(num_micro_batches):
+        given = _checks.as_count(num_micro_batches, "num_micro_batches", least=0)
+        if given > k:
+            raise ValueError(
+                f"num_micro_batches must be at most the {k} micro-batches there are: "
+                f"got {given}."
+            )
+    bound = jnp.asarray(num_micro_batches)
+    if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
+        raise TypeError(
+            "num_micro_batches must be an integer scalar: got "
+            f"{bound.dtype} of shape {bound.shape}."
+        )
+    # An array even where it is known, so that every number is one and the same program.
+    return jnp.clip(bound.astype(jnp.int32), 0, k)
+
+
+def _leading_axis(tree: Any, name: str) -> int:
+    leaves = list(_named_leaves(tree))
+    if not leaves:
+        raise ValueError(f"{name} must hold at least one array: got {tree!r}.")
+    first, size = leaves[0][0], None
+    for path, leaf in leaves:
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] == 0:
+            raise ValueError(
+                f"The leaves of {name} must have a leading axis of at least 1: got "
+                f"shape {shape} at {path}."
+            )
+        if size is None:
+            size = shape[0]
+        if shape[0] != size:
+            raise ValueError(
+                f"The leaves of {name} must have the same leading axis: got {size} at "
+                f"{first} and {shape[0]} at {path}."
+            )
+    assert size is not None
+    return size
+
+
+def _named_leaves(tree: Any) -> Any:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path) or "the root", leaf

@@ -1,0 +1,193 @@
+"""A train step of one window a call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from optax_tokenaccum import _arrays, _static
+from optax_tokenaccum._accumulation import make_accumulation
+from optax_tokenaccum._loss_terms import CountFn
+from optax_tokenaccum._micro_batch import LossFn
+from optax_tokenaccum._schedule import make_schedule
+from optax_tokenaccum._step_state import (
+    StepMetrics,
+    StepState,
+    close_and_apply,
+    require_step_state,
+)
+from optax_tokenaccum._window import Window
+
+
+class WindowStep:
+    """What `make_window_step` returns: `step(state, micro_batches)`, one window a call.
+
+    `.lower` takes the same arguments, which may be `jax.ShapeDtypeStruct`s.
+    """
+
+    def __init__(self, window: Window, donate: bool):
+        self._window = window
+        self._jitted = jax.jit(
+            self._program,
+            static_argnames="static",
+            donate_argnames="state" if donate else None,
+        )
+
+    def init(self, params: Any) -> StepState:
+        """A state with a copy of `params` and the inner optimizer's own state.
+
+        Args:
+          params: a pytree of arrays.
+
+        Raises:
+          TypeError: a leaf of `params` is no array.
+        """
+        params = _arrays.owned(params)
+        init = self._window.accumulation.init
+        return StepState(params, _arrays.owned(init(params).inner_opt_state))
+
+    def __call__(
+        self,
+        state: StepState,
+        micro_batches: Any,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **loss_kwargs: Any,
+    ) -> tuple[StepState, StepMetrics]:
+        """Runs the window and applies its update, unless it holds no token.
+
+        Args:
+          state: from `init` or the call before; donated, so use the new one after.
+          micro_batches: leaves `[k, micro, ...]`, see `split_batch`.
+          rng: one key for this window, folded with the index of the micro-batch. The
+            state has no counter: fold the number of the update in yourself.
+          num_micro_batches: runs only the first so many; one more program for all
+            numbers together.
+          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
+            numbers are traced; bools, strings and functions are static.
+        """
+        return self._jitted(
+            *_arguments(state, micro_batches, rng, num_micro_batches, loss_kwargs)
+        )
+
+    def lower(
+        self,
+        state: StepState,
+        micro_batches: Any,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **loss_kwargs: Any,
+    ) -> jax.stages.Lowered:
+        return self._jitted.lower(
+            *_arguments(state, micro_batches, rng, num_micro_batches, loss_kwargs)
+        )
+
+    def _program(
+        self,
+        state: StepState,
+        micro_batches: Any,
+        rng: jax.Array | None,
+        num_micro_batches: Any,
+        traced: list[Any],
+        static: _static.StaticPart,
+    ) -> tuple[StepState, StepMetrics]:
+        open_window, num_tokens, any_skipped, aux = self._window.run(
+            state.params,
+            micro_batches,
+            rng,
+            num_micro_batches,
+            _static.join(traced, static),
+        )
+        params, closed, metrics = close_and_apply(
+            self._window.accumulation,
+            open_window.mini_step > 0,
+            state.params,
+            open_window._replace(inner_opt_state=state.opt_state),
+        )
+        return StepState(params, closed.inner_opt_state), metrics._replace(
+            num_tokens=num_tokens, skipped=any_skipped, aux=aux
+        )
+
+
+def make_window_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    count_fn: CountFn | None = None,
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    accumulator_dtype: Any = None,
+    donate: bool = True,
+) -> WindowStep:
+    """Builds a jitted train step of a whole window a call: one program, one update.
+
+    `window_value_and_grad` and the update of `optimizer`. Nothing but its own state
+    lives between windows, so its checkpoints load as they are.
+
+    The `StepMetrics` are those of the window: `skipped` says whether any micro-batch
+    was rejected, `aux` is stacked `[k, ...]`, `mini_step` is 0, and `gradient_step` is
+    1 or 0, the updates of this call, since the state has no counter.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
+        *summed* over the micro-batch's tokens.
+      optimizer: the plain optimizer, run once per window; clipping goes inside.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      count_fn: for several losses with denominators of their own, see
+        `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
+      should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      donate: update buffers in place. The state given to a call is gone after it.
+
+    Raises:
+      ValueError: `count_fn` and `should_skip_update_fn` together: a micro-batch that is
+        rejected would have been counted already.
+      TypeError: an argument of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_window_step, split_batch
+      >>> def loss_fn(params, batch):
+      ...     errors = (params["w"] * batch["x"] - batch["y"]) ** 2
+      ...     return jnp.sum(errors), batch["x"].size
+      >>> step = make_window_step(loss_fn, optax.sgd(0.1))
+      >>> state = step.init({"w": jnp.zeros(())})
+      >>> batch = {"x": jnp.ones(8), "y": jnp.ones(8)}
+      >>> state, metrics = step(state, split_batch(batch, 4))
+      >>> print(state.params["w"], metrics.loss, metrics.num_tokens)
+      0.2 1.0 8.0
+    """
+    if count_fn is not None and should_skip_update_fn is not None:
+        raise ValueError(
+            "count_fn and should_skip_update_fn cannot go together: counts are summed "
+            "before the first backward pass, and a micro-batch rejected later would "
+            "stay in every denominator. Drop one of them."
+        )
+    accumulation = make_accumulation(
+        optimizer,
+        make_schedule(None, None),
+        should_skip_update_fn=should_skip_update_fn,
+        accumulator_dtype=accumulator_dtype,
+        token_mean=count_fn is None,
+    )
+    return WindowStep(Window(loss_fn, has_aux, count_fn, accumulation), donate)
+
+
+def _arguments(
+    state: StepState,
+    micro_batches: Any,
+    rng: jax.Array | None,
+    num_micro_batches: Any,
+    loss_kwargs: dict[str, Any],
+) -> tuple[Any, ...]:
+    require_step_state(state)
+    return (
+        state,
+        micro_batches,
+        rng,
+        num_micro_batches,
+        *_static.split(loss_kwargs),
+    )

@@ -1,0 +1,280 @@
+"""A whole window in one program: `window_value_and_grad`, `make_window_step`."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    split_batch,
+    window_value_and_grad,
+)
+
+KS = [1, 2, 4, 8, 16, 32]
+
+
+def stacked(batch: Any, k: int) -> Any:
+    return jax.tree.map(lambda *xs: np.stack(xs), *helpers.cut(batch, k))
+
+
+@pytest.fixture(params=["jit", "eager"])
+def maybe_jit(request: pytest.FixtureRequest) -> Any:
+    return jax.jit if request.param == "jit" else lambda f: f
+
+
+@pytest.mark.parametrize(("seeds", "mode"), [(5, "jit"), (2, "eager")])
+@pytest.mark.parametrize("k", KS)
+def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(
+    k: int, seeds: int, mode: str
+):
+    f = window_value_and_grad(helpers.loss_sum_fn)
+    f = jax.jit(f) if mode == "jit" else f
+    full = jax.jit(jax.value_and_grad(helpers.loss_mean_fn, has_aux=True))
+    errors, full_errors, naive_errors = [], [], []
+    for seed in range(seeds):
+        params, batch = helpers.init_params(seed), helpers.ragged_batch(seed)
+        reference = helpers.float64_gradient(params, batch)
+        (loss, (num_tokens, aux)), grads = f(params, stacked(batch, k))
+        (full_loss, _), full_grads = full(params, batch)
+        np.testing.assert_allclose(loss, full_loss, rtol=1e-6)
+        assert float(num_tokens) == batch["mask"].sum()
+        assert aux is None
+        means = [full(params, micro_batch)[1] for micro_batch in helpers.cut(batch, k)]
+        naive = jax.tree.map(lambda *gs: sum(gs) / k, *means)
+        for gradient, collected in (
+            (grads, errors),
+            (full_grads, full_errors),
+            (naive, naive_errors),
+        ):
+            collected.append(helpers.relative_error(gradient, reference))
+    assert np.median(errors) <= 2 * np.median(full_errors)
+    assert k == 1 or np.median(naive_errors) > 0.01
+
+
+def test_partial_windows_of_every_size_are_one_compilation():
+    k, params, batch = 8, helpers.init_params(1), helpers.ragged_batch(1)
+    micro_batches = jax.device_put(stacked(batch, k))
+    inner = optax.sgd(1.0, momentum=0.0)
+    step = make_window_step(helpers.loss_sum_fn, inner)
+    f = jax.jit(
+        lambda n: window_value_and_grad(helpers.loss_sum_fn)(
+            params, micro_batches, num_micro_batches=n
+        )
+    )
+    states = [step.init(params) for _ in range(k)]
+    with helpers.count_compilations() as compilations:
+        results = [f(n) for n in range(1, k + 1)]
+        stepped = [
+            step(state, micro_batches, num_micro_batches=n)
+            for n, state in enumerate(states, start=1)
+        ]
+    assert len(compilations) == 2
+    for n in range(1, k + 1):
+        rows = jax.tree.map(lambda x: x[: n * helpers.ROWS // k], batch)  # noqa: B023
+        reference = helpers.float64_gradient(params, rows)
+        (_, (num_tokens, _)), grads = results[n - 1]
+        assert helpers.relative_error(grads, reference) < helpers.RTOL["float32"]
+        assert float(num_tokens) == rows["mask"].sum()
+        state, metrics = stepped[n - 1]
+        given = optax.tree.get(state.opt_state, "trace")
+        assert helpers.relative_error(given, reference) < helpers.RTOL["float32"]
+        assert float(metrics.num_tokens) == rows["mask"].sum()
+
+
+def sum_fn(params: Any, batch: Any) -> Any:
+    return jnp.sum(params["w"]) * jnp.sum(batch["x"]), jnp.sum(batch["n"])
+
+
+PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
+
+
+def test_micro_batches_without_tokens_add_nothing_even_if_nan(maybe_jit: Any):
+    f = maybe_jit(window_value_and_grad(sum_fn))
+    x = jnp.asarray([[2.0], [np.nan], [90.0]])
+    n = jnp.asarray([[1.0], [0.0], [9.0]])
+    (loss, (num_tokens, _)), grads = f(PARAMS, {"x": x, "n": n})
+    np.testing.assert_allclose(grads["w"], [9.2, 9.2], rtol=1e-6)
+    np.testing.assert_allclose(loss, -9.2, rtol=1e-6)
+    assert float(num_tokens) == 10.0
+
+
+def test_window_without_tokens_is_zero_and_updates_nothing():
+    micro_batches = {"x": jnp.full((3, 1), np.nan), "n": jnp.zeros((3, 1))}
+    (loss, (num_tokens, _)), grads = window_value_and_grad(sum_fn)(
+        PARAMS, micro_batches
+    )
+    assert (float(loss), float(num_tokens)) == (0.0, 0.0)
+    helpers.assert_trees_equal(grads, {"w": np.zeros(2)})
+    step = make_window_step(sum_fn, optax.adamw(0.1))
+    start = step.init(PARAMS)
+    before = jax.tree.map(np.asarray, start)
+    state, metrics = step(start, micro_batches)
+    helpers.assert_trees_equal(state, before)
+    assert not metrics.updated and int(metrics.gradient_step) == 0
+    state, metrics = step(state, micro_batches, num_micro_batches=0)
+    helpers.assert_trees_equal(state, before)
+
+
+def test_aux_is_stacked_and_zero_where_not_run():
+    def with_aux(params: Any, batch: Any) -> Any:
+        loss_sum, n = sum_fn(params, batch)
+        return loss_sum, (n, {"x": batch["x"], "square": batch["x"][0] ** 2})
+
+    micro_batches = {"x": jnp.arange(1.0, 5.0)[:, None], "n": jnp.ones((4, 1))}
+    f = window_value_and_grad(with_aux, has_aux=True)
+    (_, (_, aux)), _ = f(PARAMS, micro_batches)
+    helpers.assert_trees_equal(aux["x"], micro_batches["x"])
+    helpers.assert_trees_equal(aux["square"], np.array([1.0, 4.0, 9.0, 16.0]))
+    (_, (_, aux)), _ = f(PARAMS, micro_batches, num_micro_batches=2)
+    helpers.assert_trees_equal(aux["square"], np.array([1.0, 4.0, 0.0, 0.0]))
+    step = make_window_step(with_aux, optax.sgd(0.1), has_aux=True)
+    _, metrics = step(step.init(PARAMS), micro_batches)
+    helpers.assert_trees_equal(metrics.aux["square"], np.array([1.0, 4.0, 9.0, 16.0]))
+
+
+def test_every_micro_batch_has_a_key_of_its_own():
+    def loss_fn(params: Any, batch: Any, *, rng: Any) -> Any:
+        return jnp.sum(params["w"]) * batch, (1, jax.random.key_data(rng))
+
+    f = jax.jit(window_value_and_grad(loss_fn, has_aux=True))
+    keys = [
+        f(PARAMS, jnp.ones(6), rng=jax.random.key(seed))[0][1][1] for seed in (0, 1)
+    ]
+    assert len({tuple(key) for key in np.concatenate(keys).tolist()}) == 12
+
+
+def test_loss_kwargs_are_arguments_and_not_differentiated():
+    def loss_fn(params: Any, batch: Any, *, frozen: Any, train: bool) -> Any:
+        assert train is True
+        return jnp.sum(params["w"] * frozen) * jnp.sum(batch), batch.size
+
+    step = make_window_step(loss_fn, optax.sgd(1.0))
+    state = step.init(PARAMS)
+    batches = np.ones((2, 4), np.float32)
+    with helpers.count_compilations() as compilations:
+        for scale in (1.0, 2.0):
+            before = np.asarray(state.params["w"])
+            frozen = np.asarray([scale, 0.0], np.float32)
+            state, _ = step(state, batches, frozen=frozen, train=True)
+            np.testing.assert_array_equal(
+                before - np.asarray(state.params["w"]), frozen
+            )
+    assert len(compilations) == 1
+
+
+def test_step_takes_the_update_of_the_train_step():
+    params, batch = helpers.init_params(2), helpers.ragged_batch(2)
+    inner = optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.1))
+    window_step = make_window_step(helpers.loss_sum_fn, inner)
+    train_step = make_train_step(helpers.loss_sum_fn, inner, 8)
+    window_state, state = window_step.init(params), train_step.init(params)
+    for _ in range(3):
+        window_state, window_metrics = window_step(window_state, stacked(batch, 8))
+        for micro_batch in helpers.cut(batch, 8):
+            state, metrics = train_step(state, micro_batch)
+    assert (
+        helpers.relative_error(window_state.params, state.params)
+        < helpers.RTOL["float32"]
+    )
+    for field in ("loss", "num_tokens", "grad_norm"):
+        np.testing.assert_allclose(
+            getattr(window_metrics, field), getattr(metrics, field), rtol=1e-4
+        )
+    assert bool(window_metrics.updated) and int(window_metrics.mini_step) == 0
+
+
+def test_state_is_the_inner_optimizers_own_and_checkpoints_of_it_load():
+    inner = optax.adam(0.1)
+    step = make_window_step(sum_fn, inner)
+    state = step.init(PARAMS)
+    bare = inner.init(PARAMS)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(bare)
+    micro_batches = {"x": jnp.ones((2, 1)), "n": jnp.ones((2, 1))}
+    loaded = state._replace(opt_state=jax.tree.map(jnp.copy, bare))
+    first, _ = step(state, micro_batches)
+    again, _ = step(loaded._replace(params=step.init(PARAMS).params), micro_batches)
+    helpers.assert_trees_equal(first, again)
+
+
+def test_rejected_micro_batches_never_happened():
+    step = make_window_step(
+        sum_fn, optax.sgd(1.0), should_skip_update_fn=optax.skip_not_finite
+    )
+    x = jnp.asarray([[np.nan], [2.0], [np.inf], [90.0]])
+    n = jnp.asarray([[5.0], [1.0], [7.0], [9.0]])
+    state, metrics = step(step.init(PARAMS), {"x": x, "n": n})
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - 9.2, rtol=1e-6)
+    assert bool(metrics.skipped) and float(metrics.num_tokens) == 10.0
+
+
+def test_donates_in_place_and_compiles_once():
+    params = jax.tree.map(jnp.copy, PARAMS)
+    step = make_window_step(sum_fn, optax.adamw(0.1))
+    state = step.init(params)
+    micro_batches = {"x": np.ones((2, 1), np.float32), "n": np.ones((2, 1), np.float32)}
+    with helpers.count_compilations() as compilations:
+        for _ in range(20):
+            old = state
+            state, metrics = step(state, micro_batches)
+            assert old.params["w"].is_deleted()
+    assert len(compilations) == 1
+    helpers.assert_trees_equal(params, PARAMS)
+    kept = step(step.init(PARAMS), micro_batches)[1]
+    jax.tree.map(lambda x: x.delete(), state)
+    assert np.isfinite([float(kept.loss), float(metrics.loss)]).all()
+
+
+def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
+    batch = {"x": np.arange(24).reshape(12, 2), "y": jnp.arange(12)}
+    split = split_batch(batch, 3)
+    assert split["x"].shape == (3, 4, 2) and split["y"].shape == (3, 4)
+    assert sorted(np.asarray(split["y"]).ravel().tolist()) == list(range(12))
+    np.testing.assert_array_equal(split["x"][..., 0], 2 * np.asarray(split["y"]))
+    # The first half of the rows is the first half of every micro-batch.
+    assert np.asarray(split["y"])[:, :2].max() < 6
+    assert isinstance(split["x"], np.ndarray)
+    jitted = jax.jit(split_batch, static_argnums=1)(batch, 3)
+    helpers.assert_trees_equal(jitted, split)
+
+
+@pytest.mark.parametrize(
+    ("batch", "k", "message"),
+    [
+        ({"x": np.ones(6)}, 0, "k must be an integer of at least 1: got 0"),
+        ({"x": np.ones(6)}, 4, r"k = 4 and 6 rows at \['x'\]"),
+        ({"x": np.ones(6), "y": np.ones(3)}, 3, r"6 at \['x'\] and 3 at \['y'\]"),
+        ({"x": np.ones(6), "y": np.float32(1)}, 3, r"shape \(\) at \['y'\]"),
+        ({}, 3, "must hold at least one array"),
+    ],
+    ids=["zero", "indivisible", "axes", "scalar", "empty"],
+)
+def test_split_batch_names_what_does_not_fit(batch: Any, k: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, k)
+
+
+def test_windows_that_do_not_fit():
+    f = window_value_and_grad(sum_fn)
+    good = {"x": jnp.ones((4, 1)), "n": jnp.ones((4, 1))}
+    with pytest.raises(ValueError, match=r"4 at \['n'\] and 3 at \['x'\]"):
+        f(PARAMS, good | {"x": jnp.ones((3, 1))})
+    with pytest.raises(ValueError, match=r"leading axis of at least 1.*\['n'\]"):
+        f(PARAMS, jax.tree.map(lambda x: x[:0], good))
+    with pytest.raises(ValueError, match="at most the 4 micro-batches.*got 5"):
+        f(PARAMS, good, num_micro_batches=5)
+    with pytest.raises(ValueError, match="at least 0: got -1"):
+        f(PARAMS, good, num_micro_batches=-1)
+    with pytest.raises(TypeError, match="num_micro_batches must be an integer"):
+        f(PARAMS, good, num_micro_batches=2.0)
+    with pytest.raises(TypeError, match="must be an integer scalar: got float32"):
+        jax.jit(f)(PARAMS, good, num_micro_batches=jnp.asarray(2.0))
+    with pytest.raises(TypeError, match="loss_fn must return"):
+        window_value_and_grad(lambda p, b: jnp.sum(p["w"]))(PARAMS, good)
+    with pytest.raises(TypeError, match="loss_fn must be a function"):
+        make_window_step(PARAMS, optax.sgd(1.0))
