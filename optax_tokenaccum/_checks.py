@@ -103,13 +103,16 @@ def check_same_tree(got: Any, expected: Any, rule: str) -> None:
         jnp.shape(x) == jnp.shape(y) for x, y in pairs
     ):
         return
-    shapes, expected_shapes = _shapes(got), _shapes(expected)
+    shapes, expected_shapes = (
+        {path: jnp.shape(leaf) for path, leaf in named_leaves(tree)}
+        for tree in (got, expected)
+    )
     for path in sorted(shapes.keys() | expected_shapes.keys()):
         shape, expected_shape = shapes.get(path), expected_shapes.get(path)
         if shape != expected_shape:
             raise ValueError(
-                f"{rule}: at {path or 'the root'} expected {_describe(expected_shape)},"
-                f" got {_describe(shape)}."
+                f"{rule}: at {path} expected {_describe(expected_shape)}, got "
+                f"{_describe(shape)}."
             )
     raise ValueError(
         f"{rule}: the leaves agree, their containers differ: expected "
@@ -117,9 +120,31 @@ def check_same_tree(got: Any, expected: Any, rule: str) -> None:
     )
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+def leading_axis(tree: Any, name: str) -> int:
+    """The leading axis that all leaves share, at least 1; `ValueError` otherwise."""
+    shapes = [(path, jnp.shape(leaf)) for path, leaf in named_leaves(tree)]
+    if not shapes:
+        raise ValueError(f"{name} must hold at least one array: got {tree!r}.")
+    for path, shape in shapes:
+        if not shape or shape[0] == 0:
+            raise ValueError(
+                f"The leaves of {name} must have a leading axis of at least 1: got "
+                f"shape {shape} at {path}."
+            )
+    first, (size, *_) = shapes[0]
+    for path, shape in shapes:
+        if shape[0] != size:
+            raise ValueError(
+                f"The leaves of {name} must have the same leading axis: got {size} at "
+                f"{first} and {shape[0]} at {path}."
+            )
+    return size
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Every leaf with its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path) or "the root", leaf) for path, leaf in leaves]
 
 
 def _describe(shape: tuple[int, ...] | None) -> str:

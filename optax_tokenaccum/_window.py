@@ -52,7 +52,7 @@ def window_value_and_grad(
       * `rng`: one key for this window; `loss_fn` is given it as `rng`, folded with the
         index of the micro-batch. Fold the number of the update in yourself.
       * `num_micro_batches`: runs only the first so many; traced, without compiling
-        again for another number.
+        again for another number. An array is clipped to 0 to `k`.
       * `loss_kwargs`: go to `loss_fn` as they are, not differentiated.
       * `loss`: float32, or wider where a parameter is; `num_tokens`: of the window,
         with `count_fn` a dictionary of totals; `aux`: stacked `[k, ...]`, zeros where
@@ -61,8 +61,8 @@ def window_value_and_grad(
       A window without tokens has a loss and a gradient of 0.
 
     Raises:
-      ValueError: leading axes that differ or are 0, named by leaf; a concrete
-        `num_micro_batches` outside 0 to k.
+      ValueError: leading axes that differ or are 0, named by leaf; a
+        `num_micro_batches` outside 0 to `k`, unless it is an array.
       TypeError: `loss_fn` returned something else.
 
     Example:
@@ -133,18 +133,30 @@ def split_batch(batch: Any, k: int) -> Any:
        [1 3 5]]
     """
     k = _checks.as_count(k, "k")
-    rows = _leading_axis(batch, "batch")
+    rows = _checks.leading_axis(batch, "batch")
     if rows % k:
-        name, _ = next(_named_leaves(batch))
+        (path, _), *_ = _checks.named_leaves(batch)
         raise ValueError(
             f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
-            f"{name}. Pad the batch with rows of no tokens, or drop some."
+            f"{path}. Pad the batch with rows of no tokens, or drop some."
         )
 
     def split(x: Any) -> Any:
         return x.reshape(rows // k, k, *x.shape[1:]).swapaxes(0, 1)
 
     return jax.tree.map(split, batch)
+
+
+def check_bound(num_micro_batches: Any, k: int) -> None:
+    """Raises unless it is `None`, an array, or an integer from 0 to `k`."""
+    if num_micro_batches is None or isinstance(num_micro_batches, jax.Array):
+        return
+    given = _checks.as_count(num_micro_batches, "num_micro_batches", least=0)
+    if given > k:
+        raise ValueError(
+            f"num_micro_batches must be at most the {k} micro-batches there are: got "
+            f"{given}."
+        )
 
 
 class Window:
@@ -176,8 +188,9 @@ class Window:
     ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
         """`(state before the close, num_tokens, whether any was skipped, aux)`."""
         micro_batches = jax.tree.map(jnp.asarray, micro_batches)
-        k = _leading_axis(micro_batches, "micro_batches")
-        bound = _as_bound(num_micro_batches, k)
+        k = _checks.leading_axis(micro_batches, "micro_batches")
+        check_bound(num_micro_batches, k)
+        bound = k if num_micro_batches is None else _as_bound(num_micro_batches, k)
         loss_fn, has_aux, totals = self.loss_fn, self.has_aux, None
         if self.count_fn is not None:
             terms = LossTerms(loss_fn, self.count_fn, has_aux)
@@ -202,9 +215,7 @@ class Window:
                 gradient, state, params, num_tokens, loss_sum
             )
             auxes = jax.tree.map(
-                lambda xs, x: jax.lax.dynamic_update_index_in_dim(xs, x, i, 0),
-                auxes,
-                aux,
+                lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
             )
             return state, any_skipped | skipped, auxes
 
@@ -226,49 +237,12 @@ class Window:
         return state, totals, any_skipped, auxes
 
 
-def _as_bound(num_micro_batches: Any, k: int) -> Any:
-    if num_micro_batches is None:
-        return k
-    if _checks.is_concrete(num_micro_batches):
-        given = _checks.as_count(num_micro_batches, "num_micro_batches", least=0)
-        if given > k:
-            raise ValueError(
-                f"num_micro_batches must be at most the {k} micro-batches there are: "
-                f"got {given}."
-            )
+def _as_bound(num_micro_batches: Any, k: int) -> jax.Array:
+    """An array even where it is known, so that all numbers share one program."""
     bound = jnp.asarray(num_micro_batches)
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
         raise TypeError(
             "num_micro_batches must be an integer scalar: got "
             f"{bound.dtype} of shape {bound.shape}."
         )
-    # An array even where it is known, so that every number is one and the same program.
     return jnp.clip(bound.astype(jnp.int32), 0, k)
-
-
-def _leading_axis(tree: Any, name: str) -> int:
-    leaves = list(_named_leaves(tree))
-    if not leaves:
-        raise ValueError(f"{name} must hold at least one array: got {tree!r}.")
-    first, size = leaves[0][0], None
-    for path, leaf in leaves:
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] == 0:
-            raise ValueError(
-                f"The leaves of {name} must have a leading axis of at least 1: got "
-                f"shape {shape} at {path}."
-            )
-        if size is None:
-            size = shape[0]
-        if shape[0] != size:
-            raise ValueError(
-                f"The leaves of {name} must have the same leading axis: got {size} at "
-                f"{first} and {shape[0]} at {path}."
-            )
-    assert size is not None
-    return size
-
-
-def _named_leaves(tree: Any) -> Any:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield jax.tree_util.keystr(path) or "the root", leaf

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_tokenaccum import _arrays, _static
+from optax_tokenaccum import _arrays, _checks, _static
 from optax_tokenaccum._accumulation import make_accumulation
 from optax_tokenaccum._loss_terms import CountFn
 from optax_tokenaccum._micro_batch import LossFn
@@ -17,7 +17,7 @@ from optax_tokenaccum._step_state import (
     close_and_apply,
     require_step_state,
 )
-from optax_tokenaccum._window import Window
+from optax_tokenaccum._window import Window, check_bound
 
 
 class WindowStep:
@@ -184,10 +184,7 @@ def _arguments(
     loss_kwargs: dict[str, Any],
 ) -> tuple[Any, ...]:
     require_step_state(state)
-    return (
-        state,
-        micro_batches,
-        rng,
-        num_micro_batches,
-        *_static.split(loss_kwargs),
-    )
+    k = _checks.leading_axis(micro_batches, "micro_batches")
+    check_bound(num_micro_batches, k)
+    traced, static = _static.split(loss_kwargs)
+    return state, micro_batches, rng, num_micro_batches, traced, static

@@ -306,7 +306,7 @@ def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
 
 def test_value_reaches_the_inner_optimizer(kind: str):
     schedule = 2 if kind == "two programs" else lambda _: 2
-    inner = optax.polyak_sgd(max_learning_rate=10.0)
+    inner = optax.polyak_sgd(max_learning_rate=1e9)
     step = make_train_step(helpers.loss_sum_fn, inner, schedule)
     params, batch = helpers.init_params(0), helpers.ragged_batch(0)
     state = step.init(params)

@@ -80,7 +80,7 @@ def test_init_is_stable_for_numbers_weak_types_and_numpy():
         lambda _: {"number": 1, "weak": jnp.asarray(2.0), "numpy": np.zeros(2)},
         lambda updates, state, params=None: (
             updates,
-            {"number": state["number"] + 1, "weak": 2.0, "numpy": state["numpy"] + 1},
+            {"number": state["number"] + 1.0, "weak": 2.0, "numpy": state["numpy"] + 1},
         ),
     )
     optimizer = token_accumulation(inner, 2)

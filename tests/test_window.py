@@ -138,6 +138,18 @@ def test_aux_is_stacked_and_zero_where_not_run():
     helpers.assert_trees_equal(metrics.aux["square"], np.array([1.0, 4.0, 9.0, 16.0]))
 
 
+def test_batches_may_hold_keys_and_aux_plain_numbers():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        noise = jax.random.normal(batch["key"], (2,))
+        return jnp.sum(params["w"] * noise), (2, {"noise": noise, "two": 2.0})
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    f = window_value_and_grad(loss_fn, has_aux=True)
+    (_, (_, aux)), grads = f(PARAMS, {"key": keys})
+    np.testing.assert_allclose(grads["w"], aux["noise"].sum(0) / 6, rtol=1e-5)
+    assert aux["two"].tolist() == [2.0] * 3
+
+
 def test_every_micro_batch_has_a_key_of_its_own():
     def loss_fn(params: Any, batch: Any, *, rng: Any) -> Any:
         return jnp.sum(params["w"]) * batch, (1, jax.random.key_data(rng))
@@ -268,6 +280,9 @@ def test_windows_that_do_not_fit():
         f(PARAMS, jax.tree.map(lambda x: x[:0], good))
     with pytest.raises(ValueError, match="at most the 4 micro-batches.*got 5"):
         f(PARAMS, good, num_micro_batches=5)
+    step = make_window_step(sum_fn, optax.sgd(1.0))
+    with pytest.raises(ValueError, match="at most the 4 micro-batches.*got 5"):
+        step(step.init(PARAMS), good, num_micro_batches=5)
     with pytest.raises(ValueError, match="at least 0: got -1"):
         f(PARAMS, good, num_micro_batches=-1)
     with pytest.raises(TypeError, match="num_micro_batches must be an integer"):
