@@ -242,6 +242,24 @@ def test_donates_in_place_and_compiles_once():
     assert np.isfinite([float(kept.loss), float(metrics.loss)]).all()
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.contrib.prodigy(0.1),
+        optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.sgd(0.1)),
+    ],
+    ids=["prodigy", "add_noise"],
+)
+def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(inner: Any):
+    step = make_window_step(sum_fn, inner)
+    micro_batches = {"x": jnp.ones((2, 1)), "n": jnp.ones((2, 1))}
+    for _ in range(2):
+        state = step.init(PARAMS)
+        for _ in range(2):
+            state, metrics = step(state, micro_batches)
+        assert metrics.updated
+
+
 def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
     batch = {"x": np.arange(24).reshape(12, 2), "y": jnp.arange(12)}
     split = split_batch(batch, 3)
