@@ -35,6 +35,12 @@ class Window(NamedTuple):
     micro_batches: list[Batch]
     whole: Batch
 
+    @property
+    def stacked(self) -> Batch:
+        """The micro-batches as one array `[k, rows, length]`, all of one length."""
+        k = len(self.micro_batches)
+        return Batch(*(part.reshape(k, -1, part.shape[-1]) for part in self.whole))
+
 
 def encode(pair: Pair) -> Batch:
     """Makes the tokens `[length]` of one pair; the length is its bytes plus two."""
@@ -119,11 +125,9 @@ def largest_micro_batch(windows: list[Window]) -> Batch:
     return max(micro_batches, key=lambda batch: batch.inputs.size)
 
 
-def largest_whole(windows: list[Window]) -> Batch:
-    """The window with the most positions, padding included, as one batch."""
-    return max(
-        (window.whole for window in windows), key=lambda whole: whole.inputs.size
-    )
+def largest_window(windows: list[Window]) -> Window:
+    """The window whose whole has the most positions, padding included."""
+    return max(windows, key=lambda window: window.whole.inputs.size)
 
 
 def batches_in_order(

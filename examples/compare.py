@@ -24,7 +24,7 @@ class Run:
     Attributes:
       method: its name in `METHODS`.
       loop: the training loop, a generator that stops after every update.
-      params: the parameters after the last update.
+      params: the trained parameters after the last update.
       distances: relative L2 distance to the reference's parameters, one an update.
       validation_losses: number of updates done -> mean loss of a validation token.
       train_loss: mean loss of a training token, over the whole split, at the end.
@@ -56,7 +56,8 @@ class Run:
 
 def compare(
     methods: list[str],
-    init: Callable[[], Params],
+    params: Params,
+    frozen: Params,
     windows: list[Window],
     inner: optax.GradientTransformation,
     accumulation_steps: int,
@@ -69,7 +70,8 @@ def compare(
 
     Args:
       methods: names in `METHODS`, the reference first.
-      init: makes the parameters, the same at every call: loops donate what they get.
+      params: the parameters to train; every method gets a copy, since it donates them.
+      frozen: the parameters that are not trained.
       windows: one an update.
       inner: the optimizer.
       accumulation_steps: micro-batches in a window.
@@ -80,10 +82,11 @@ def compare(
     Returns:
       The finished runs.
     """
-    runs = [
-        Run(name, METHODS[name](init(), windows, inner, accumulation_steps))
-        for name in methods
-    ]
+    runs = []
+    for name in methods:
+        own = jax.tree.map(jnp.copy, params)
+        loop = METHODS[name](own, frozen, windows, inner, accumulation_steps)
+        runs.append(Run(name, loop))
     reference = runs[0]
     shapes_compiled = set()
     evaluate_every = -(-len(windows) // 20)
@@ -99,19 +102,21 @@ def compare(
                 run.tokens += int((window.whole.inputs != PAD).sum())
             run.distances.append(float(_distance(run.params, reference.params)))
             if update % evaluate_every == 0 or update == len(windows):
-                run.validation_losses[update] = mean_loss(run.params, validation)
+                run.validation_losses[update] = mean_loss(
+                    run.params, frozen, validation
+                )
             after_update(run)
     for run in runs:
-        run.train_loss = mean_loss(run.params, train)
+        run.train_loss = mean_loss(run.params, frozen, train)
         run.memory = {
             name: _memory(program) for name, program in _finish(run.loop).items()
         }
     return runs
 
 
-def mean_loss(params: Params, batches: list[Batch]) -> float:
+def mean_loss(params: Params, frozen: Params, batches: list[Batch]) -> float:
     """The sum of the losses over the sum of the tokens, over all batches."""
-    sums = [_loss_and_count(params, batch) for batch in batches]
+    sums = [_loss_and_count(params, batch, frozen) for batch in batches]
     loss_sums, counts = zip(*sums, strict=True)
     return float(sum(loss_sums) / sum(counts))
 

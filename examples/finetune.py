@@ -1,4 +1,4 @@
-"""Fine-tunes a small transformer on dialogue with accumulated gradients, five ways.
+"""Fine-tunes a small transformer on dialogue with accumulated gradients, seven ways.
 
     python examples/finetune.py
 
@@ -8,13 +8,18 @@ and answers are of any length: so micro-batches hold different numbers of loss t
 and their means must not be averaged. Text is bytes and the parameters start at random:
 this is about the arithmetic of training, not about a good model.
 
+`--lora-rank 4` trains low-rank adapters beside the frozen matrices, see `lora.py`. Here
+these are random too, so there is less to learn.
+
 Your own data: `--data FILE.jsonl`, a line an example, with `prompt` and `completion`.
 """
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import jax
+import optax
 from batches import (
     PAD,
     VOCABULARY,
@@ -27,6 +32,7 @@ from batches import (
 )
 from compare import Run, compare
 from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
+from lora import init_adapters
 from methods import REFERENCE
 from options import OPTIMIZERS, parse_options
 from report import make_table, write_json, write_picture
@@ -59,15 +65,7 @@ def main() -> None:
         seed=options.seed,
     )
     console.print(describe(windows, len(train)))
-
-    def make_params() -> Params:
-        return init(
-            jax.random.key(options.seed),
-            vocabulary=VOCABULARY,
-            d_model=options.d_model,
-            layers=options.layers,
-        )
-
+    params, frozen = make_parameters(options)
     with Progress(
         "{task.description}",
         BarColumn(),
@@ -83,7 +81,8 @@ def main() -> None:
 
         runs = compare(
             methods,
-            make_params,
+            params,
+            frozen,
             windows,
             OPTIMIZERS[options.optimizer](options.learning_rate),
             options.gradient_accumulation_steps,
@@ -97,15 +96,31 @@ def main() -> None:
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
     }
-    write_json(options.out / "results.json", runs, settings)
+    sizes = {"trained": optax.tree.size(params), "frozen": optax.tree.size(frozen)}
+    write_json(options.out / "results.json", runs, settings, sizes)
     write_picture(
         options.out / "finetune.png",
         runs,
         f"{options.optimizer}, windows of {options.gradient_accumulation_steps} "
-        f"micro-batches x {options.micro_batch_size} dialogues, "
-        f"{sum(leaf.size for leaf in jax.tree.leaves(runs[0].params)):,} parameters",
+        f"micro-batches x {options.micro_batch_size} dialogues, {sizes['trained']:,} "
+        f"trained and {sizes['frozen']:,} frozen parameters",
     )
     console.print(f"written: results.json and finetune.png in {options.out}")
+
+
+def make_parameters(options: Namespace) -> tuple[Params, Params]:
+    """Makes the parameters to train, and those to leave as they are."""
+    model = init(
+        jax.random.key(options.seed),
+        vocabulary=VOCABULARY,
+        d_model=options.d_model,
+        layers=options.layers,
+    )
+    if not options.lora_rank:
+        return model, {}
+    # From another seed: random numbers of one key are not independent.
+    key = jax.random.key(options.seed + 1)
+    return init_adapters(key, model, options.lora_rank), model
 
 
 def load(

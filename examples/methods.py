@@ -1,10 +1,12 @@
-"""Five training loops for the same model on the same batches, one a function.
+"""Seven training loops for the same model on the same batches, one a function.
 
 Each is written as in a project of your own and can be copied as it stands. Two lines
 serve the comparison alone: `yield` lets it look at the parameters after every update,
 and `return` hands it the programs, to be asked for their memory.
 
-All of them donate what they replace, and none waits for the device.
+All of them donate what they replace, and none waits for the device. Parameters that are
+not trained are in `frozen`, which is empty where all are. It is an argument of every
+program: an array that a program closes over is copied into it as a constant.
 """
 
 from collections.abc import Callable, Generator
@@ -12,119 +14,145 @@ from functools import partial
 
 import jax
 import optax
-from batches import Batch, Window, largest_micro_batch, largest_whole
+from batches import Batch, Window, largest_micro_batch, largest_window
+from lora import merge
 from transformer import Params, forward
 
 import optax_tokenaccum
 from optax_tokenaccum import (
     make_train_step,
+    make_window_step,
     softmax_cross_entropy_sum,
     token_accumulation,
 )
 
 Programs = dict[str, jax.stages.Lowered]
 Loop = Generator[Params, None, Programs]
-Method = Callable[[Params, list[Window], optax.GradientTransformation, int], Loop]
+Method = Callable[
+    [Params, Params, list[Window], optax.GradientTransformation, int], Loop
+]
 
 
-def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def loss_fn(
+    params: Params, batch: Batch, frozen: Params
+) -> tuple[jax.Array, jax.Array]:
     """The summed loss of a batch, and the number of tokens that it is a sum over."""
-    logits = forward(params, batch.inputs)
+    logits = forward(merge(params, frozen), batch.inputs)
     return softmax_cross_entropy_sum(logits, batch.labels, batch.mask)
 
 
-def mean_loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def mean_loss_fn(
+    params: Params, batch: Batch, frozen: Params
+) -> tuple[jax.Array, jax.Array]:
     """The mean loss of a batch, and the number of tokens that it is a mean over."""
-    loss_sum, num_tokens = loss_fn(params, batch)
+    loss_sum, num_tokens = loss_fn(params, batch, frozen)
     return loss_sum / num_tokens, num_tokens
 
 
 def full_batch(
-    params: Params, windows: list[Window], inner: optax.GradientTransformation, k: int
+    params: Params,
+    frozen: Params,
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    k: int,
 ) -> Loop:
     """The reference: the whole window at once, with the memory that it takes."""
     opt_state = inner.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state, batch):
-        grads, _ = jax.grad(mean_loss_fn, has_aux=True)(params, batch)
+    def train_step(params, opt_state, batch, frozen):
+        grads, _ = jax.grad(mean_loss_fn, has_aux=True)(params, batch, frozen)
         updates, opt_state = inner.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     for window in windows:
-        params, opt_state = train_step(params, opt_state, window.whole)
+        params, opt_state = train_step(params, opt_state, window.whole, frozen)
         yield params
-    return {"train_step": train_step.lower(params, opt_state, largest_whole(windows))}
+    largest = largest_window(windows).whole
+    return {"train_step": train_step.lower(params, opt_state, largest, frozen)}
 
 
 def optax_multi_steps(
-    params: Params, windows: list[Window], inner: optax.GradientTransformation, k: int
+    params: Params,
+    frozen: Params,
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    k: int,
 ) -> Loop:
     """What people have: it averages the micro-batches' means, whatever their sizes."""
     optimizer = optax.MultiSteps(inner, every_k_schedule=k)
     opt_state = optimizer.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state, batch):
-        grads, _ = jax.grad(mean_loss_fn, has_aux=True)(params, batch)
+    def train_step(params, opt_state, batch, frozen):
+        grads, _ = jax.grad(mean_loss_fn, has_aux=True)(params, batch, frozen)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     for window in windows:
         for batch in window.micro_batches:
-            params, opt_state = train_step(params, opt_state, batch)
+            params, opt_state = train_step(params, opt_state, batch, frozen)
         yield params
-    return {
-        "train_step": train_step.lower(params, opt_state, largest_micro_batch(windows))
-    }
+    largest = largest_micro_batch(windows)
+    return {"train_step": train_step.lower(params, opt_state, largest, frozen)}
 
 
 def multi_steps(
-    params: Params, windows: list[Window], inner: optax.GradientTransformation, k: int
+    params: Params,
+    frozen: Params,
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    k: int,
 ) -> Loop:
     """The loop of `optax_multi_steps` with the other class and one argument more."""
     optimizer = optax_tokenaccum.MultiSteps(inner, every_k_schedule=k)
     opt_state = optimizer.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state, batch):
-        grads, n = jax.grad(mean_loss_fn, has_aux=True)(params, batch)
+    def train_step(params, opt_state, batch, frozen):
+        grads, n = jax.grad(mean_loss_fn, has_aux=True)(params, batch, frozen)
         updates, opt_state = optimizer.update(grads, opt_state, params, num_tokens=n)
         return optax.apply_updates(params, updates), opt_state
 
     for window in windows:
         for batch in window.micro_batches:
-            params, opt_state = train_step(params, opt_state, batch)
+            params, opt_state = train_step(params, opt_state, batch, frozen)
         yield params
-    return {
-        "train_step": train_step.lower(params, opt_state, largest_micro_batch(windows))
-    }
+    largest = largest_micro_batch(windows)
+    return {"train_step": train_step.lower(params, opt_state, largest, frozen)}
 
 
 def transformation(
-    params: Params, windows: list[Window], inner: optax.GradientTransformation, k: int
+    params: Params,
+    frozen: Params,
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    k: int,
 ) -> Loop:
     """The optax transformation, fed with gradients of the summed loss."""
     optimizer = token_accumulation(inner, every_k_schedule=k)
     opt_state = optimizer.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, opt_state, batch):
-        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+    def train_step(params, opt_state, batch, frozen):
+        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch, frozen)
         updates, opt_state = optimizer.update(grads, opt_state, params, num_tokens=n)
         return optax.apply_updates(params, updates), opt_state
 
     for window in windows:
         for batch in window.micro_batches:
-            params, opt_state = train_step(params, opt_state, batch)
+            params, opt_state = train_step(params, opt_state, batch, frozen)
         yield params
-    return {
-        "train_step": train_step.lower(params, opt_state, largest_micro_batch(windows))
-    }
+    largest = largest_micro_batch(windows)
+    return {"train_step": train_step.lower(params, opt_state, largest, frozen)}
 
 
 def library_train_step(
-    params: Params, windows: list[Window], inner: optax.GradientTransformation, k: int
+    params: Params,
+    frozen: Params,
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    k: int,
 ) -> Loop:
     """The library's own step: there are no updates to apply, nor anything to count.
 
@@ -135,12 +163,69 @@ def library_train_step(
 
     for window in windows:
         for batch in window.micro_batches:
-            state, metrics = step(state, batch)
+            state, metrics = step(state, batch, frozen=frozen)
         yield state.params
+    largest = largest_micro_batch(windows)
     return {
-        "accumulate": step.accumulate.lower(state, largest_micro_batch(windows)),
+        "accumulate": step.accumulate.lower(state, largest, frozen=frozen),
         "close_window": step.close_window.lower(state),
     }
+
+
+def library_window_step(
+    params: Params,
+    frozen: Params,
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    k: int,
+) -> Loop:
+    """The library's step of a whole window: one program, and one call an update.
+
+    Micro-batches in one array have one length: they bear the padding of the window's
+    longest sequence. In return nothing is kept between the calls but what the optimizer
+    keeps anyway.
+    """
+    step = make_window_step(loss_fn, inner)
+    state = step.init(params)
+
+    for window in windows:
+        state, metrics = step(state, window.stacked, frozen=frozen)
+        yield state.params
+    largest = largest_window(windows).stacked
+    return {"window_step": step.lower(state, largest, frozen=frozen)}
+
+
+def optax_microbatching(
+    params: Params,
+    frozen: Params,
+    windows: list[Window],
+    inner: optax.GradientTransformation,
+    k: int,
+) -> Loop:
+    """What a careful person does with optax alone: sums of everything, one division.
+
+    It cuts up the whole window itself, and so bears the same padding.
+    """
+    sums_over_window = optax.microbatching.microbatch(
+        jax.value_and_grad(loss_fn, has_aux=True),
+        argnums=1,
+        microbatch_size=len(windows[0].whole.inputs) // k,
+        accumulator=optax.microbatching.AccumulationType.SUM,
+    )
+    opt_state = inner.init(params)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, opt_state, batch, frozen):
+        (_, n), grads = sums_over_window(params, batch, frozen)
+        grads = jax.tree.map(lambda g: g / n, grads)
+        updates, opt_state = inner.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for window in windows:
+        params, opt_state = train_step(params, opt_state, window.whole, frozen)
+        yield params
+    largest = largest_window(windows).whole
+    return {"train_step": train_step.lower(params, opt_state, largest, frozen)}
 
 
 REFERENCE = "full-batch"
@@ -151,4 +236,6 @@ METHODS: dict[str, Method] = {
     "MultiSteps": multi_steps,
     "token_accumulation": transformation,
     "make_train_step": library_train_step,
+    "make_window_step": library_window_step,
+    "optax.microbatching": optax_microbatching,
 }

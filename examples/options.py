@@ -68,6 +68,14 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         help="layers of the model (%(default)s)",
     )
     add(
+        "--lora-rank",
+        type=natural,
+        default=0,
+        metavar="RANK",
+        help="train low-rank adapters of this rank and freeze the rest; 0 trains "
+        "everything (%(default)s)",
+    )
+    add(
         "--seed",
         type=natural,
         default=0,

@@ -14,7 +14,13 @@ from methods import NAIVE, REFERENCE
 from rich import box
 from rich.table import Table
 
-_EXACT_LOOKS = [("#1f6fb4", "o"), ("#2a9d63", "s"), ("#7b4fb5", "^"), ("#c77d0a", "D")]
+_EXACT_LOOKS = [
+    ("#1f6fb4", "o"),
+    ("#2a9d63", "s"),
+    ("#7b4fb5", "^"),
+    ("#c77d0a", "D"),
+    ("#17a3b8", "v"),
+]
 _FLOOR = 1e-10  # where a distance of zero is drawn: a logarithmic axis has none
 
 
@@ -49,10 +55,13 @@ def make_table(runs: list[Run]) -> Table:
     return result
 
 
-def write_json(path: Path, runs: list[Run], settings: dict[str, Any]) -> None:
+def write_json(
+    path: Path, runs: list[Run], settings: dict[str, Any], sizes: dict[str, int]
+) -> None:
     """Writes the table, the curves and everything that they depend on."""
     content = {
         "settings": settings,
+        "parameters": sizes,
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,
@@ -89,21 +98,26 @@ def write_picture(path: Path, runs: list[Run], setting: str) -> None:
       runs: the runs, the reference first.
       setting: a line to stand below the picture.
     """
-    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11, 5.4), dpi=150, layout="constrained")
     figure.suptitle(
         "Averaging the micro-batches' means is not training on the batch",
         fontsize=15,
         fontweight="bold",
     )
-    figure.supxlabel(setting, fontsize=10, color="0.35")
     losses, distances = figure.subplots(1, 2)
     _draw_losses(losses, runs)
     _draw_distances(distances, runs)
     losses.set_title("Validation loss (nats a token)")
-    losses.legend(frameon=False)
     distances.set_title("Distance of the parameters to the reference's (relative L2)")
     distances.set_yscale("log")
     distances.margins(y=0.1)
+    figure.legend(
+        *losses.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        title=setting,
+    )
     for axes in (losses, distances):
         axes.set_xlabel("optimizer updates")
         axes.grid(alpha=0.25)
@@ -115,7 +129,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     """Draws the loss curves, and their last third once more, enlarged."""
     points = list(runs[0].validation_losses)
     tail = [point for point in points if point >= points[-1] * 2 / 3]
-    enlarged = [axes.inset_axes((0.45, 0.27, 0.52, 0.34))] if len(tail) > 2 else []
+    enlarged = [axes.inset_axes((0.43, 0.42, 0.54, 0.5))] if len(tail) > 2 else []
     for run, look in zip(runs, _looks(runs, len(points)), strict=True):
         axes.plot(points, list(run.validation_losses.values()), **look)
         for inset in enlarged:

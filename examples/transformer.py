@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from lora import project
 
 HEAD_DIM = 32
 
@@ -53,7 +54,7 @@ def forward(params: Params, tokens: jax.typing.ArrayLike) -> jax.Array:
     at the real positions and needs no mask of its own.
 
     Args:
-      params: what `init` made.
+      params: what `init` made; its layers may have adapters, see `lora.py`.
       tokens: integers `[batch, length]`.
 
     Returns:
@@ -61,15 +62,14 @@ def forward(params: Params, tokens: jax.typing.ArrayLike) -> jax.Array:
     """
 
     def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        qkv = jnp.einsum(
-            "btd,dchk->cbthk", _norm(x, layer["attention_norm"]), layer["qkv"]
-        )
+        qkv = project(_norm(x, layer["attention_norm"]), layer, "qkv")
+        q, k, v = jnp.moveaxis(qkv, 2, 0)  # each [batch, length, heads, HEAD_DIM]
         attended = jax.nn.dot_product_attention(
-            _rotate(qkv[0]), _rotate(qkv[1]), qkv[2], is_causal=True
+            _rotate(q), _rotate(k), v, is_causal=True
         )
-        x = x + jnp.einsum("bthk,hkd->btd", attended, layer["out"])
-        hidden = jax.nn.gelu(_norm(x, layer["mlp_norm"]) @ layer["up"])
-        return x + hidden @ layer["down"], None
+        x = x + project(attended, layer, "out")
+        hidden = jax.nn.gelu(project(_norm(x, layer["mlp_norm"]), layer, "up"))
+        return x + project(hidden, layer, "down"), None
 
     x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
     return _norm(x, params["final_norm"]) @ params["embedding"].T

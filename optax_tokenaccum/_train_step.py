@@ -104,8 +104,7 @@ class TrainStep:
             )
         k = schedule.every_k
         if not isinstance(k, int) or not self._host_knows(state):
-            state, metrics = self._whole(state, batch, rng, *_static.split(loss_kwargs))
-            return state, metrics
+            return self._whole(state, batch, rng, *_static.split(loss_kwargs))
         is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
         state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
         if not is_last:

@@ -1,30 +1,30 @@
 """Tests of `examples/finetune.py` and of the files beside it."""
 
-import importlib
-import io
 import json
-import random
-import re
 import subprocess
 import sys
-from pathlib import Path
 
+import batches
+import compare
+import finetune
 import jax
 import jax.numpy as jnp
+import lora
+import methods
 import numpy as np
+import optax
+import options
 import pytest
+import transformer
+from dialogue import Pair
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-batches = importlib.import_module("batches")
-compare = importlib.import_module("compare")
-dialogue = importlib.import_module("dialogue")
-finetune = importlib.import_module("finetune")
-options = importlib.import_module("options")
-transformer = importlib.import_module("transformer")
-
-Pair = dialogue.Pair
+EXACT = {
+    "MultiSteps",
+    "token_accumulation",
+    "make_train_step",
+    "make_window_step",
+    "optax.microbatching",
+}
 
 
 def ragged_sequences(number):
@@ -39,138 +39,6 @@ def rows_of(*parts):
     return sorted(
         tuple(row[row != batches.PAD].tolist()) for part in parts for row in part.inputs
     )
-
-
-# Data: the corpus.
-
-
-def test_conversations_become_pairs_and_what_is_left_out_is_counted():
-    pairs, notes = dialogue.pairs_of_conversations(
-        [
-            ["hi", "hello", "good day"],
-            ["hi", "hello", "good day"],
-            ["how many?", 3, True],
-            ["alone"],
-            [str(turn) for turn in range(10)],
-            [str(turn) for turn in range(11)],
-        ]
-    )
-    assert pairs == [
-        ("hi", "hello"),
-        ("hi", "good day"),
-        ("how many?", "3"),
-        ("how many?", "True"),
-        *[("0", str(turn)) for turn in range(1, 10)],
-    ]
-    assert notes == (
-        "6 conversations: left out 1 repetitions, 1 of over 10 turns and 1 of one "
-        "turn; 2 turns that YAML read as numbers or the like became text"
-    )
-
-
-def test_the_corpus_has_its_repetitions_removed():
-    pairs, notes = dialogue.read_corpus()
-    assert len(set(pairs)) == len(pairs) > 1000
-    assert [pair.prompt for pair in pairs].count("My system is overheating.") == 1
-    found = re.search(r"left out (\d+) repetitions", notes)
-    assert found and int(found[1]) > 1000
-
-
-def test_no_prompt_is_on_both_sides_of_the_split():
-    pairs = [
-        Pair(prompt, completion)
-        for i in range(50)
-        for prompt in (f"What is {i}?", f"what  is {i}? ")
-        for completion in ("this", "that")
-    ]
-    train, validation = dialogue.split_by_prompt(pairs)
-    assert sorted(train + validation) == sorted(pairs)
-    assert len(validation) == 4 * 5  # a tenth of the 50 prompts
-    train_prompts = {pair.prompt.casefold().split()[2] for pair in train}
-    assert not train_prompts & {
-        pair.prompt.casefold().split()[2] for pair in validation
-    }
-
-
-def test_the_split_does_not_depend_on_the_order():
-    pairs = [Pair(f"prompt {i}", "answer") for i in range(50)]
-    shuffled = random.Random(0).sample(pairs, len(pairs))
-    assert shuffled != pairs
-    validation = dialogue.split_by_prompt(pairs)[1]
-    assert set(dialogue.split_by_prompt(shuffled)[1]) == set(validation)
-
-
-def test_a_split_needs_two_prompts():
-    with pytest.raises(dialogue.DataError, match="the data has 1 that"):
-        dialogue.split_by_prompt([Pair("a", "b"), Pair("A", "c")])
-
-
-# Data: a file of the user's own.
-
-
-def test_jsonl_is_read_in_order_whatever_else_it_holds(tmp_path):
-    file = tmp_path / "data.jsonl"
-    file.write_text(
-        '{"prompt": "b", "completion": "é", "id": 7}\n\n'
-        '{"completion": "two\\nlines", "prompt": "a"}\n',
-        encoding="utf-8",
-    )
-    assert dialogue.read_jsonl(file) == [("b", "é"), ("a", "two\nlines")]
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{]", "not JSON (Expecting property name"),
-        (b'{"prompt": "\xff", "completion": "b"}', "not UTF-8 (invalid start byte"),
-        (b'["a", "b"]', "a JSON list, not an object"),
-        (b'{"prompt": "a"}', "'completion' must be a text"),
-        (b'{"prompt": 3, "completion": "b"}', "'prompt' must be a text"),
-        (b'{"prompt": "a", "completion": " "}', "'completion' must be a text"),
-        (
-            b'{"prompt": "\\ud800", "completion": "b"}',
-            "'prompt' has half a surrogate pair",
-        ),
-    ],
-    ids=["json", "utf8", "list", "missing", "number", "blank", "surrogate"],
-)
-def test_a_bad_line_is_named_by_its_number(tmp_path, line, reason):
-    file = tmp_path / "data.jsonl"
-    good = b'{"prompt": "a", "completion": "b"}\n'
-    file.write_bytes(good + b"\n" + line + b"\n" + good)
-    with pytest.raises(dialogue.DataError, match="1 of 4 that are not") as error:
-        dialogue.read_jsonl(file)
-    assert f"\n  line 3: {reason}" in str(error.value)
-    assert "line 1" not in str(error.value)
-
-
-def test_many_bad_lines_are_counted(tmp_path):
-    file = tmp_path / "data.jsonl"
-    file.write_text("{}\n" * 25)
-    with pytest.raises(dialogue.DataError, match="25 of 25") as error:
-        dialogue.read_jsonl(file)
-    assert "line 10:" in str(error.value)
-    assert "line 11:" not in str(error.value)
-    assert "and 15 more" in str(error.value)
-
-
-def test_what_is_too_long_is_left_out_and_counted(tmp_path):
-    file = tmp_path / "data.jsonl"
-    texts = [f"{i}{'x' * i}" for i in range(8)]  # 1 to 8 bytes
-    file.write_text(
-        "".join(
-            json.dumps({"prompt": text, "completion": "y"}) + "\n" for text in texts
-        )
-    )
-    out = io.StringIO()
-    console = finetune.Console(file=out, width=200)
-    train, validation = finetune.load(file, 9, console)
-    lengths = sorted(len(sequence.inputs) for sequence in train + validation)
-    assert lengths == [4, 5, 6, 7, 8, 9]  # up to and with --max-length
-    assert "8 pairs of prompt and completion: left out 2 of over 9 tokens" in (
-        out.getvalue()
-    )
-    assert "the longest has 11" in out.getvalue()
 
 
 # Batches.
@@ -224,6 +92,12 @@ def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     for window in windows:
         assert [len(batch.inputs) for batch in window.micro_batches] == [2, 2, 2]
         assert rows_of(*window.micro_batches) == rows_of(window.whole)
+        assert window.stacked.inputs.shape[:2] == (3, 2)
+        for i, batch in enumerate(window.micro_batches):
+            length = batch.inputs.shape[1]
+            for parts, part in zip(window.stacked, batch, strict=True):
+                np.testing.assert_array_equal(parts[i, :, :length], part)
+            assert not window.stacked.mask[i, :, length:].any()
     everything = sorted(tuple(sequence.inputs.tolist()) for sequence in sequences)
     epochs = [windows[:2], windows[2:]]
     for epoch in epochs:
@@ -278,13 +152,121 @@ def test_a_split_is_judged_by_its_tokens_not_by_its_batches(params):
     whole = batches.pad(sequences, [40])
     assert len(cut) == 3
     loss_fn = jax.jit(compare.loss_fn)
-    sums = [loss_fn(params, batch) for batch in cut]
-    loss_sum, num_tokens = loss_fn(params, whole)
+    sums = [loss_fn(params, batch, {}) for batch in cut]
+    loss_sum, num_tokens = loss_fn(params, whole, {})
     assert num_tokens == sum(int(sequence.mask.sum()) for sequence in sequences)
     exact = float(loss_sum / num_tokens)
     naive = float(np.mean([loss / n for loss, n in sums]))
-    assert compare.mean_loss(params, cut) == pytest.approx(exact, rel=1e-5)
+    assert compare.mean_loss(params, {}, cut) == pytest.approx(exact, rel=1e-5)
     assert abs(naive - exact) > 1e-3 * exact
+
+
+# Adapters.
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_an_adapter_adds_the_scaled_product_of_its_matrices(params, rank):
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
+    trained = lora.init_adapters(jax.random.key(2), params, rank)
+    before = transformer.forward(params, tokens)
+    with_adapters = transformer.forward(lora.merge(trained, params), tokens)
+    np.testing.assert_array_equal(with_adapters, before)
+
+    adapters = trained["layers"]["adapters"]
+    assert set(adapters) == {"qkv", "out", "up", "down"}
+    matrices = {}
+    for name, adapter in adapters.items():
+        adapter["b"] = 0.1 * jax.random.normal(jax.random.key(3), adapter["b"].shape)
+        product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(*adapter.values())
+        matrices[name] = params["layers"][name] + 16 / rank * product
+    with_adapters = transformer.forward(lora.merge(trained, params), tokens)
+    dense = params | {"layers": params["layers"] | matrices}
+    np.testing.assert_allclose(
+        with_adapters, transformer.forward(dense, tokens), rtol=1e-4, atol=1e-4
+    )
+    assert jnp.abs(with_adapters - before).max() > 0.1
+
+
+def drive(loop):
+    """The parameters after each update, and the programs that the loop returns."""
+    updates = []
+    while True:
+        try:
+            updates.append(jax.tree.map(np.array, next(loop)))
+        except StopIteration as stop:
+            return updates, stop.value
+
+
+def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
+    setting = options.parse_options(
+        ["--lora-rank=2", "--d-model=32", "--layers=2", "--micro-batch-size=2"]
+    )
+    params, frozen = finetune.make_parameters(setting)
+    k, rows, length = 4, 2, 48
+    windows = batches.make_windows(
+        ragged_sequences(12),
+        updates=3,
+        accumulation_steps=k,
+        micro_batch_size=rows,
+        lengths=[length],
+        seed=0,
+    )
+    inner = optax.sgd(0.1, momentum=0.9)  # its state has the size of what is trained
+    updates, programs = {}, {}
+    for method in {"full-batch", "optax.MultiSteps"} | EXACT:
+        updates[method], programs[method] = drive(
+            methods.METHODS[method](
+                jax.tree.map(jnp.copy, params), frozen, windows, inner, k
+            )
+        )
+
+    jax.tree.map(
+        np.testing.assert_array_equal, frozen, finetune.make_parameters(setting)[1]
+    )
+    before = lora.merge(params, frozen)
+    after = lora.merge(updates["full-batch"][-1], frozen)
+    changed = jax.tree.map(lambda x, y: bool((x != y).any()), before, after)
+    for path, has_changed in jax.tree.leaves_with_path(changed):
+        assert has_changed == ("adapters" in jax.tree_util.keystr(path)), path
+
+    def distance(method):
+        reference = updates["full-batch"][-1]
+        difference = jax.tree.map(np.subtract, updates[method][-1], reference)
+        return optax.tree.norm(difference) / optax.tree.norm(reference)
+
+    naive = distance("optax.MultiSteps")
+    for method in EXACT:
+        assert distance(method) < 1e-5, method
+        assert naive > max(100 * distance(method), 1e-4), method
+
+    # How many trees of the adapters' size are an argument, besides batch and frozen:
+    # parameters, momentum and, where it lasts from call to call, the sum.
+    copies = {
+        "full-batch": {"train_step": 2},
+        "optax.MultiSteps": {"train_step": 3},
+        "MultiSteps": {"train_step": 3},
+        "token_accumulation": {"train_step": 3},
+        "make_train_step": {"accumulate": 2, "close_window": 3},
+        "make_window_step": {"window_step": 2},
+        "optax.microbatching": {"train_step": 2},
+    }
+    adapters, base = optax.tree.size(params), optax.tree.size(frozen)
+    assert base > 4 * adapters
+    for method in updates:
+        assert set(programs[method]) == set(copies[method])
+        whole = method in {"full-batch", "make_window_step", "optax.microbatching"}
+        batch = 3 * rows * length * (k if whole else 1)
+        for name, program in programs[method].items():
+            given = sum(
+                int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(program.args_info)
+            )
+            if name != "close_window":
+                given -= batch + base
+                # Compiled programs drop the arguments that they do not read.
+                read = program.compile().memory_analysis().argument_size_in_bytes
+                assert read > 4 * base, (method, name)
+            scalars = given - copies[method][name] * adapters
+            assert 0 <= scalars < 10, (method, name)
 
 
 # The command.
@@ -299,6 +281,7 @@ def test_a_split_is_judged_by_its_tokens_not_by_its_batches(params):
         ("--learning-rate", "nan", "must be a number above 0, got 'nan'"),
         ("--learning-rate", "0", "must be a number above 0, got '0'"),
         ("--d-model", "48", "must be a multiple of 32 (the width of a head), got 48"),
+        ("--lora-rank", "-4", "must be a whole number >= 0, got '-4'"),
         ("--seed", "-1", "must be a whole number >= 0, got '-1'"),
         ("--methods", "adam", "invalid choice: 'adam'"),
         ("--optimizer", "lion", "invalid choice: 'lion'"),
@@ -315,7 +298,7 @@ def test_bad_values_are_refused(capsys, flag, value, message):
 
 def run_command(*words):
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / "finetune.py"), *map(str, words)],
+        [sys.executable, finetune.__file__, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -333,17 +316,31 @@ def test_bad_data_ends_the_command_without_a_traceback(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_exact_methods_follow_the_full_batch_and_the_mean_of_means_does_not(tmp_path):
+@pytest.mark.parametrize(
+    ("lora_rank", "words", "exact"),
+    [
+        (0, [], EXACT),
+        (
+            2,
+            ["--methods", "optax.MultiSteps", "make_window_step"],
+            {"make_window_step"},
+        ),
+    ],
+    ids=["full", "lora"],
+)
+def test_exact_methods_follow_the_full_batch_and_the_mean_of_means_does_not(
+    tmp_path, lora_rank, words, exact
+):
     result = run_command(
-        *("--optimizer", "sgd", "--updates", 6, "--max-length", 96, "--d-model", 32),
+        *("--optimizer", "sgd", "--updates", 6, "--max-length", 64, "--d-model", 32),
         *("--layers", 1, "--gradient-accumulation-steps", 8, "--out", tmp_path / "out"),
+        *("--lora-rank", lora_rank, *words),
     )
     assert result.returncode == 0, result.stderr
     content = json.loads((tmp_path / "out" / "results.json").read_text())
     rows = {row.pop("method"): row for row in content["table"]}
-    naive = rows["optax.MultiSteps"]["distance"]
-    exact = {"MultiSteps", "token_accumulation", "make_train_step"}
     assert set(rows) == exact | {"full-batch", "optax.MultiSteps"}
+    naive = rows["optax.MultiSteps"]["distance"]
     for method in exact:
         distance = rows[method]["distance"]
         assert distance < 1e-5, method
@@ -356,13 +353,11 @@ def test_exact_methods_follow_the_full_batch_and_the_mean_of_means_does_not(tmp_
         assert losses[-1] == row["validation_loss"] < losses[0]
         assert row["tokens_per_second"] > 0
         assert all(size > 0 for size in row["memory_bytes"].values())
-    assert set(rows["make_train_step"]["memory_bytes"]) == {
-        "accumulate",
-        "close_window",
-    }
-    assert content["settings"]["optimizer"] == "sgd"
-    assert set(content["versions"]) == {"python", "jax", "optax"}
-    for method in rows:
         assert method in result.stdout
+    assert content["settings"]["optimizer"] == "sgd"
+    assert content["settings"]["lora_rank"] == lora_rank
+    trained, frozen = content["parameters"]["trained"], content["parameters"]["frozen"]
+    assert frozen > 4 * trained > 0 if lora_rank else trained > frozen == 0
+    assert set(content["versions"]) == {"python", "jax", "optax"}
     picture = (tmp_path / "out" / "finetune.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
