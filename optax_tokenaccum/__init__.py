@@ -1,11 +1,11 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
 from optax_tokenaccum._accumulation import (
-    TokenAccumulationState,
     close_window,
     has_updated,
     token_accumulation,
 )
+from optax_tokenaccum._add_and_close import TokenAccumulationState
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._step_state import StepMetrics, StepState

@@ -1,273 +1,18 @@
 """The transformation: sums of gradients and of tokens, divided once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum import _arrays, _checks
-from optax_tokenaccum._schedule import CountSchedule, Schedule, make_schedule
-
-
-class TokenAccumulationState(NamedTuple):
-    """State of `token_accumulation`.
-
-    Shapes, dtypes, weak types and placement are those of `init` for ever, so it goes
-    through `jax.lax.scan` and a donating `jax.jit` without a second trace. The three
-    `acc_*` mean something only while `mini_step > 0`: they are not zeroed when a
-    window closes, the first micro-batch of the next one overwrites them.
-
-    Attributes:
-      mini_step: micro-batches accumulated so far in the open window.
-      gradient_step: windows closed by an update so far.
-      inner_opt_state: the state of the inner optimizer.
-      acc_grads: sum of the window's gradients; the tree and shapes of the parameters.
-      acc_tokens: sum of the window's `num_tokens`.
-      acc_value: sum of the window's losses; 0 where no `value` was given.
-      has_updated: whether the last call closed its window with an update.
-      skip_state: what `should_skip_update_fn` last returned, `()` without one.
-    """
-
-    mini_step: jax.Array  # shape=(), dtype=int32
-    gradient_step: jax.Array  # shape=(), dtype=int32
-    inner_opt_state: Any
-    acc_grads: Any  # dtype=float32, or wider where the parameter is
-    acc_tokens: jax.Array  # shape=(), dtype=float32
-    acc_value: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
-    has_updated: jax.Array  # shape=(), dtype=bool
-    skip_state: Any = ()
-
-
-@dataclass(frozen=True)
-class Accumulation:
-    """What every way into the library shares: `add` a micro-batch, `close` a window.
-
-    Attributes:
-      inner: the optimizer run once per window.
-      schedule: when a window closes.
-      gradients: what the gradients are of, a `"sum"` or a `"mean"` over tokens.
-      should_skip_update_fn: optax's protocol, or `None`.
-      accumulator_dtype: dtype of the sums, `None` for float32 or wider.
-      token_mean: `False` hands over the plain sum of what was given, undivided.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    schedule: Schedule
-    gradients: Literal["sum", "mean"] = "sum"
-    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None
-    accumulator_dtype: Any = None
-    token_mean: bool = True
-
-    def init(self, params: optax.Params) -> TokenAccumulationState:
-        inner_opt_state = self.inner.init(params)
-        if _nodes_of((TokenAccumulationState, optax.MultiStepsState), inner_opt_state):
-            raise ValueError(
-                "The inner optimizer already accumulates: a micro-batch would be "
-                "counted by two windows. Pass the plain optimizer."
-            )
-        return self.empty_window(params, inner_opt_state)
-
-    def empty_window(
-        self, params: optax.Params, inner_opt_state: Any = None
-    ) -> TokenAccumulationState:
-        acc_grads = jax.tree.map(
-            lambda p: jnp.zeros_like(
-                p, dtype=_arrays.accumulator_dtype_of(p, self.accumulator_dtype)
-            ),
-            params,
-        )
-        value_dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(acc_grads))
-        gradient_step = jnp.zeros((), jnp.int32)
-        skip_state = ()
-        if self.should_skip_update_fn is not None:
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            _, skip_state = self.should_skip_update_fn(zeros, gradient_step, params)
-        state = TokenAccumulationState(
-            mini_step=jnp.zeros((), jnp.int32),
-            gradient_step=gradient_step,
-            inner_opt_state=inner_opt_state,
-            acc_grads=acc_grads,
-            acc_tokens=jnp.zeros((), jnp.float32),
-            acc_value=jnp.zeros((), value_dtype).real,
-            has_updated=jnp.zeros((), jnp.bool_),
-            skip_state=skip_state,
-        )
-        return _arrays.stable(params, state)
-
-    def add(
-        self,
-        updates: optax.Updates,
-        state: TokenAccumulationState,
-        params: optax.Params | None,
-        num_tokens: Any,
-        value: Any = None,
-    ) -> tuple[TokenAccumulationState, jax.Array]:
-        """Adds a micro-batch to the window; also says whether it was skipped.
-
-        The sums are selected, never multiplied by a mask: 0 x NaN is NaN. The
-        overwrite of the first micro-batch stands here, outside any conditional,
-        because XLA copies gradient-sized sums that a conditional carries.
-        """
-        _checks.check_same_tree(
-            updates,
-            state.acc_grads,
-            "Gradients must have the tree and shapes of the parameters given to init",
-        )
-        num_tokens = _checks.as_num_tokens(num_tokens)
-        value = _checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
-        usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
-        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens, usable)
-        counts = usable & ~skipped
-        is_first = (state.mini_step == 0) & ~skipped
-        weight = num_tokens if self.token_mean and self.gradients == "mean" else None
-
-        def add_to(total: jax.Array, x: jax.Array) -> jax.Array:
-            so_far = jnp.where(is_first, 0, total)
-            return jnp.where(counts, so_far + x, so_far).astype(total.dtype)
-
-        def add_loss_or_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
-            x = jnp.asarray(x).astype(_at_least_float32(total).dtype)
-            return add_to(total, x if weight is None else x * weight)
-
-        return state._replace(
-            mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
-            acc_grads=jax.tree.map(add_loss_or_gradient, state.acc_grads, updates),
-            acc_tokens=add_to(state.acc_tokens, num_tokens),
-            acc_value=add_loss_or_gradient(state.acc_value, value),
-            has_updated=jnp.zeros_like(state.has_updated),
-            skip_state=skip_state,
-        ), skipped
-
-    def close(
-        self,
-        state: TokenAccumulationState,
-        closes: bool | jax.Array,
-        like: optax.Updates,
-        params: optax.Params | None,
-        extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates], Any] = lambda updates: updates,
-        otherwise: Any = None,
-    ) -> tuple[Any, TokenAccumulationState]:
-        """Ends the window where `closes`, with an update if it holds any token.
-
-        Args:
-          state: as `add` left it.
-          closes: whether the window ends now.
-          like: the window's gradient takes the dtypes of this tree.
-          params: what the inner optimizer is given.
-          extra_args: likewise.
-          finish: called on the inner optimizer's updates, where there is an update.
-          otherwise: the result where there is no update; `None` for zeros.
-
-        Returns:
-          What `finish` returned, or `otherwise`, and the new state.
-        """
-        due = closes if closes is False else closes & (state.acc_tokens > 0)
-
-        def update() -> tuple[Any, Any]:
-            gradient = self.window_gradient(state, like)
-            updates, inner_opt_state = self.inner.update(
-                gradient, state.inner_opt_state, params, **extra_args
-            )
-            return finish(updates), _arrays.cast_like(
-                inner_opt_state, state.inner_opt_state
-            )
-
-        def leave() -> tuple[Any, Any]:
-            result = otherwise
-            if result is None:
-                shapes, _ = jax.eval_shape(update)
-                result = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            return result, state.inner_opt_state
-
-        result, inner_opt_state = _branch(due, update, leave)
-        return result, state._replace(
-            mini_step=jnp.where(closes, 0, state.mini_step),
-            gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
-            inner_opt_state=inner_opt_state,
-            has_updated=jnp.asarray(due),
-        )
-
-    def window_so_far(
-        self, state: TokenAccumulationState
-    ) -> tuple[jax.Array, jax.Array]:
-        """Token-mean loss and tokens of the open window, both 0 where it has none."""
-        tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
-        return jnp.where(tokens > 0, self._divided(state.acc_value, state), 0), tokens
-
-    def window_gradient(
-        self, state: TokenAccumulationState, like: optax.Updates
-    ) -> optax.Updates:
-        """`sum g / sum n` in the dtypes of `like`, divided before the one cast."""
-        return jax.tree.map(
-            lambda acc, g: self._divided(acc, state).astype(jnp.result_type(g)),
-            state.acc_grads,
-            like,
-        )
-
-    def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
-        """Global norm of the gradient of a window with tokens.
-
-        Divided after the norm: where the divided gradient has a second reader, XLA
-        stores all of it (25 MB instead of 1 KB of temporaries in a 25 MB model).
-        """
-        wide = jax.tree.map(_at_least_float32, state.acc_grads)
-        return self._divided(optax.tree.norm(wide).astype(state.acc_value.dtype), state)
-
-    def update(
-        self,
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        num_tokens: Any = None,
-        value: Any = None,
-        close_window: Any = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, TokenAccumulationState]:
-        state, _ = self.add(updates, state, params, num_tokens, value)
-        if value is not None:
-            mean_value, _ = self.window_so_far(state)
-            if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating):
-                mean_value = mean_value.astype(value.dtype)
-            extra_args["value"] = mean_value
-        closes = self.schedule.closes(
-            state.mini_step, state.acc_tokens, state.gradient_step, close_window
-        )
-        return self.close(state, closes, updates, params, extra_args)
-
-    def _ask_skip(
-        self,
-        updates: optax.Updates,
-        state: TokenAccumulationState,
-        params: optax.Params | None,
-        num_tokens: jax.Array,
-        usable: jax.Array,
-    ) -> tuple[jax.Array, Any]:
-        if self.should_skip_update_fn is None:
-            return jnp.zeros((), jnp.bool_), state.skip_state
-        mean = updates
-        if self.gradients == "sum":
-            n = jnp.where(usable, num_tokens, 1)
-            mean = jax.tree.map(lambda g: (g / n).astype(jnp.result_type(g)), updates)
-        should_skip, skip_state = self.should_skip_update_fn(
-            mean, state.gradient_step, params
-        )
-        skip_state = jax.tree.map(
-            lambda old, new: jnp.where(usable, new, old).astype(old.dtype),
-            state.skip_state,
-            skip_state,
-        )
-        return _checks.as_skip_decision(should_skip) & usable, skip_state
-
-    def _divided(self, total: jax.Array, state: TokenAccumulationState) -> jax.Array:
-        if not self.token_mean:
-            return total
-        # Under vmap both sides of the conditional are computed: never divide by 0.
-        return total / jnp.where(state.acc_tokens > 0, state.acc_tokens, 1)
+from optax_tokenaccum._add_and_close import (
+    TokenAccumulationState,
+    make_accumulation,
+    nodes_of,
+)
+from optax_tokenaccum._schedule import CountSchedule, make_schedule
 
 
 def token_accumulation(
@@ -351,41 +96,6 @@ def token_accumulation(
     return optax.GradientTransformationExtraArgs(accumulation.init, accumulation.update)
 
 
-def make_accumulation(
-    inner: Any,
-    schedule: Schedule,
-    gradients: Any = "sum",
-    should_skip_update_fn: Any = None,
-    accumulator_dtype: Any = None,
-    token_mean: bool = True,
-) -> Accumulation:
-    """Checks the arguments that every public constructor has in common."""
-    if gradients not in ("sum", "mean"):
-        raise ValueError(
-            f"gradients must be 'sum' or 'mean', what they are of: got {gradients!r}."
-        )
-    if should_skip_update_fn is not None and not callable(should_skip_update_fn):
-        raise TypeError(
-            "should_skip_update_fn must be a function such as optax.skip_not_finite: "
-            f"got {should_skip_update_fn!r}."
-        )
-    if accumulator_dtype is not None:
-        accumulator_dtype = jnp.dtype(accumulator_dtype)
-        if not jnp.issubdtype(accumulator_dtype, jnp.inexact):
-            raise ValueError(
-                "accumulator_dtype must be a floating dtype, sums of gradients do not "
-                f"fit others: got {accumulator_dtype}."
-            )
-    return Accumulation(
-        _checks.as_inner_optimizer(inner),
-        schedule,
-        gradients,
-        should_skip_update_fn,
-        accumulator_dtype,
-        token_mean,
-    )
-
-
 def has_updated(state: Any) -> jax.Array:
     """Whether the last call closed its window with an update; a bool scalar.
 
@@ -395,7 +105,7 @@ def has_updated(state: Any) -> jax.Array:
     Raises:
       ValueError: it holds none, or several.
     """
-    found = _nodes_of(TokenAccumulationState, state)
+    found = nodes_of(TokenAccumulationState, state)
     if len(found) != 1:
         raise ValueError(
             "has_updated needs a state that holds exactly one TokenAccumulationState: "
@@ -442,22 +152,3 @@ def close_window(
     return tx.update(
         no_gradients, state, params, num_tokens=0, close_window=True, **extra_args
     )
-
-
-def _nodes_of(kind: Any, tree: Any) -> list[Any]:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [node for node in nodes if isinstance(node, kind)]
-
-
-def _at_least_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _branch(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
-    """`jax.lax.cond`, or a plain `if` where the predicate is known.
-
-    Eagerly a `cond` over new closures would be compiled again on every call.
-    """
-    if _checks.is_concrete(pred):
-        return on_true() if pred else on_false()
-    return jax.lax.cond(pred, on_true, on_false)

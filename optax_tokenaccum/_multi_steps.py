@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import optax
 
-from optax_tokenaccum import _accumulation, _arrays, _checks
-from optax_tokenaccum._accumulation import TokenAccumulationState
+from optax_tokenaccum import _arrays, _checks
+from optax_tokenaccum._accumulation import has_updated
+from optax_tokenaccum._add_and_close import TokenAccumulationState, make_accumulation
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 
 
@@ -69,7 +70,7 @@ class MultiSteps:
         schedule = make_schedule(every_k_schedule, None)
         if not schedule.is_set:
             raise TypeError("MultiSteps needs every_k_schedule: got None.")
-        self._accumulation = _accumulation.make_accumulation(
+        self._accumulation = make_accumulation(
             opt,
             schedule,
             gradients,
@@ -98,7 +99,7 @@ class MultiSteps:
 
     def has_updated(self, state: Any) -> jax.Array:
         """Whether the last call closed its window with an update."""
-        return _accumulation.has_updated(state)
+        return has_updated(state)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
         """The same as an optax transformation, for `optax.chain` and the like."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._accumulation import Accumulation, TokenAccumulationState
+from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
 
 
 class StepState(NamedTuple):

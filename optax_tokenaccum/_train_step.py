@@ -7,7 +7,7 @@ import jax
 import optax
 
 from optax_tokenaccum import _arrays, _static
-from optax_tokenaccum._accumulation import (
+from optax_tokenaccum._add_and_close import (
     Accumulation,
     TokenAccumulationState,
     make_accumulation,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum import _checks
-from optax_tokenaccum._accumulation import (
+from optax_tokenaccum._add_and_close import (
     Accumulation,
     TokenAccumulationState,
     make_accumulation,

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from optax_tokenaccum import _arrays, _checks, _static
-from optax_tokenaccum._accumulation import make_accumulation
+from optax_tokenaccum._add_and_close import make_accumulation
 from optax_tokenaccum._loss_terms import CountFn
 from optax_tokenaccum._micro_batch import LossFn
 from optax_tokenaccum._schedule import make_schedule
