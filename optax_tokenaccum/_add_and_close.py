@@ -62,6 +62,7 @@ class Accumulation:
     token_mean: bool = True
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
+        """The state before the first micro-batch, the inner optimizer's within."""
         inner_opt_state = self.inner.init(params)
         if nodes_of((TokenAccumulationState, optax.MultiStepsState), inner_opt_state):
             raise ValueError(
@@ -73,6 +74,7 @@ class Accumulation:
     def empty_window(
         self, params: optax.Params, inner_opt_state: Any = None
     ) -> TokenAccumulationState:
+        """A state whose window holds nothing, with sums of the parameters' shapes."""
         acc_grads = jax.tree.map(
             lambda p: jnp.zeros_like(
                 p, dtype=_arrays.accumulator_dtype_of(p, self.accumulator_dtype)
@@ -228,6 +230,7 @@ class Accumulation:
         close_window: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, TokenAccumulationState]:
+        """`update` of the optax transformation, see `token_accumulation`."""
         state, _ = self.add(updates, state, params, num_tokens, value)
         if value is not None:
             mean_value, _ = self.window_so_far(state)

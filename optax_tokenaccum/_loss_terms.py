@@ -45,7 +45,7 @@ class LossTerms:
 
         def share(params: Any, batch: Any, **loss_kwargs: Any) -> Any:
             returned = self._loss_fn(params, batch, **loss_kwargs)
-            terms, aux = returned if self._has_aux else (returned, None)
+            terms, aux = self._split(returned)
             _check_names(terms, totals)
             loss = sum(
                 (_divided(terms[name], total) for name, total in totals.items()),
@@ -59,6 +59,16 @@ class LossTerms:
             return loss, (num_tokens, aux) if self._has_aux else num_tokens
 
         return share
+
+    def _split(self, returned: Any) -> tuple[Any, Any]:
+        if not self._has_aux:
+            return returned, None
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                "With count_fn and has_aux, loss_fn must return ({name: loss_sum}, "
+                f"aux): got {type(returned).__name__}."
+            )
+        return returned
 
     def _counts(self, batch: Any) -> dict[str, Any]:
         counts = self._count_fn(batch)
@@ -88,8 +98,8 @@ def _divided(term: Any, total: jax.Array | None) -> jax.Array:
 def _check_names(terms: Any, totals: dict[str, Any]) -> None:
     if not isinstance(terms, dict):
         raise TypeError(
-            "With count_fn, loss_fn must return a dictionary {name: loss_sum}, with "
-            f"has_aux ({{name: loss_sum}}, aux): got {type(terms).__name__}."
+            "With count_fn, loss_fn must return a dictionary {name: loss_sum}: got "
+            f"{type(terms).__name__}."
         )
     if terms.keys() != totals.keys():
         raise ValueError(

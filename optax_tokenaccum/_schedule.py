@@ -107,10 +107,10 @@ def _count_at(schedule: CountSchedule, gradient_step: jax.Array, name: str) -> A
 def _as_flag(close_window: Any) -> bool | jax.Array | None:
     if close_window is None or isinstance(close_window, bool):
         return close_window
-    flag = jnp.asarray(close_window)
-    if flag.shape != () or flag.dtype != jnp.bool_:
+    dtype = getattr(close_window, "dtype", None)
+    if dtype != jnp.bool_ or jnp.shape(close_window) != ():
         raise TypeError(
-            "close_window must be a Python bool or a bool scalar: got "
-            f"{flag.dtype} of shape {flag.shape}."
+            "close_window must be a Python bool or a bool scalar array: got "
+            f"{close_window!r}."
         )
-    return flag
+    return jnp.asarray(close_window)

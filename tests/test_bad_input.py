@@ -143,7 +143,7 @@ def test_count_that_is_no_scalar_or_no_number(optimizer: Any):
 @pytest.mark.parametrize("flag", [1, jnp.ones(2, bool), "yes"], ids=repr)
 def test_close_window_that_is_no_flag(optimizer: Any, flag: Any):
     state = optimizer.init(PARAMS)
-    with pytest.raises(TypeError, match="close_window must be|not a valid JAX"):
+    with pytest.raises(TypeError, match="close_window must be a Python bool"):
         optimizer.update(PARAMS, state, PARAMS, num_tokens=1, close_window=flag)
 
 

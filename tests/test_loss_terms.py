@@ -201,6 +201,9 @@ def test_errors_say_what_does_not_fit():
         run(lambda p, b: {"a": p}, lambda b: {"a": 1, "b": 2})
     with pytest.raises(TypeError, match="loss_fn must return a dictionary"):
         run(lambda p, b: (p, 1), lambda b: {"a": 1})
+    for returned in ({"a": 1.0, "b": 1.0}, ({"a": 1.0}, 2, 3)):
+        with pytest.raises(TypeError, match=r"must return \(\{name: loss_sum\}, aux\)"):
+            run(lambda p, b, r=returned: r, lambda b: {"a": 1}, has_aux=True)
     with pytest.raises(TypeError, match="count_fn must return a dictionary"):
         run(lambda p, b: {"a": p}, lambda b: b.size)
     with pytest.raises(ValueError, match="the count 'a' must be a scalar"):

@@ -13,6 +13,7 @@ from optax_tokenaccum import (
     StepMetrics,
     StepState,
     TokenAccumulationState,
+    has_updated,
     make_train_step,
 )
 
@@ -172,6 +173,9 @@ def test_halves_for_loops_whose_data_says_where_a_window_ends():
     state, metrics = step.close_window(state)
     assert metrics.updated and float(metrics.num_tokens) == 10.0
     helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
+    assert has_updated(state)
+    state, _ = step.accumulate(state, jnp.ones(1))
+    assert not has_updated(state)
 
 
 def test_partial_window_closes_with_its_own_denominator_and_the_next_is_whole(
