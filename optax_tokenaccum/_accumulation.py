@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_tokenaccum import _checks
 from optax_tokenaccum._add_and_close import (
     TokenAccumulationState,
     make_accumulation,
@@ -147,6 +148,7 @@ def close_window(
       >>> print(updates)
       -2.0
     """
+    _checks.check_accumulates(nodes_of(TokenAccumulationState, state), state)
     extra_args = {"value": 0.0} | extra_args
     no_gradients = jax.tree.map(jnp.zeros_like, params)
     return tx.update(

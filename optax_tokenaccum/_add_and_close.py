@@ -63,6 +63,7 @@ class Accumulation:
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
         """The state before the first micro-batch, the inner optimizer's within."""
+        _checks.check_are_numbers(params)
         inner_opt_state = self.inner.init(params)
         if nodes_of((TokenAccumulationState, optax.MultiStepsState), inner_opt_state):
             raise ValueError(
@@ -113,11 +114,13 @@ class Accumulation:
         overwrite of the first micro-batch stands here, outside any conditional,
         because XLA copies gradient-sized sums that a conditional carries.
         """
+        _checks.check_state(state, TokenAccumulationState)
         _checks.check_same_tree(
             updates,
             state.acc_grads,
             "Gradients must have the tree and shapes of the parameters given to init",
         )
+        updates = jax.tree.map(_arrays.without_float0, updates, state.acc_grads)
         num_tokens = _checks.as_num_tokens(num_tokens)
         value = _checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
         usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
@@ -131,7 +134,7 @@ class Accumulation:
             return jnp.where(counts, so_far + x, so_far).astype(total.dtype)
 
         def add_loss_or_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
-            x = jnp.asarray(x).astype(_at_least_float32(total).dtype)
+            x = jnp.asarray(x).astype(_arrays.at_least_float32(total.dtype))
             return add_to(total, x if weight is None else x * weight)
 
         return state._replace(
@@ -167,6 +170,7 @@ class Accumulation:
         Returns:
           What `finish` returned, or `otherwise`, and the new state.
         """
+        _checks.check_inner_state(self.inner, state.inner_opt_state, state.acc_grads)
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def update() -> tuple[Any, Any]:
@@ -182,7 +186,7 @@ class Accumulation:
             result = otherwise
             if result is None:
                 shapes, _ = jax.eval_shape(update)
-                result = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+                result = jax.tree.map(_arrays.zeros_of, shapes)
             return result, state.inner_opt_state
 
         result, inner_opt_state = _branch(due, update, leave)
@@ -203,12 +207,17 @@ class Accumulation:
     def window_gradient(
         self, state: TokenAccumulationState, like: optax.Updates
     ) -> optax.Updates:
-        """`sum g / sum n` in the dtypes of `like`, divided before the one cast."""
-        return jax.tree.map(
-            lambda acc, g: self._divided(acc, state).astype(jnp.result_type(g)),
-            state.acc_grads,
-            like,
-        )
+        """`sum g / sum n` in the dtypes of `like`, divided before the one cast.
+
+        The gradient of an integer parameter has no numbers and is handed on as it is.
+        """
+
+        def of_leaf(acc: jax.Array, g: Any) -> Any:
+            if _arrays.is_float0(g):
+                return _arrays.zeros_of(g)
+            return self._divided(acc, state).astype(jnp.result_type(g))
+
+        return jax.tree.map(of_leaf, state.acc_grads, like)
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -216,7 +225,9 @@ class Accumulation:
         Divided after the norm: where the divided gradient has a second reader, XLA
         stores all of it (25 MB instead of 1 KB of temporaries in a 25 MB model).
         """
-        wide = jax.tree.map(_at_least_float32, state.acc_grads)
+        wide = jax.tree.map(
+            lambda acc: acc.astype(_arrays.at_least_float32(acc.dtype)), state.acc_grads
+        )
         return self._divided(optax.tree.norm(wide).astype(state.acc_value.dtype), state)
 
     def update(
@@ -258,6 +269,12 @@ class Accumulation:
             mean = jax.tree.map(lambda g: (g / n).astype(jnp.result_type(g)), updates)
         should_skip, skip_state = self.should_skip_update_fn(
             mean, state.gradient_step, params
+        )
+        _checks.check_same_tree(
+            state.skip_state,
+            skip_state,
+            "skip_state must come from this should_skip_update_fn (keep the function "
+            "that the run began with, or take skip_state from a new init)",
         )
         skip_state = jax.tree.map(
             lambda old, new: jnp.where(usable, new, old).astype(old.dtype),
@@ -312,10 +329,6 @@ def nodes_of(kind: Any, tree: Any) -> list[Any]:
     """The nodes of `tree` of one class or several, not looking inside of them."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [node for node in nodes if isinstance(node, kind)]
-
-
-def _at_least_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _branch(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:

@@ -14,10 +14,32 @@ def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
     """The dtype of a parameter's sum: `dtype`, or float32, or wider if it is wider."""
     given = jnp.result_type(param)
     if dtype is None:
-        return jnp.promote_types(given, jnp.float32)
+        return at_least_float32(given)
     if jnp.issubdtype(given, jnp.complexfloating):
         return jnp.promote_types(dtype, jnp.complex64)
     return dtype
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """`dtype`, or float32 where that is wider; an integer's is float32."""
+    # Floats of 8 bits promote to nothing by themselves.
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if is_narrow else jnp.promote_types(dtype, "float32")
+
+
+def is_float0(x: Any) -> bool:
+    """Whether `x` is the gradient of an integer, which has a shape and no numbers."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def without_float0(x: Any, like: jax.Array) -> Any:
+    """`x`, or zeros like `like` for the gradient of an integer."""
+    return jnp.zeros_like(like) if is_float0(x) else x
+
+
+def zeros_of(shape: Any) -> Any:
+    """Zeros of the shape and dtype of anything that has them, float0 among them."""
+    return (np if is_float0(shape) else jnp).zeros(shape.shape, shape.dtype)
 
 
 def stable(params: Any, state: Any) -> Any:

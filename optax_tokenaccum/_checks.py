@@ -61,8 +61,8 @@ def as_num_tokens(num_tokens: Any, name: str = "num_tokens") -> jax.Array:
             "weights) behind these gradients: got None. Write optimizer.update(grads, "
             "state, params, num_tokens=n). If you did, something in between dropped "
             "it: a wrapper that is a plain optax.GradientTransformation (use "
-            "GradientTransformationExtraArgs), or flax's linen TrainState, whose "
-            "apply_gradients keeps keywords from the optimizer (call state.tx.update)."
+            "GradientTransformationExtraArgs), or flax's linen TrainState (use "
+            "optax_tokenaccum.linen.TrainState)."
         )
     return _as_real_scalar(num_tokens, name, jnp.float32, non_negative=True)
 
@@ -95,6 +95,58 @@ def _as_real_scalar(
     return jnp.asarray(x, dtype)
 
 
+def check_state(state: Any, kind: type, name: str = "The state") -> None:
+    """Raises `TypeError` unless `state` is a `kind`."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{name} must be the {kind.__name__} that init or the last call returned: "
+            f"got {type(state).__name__}. Restore a checkpoint into jax.eval_shape("
+            "init, params); take a run of optax.MultiSteps over with "
+            "from_multi_steps_state."
+        )
+
+
+def check_inner_state(inner: Any, inner_opt_state: Any, params: Any) -> None:
+    """Raises `ValueError` where the inner state is another optimizer's.
+
+    optax does not notice what an optimizer without a state, such as SGD, is given.
+    Only trees are compared: inside shard_map a state may hold shards.
+    """
+    try:
+        expected = jax.eval_shape(inner.init, params)
+    except Exception:  # an init that reads values: there is nothing to compare with
+        return
+    if jax.tree.structure(inner_opt_state) == jax.tree.structure(expected):
+        return
+    check_same_tree(
+        inner_opt_state,
+        expected,
+        "The inner optimizer's state must come from its own init (keep the optimizer "
+        "that wrote the checkpoint, or begin with a new state)",
+    )
+
+
+def check_accumulates(found: list[Any], state: Any) -> None:
+    """Raises `ValueError` if nothing that accumulates was `found` in `state`."""
+    if not found:
+        raise ValueError(
+            "close_window needs an optimizer that accumulates, and its state: got a "
+            f"{type(state).__name__} without a TokenAccumulationState. Any other "
+            "optimizer would take a step on a gradient of zeros."
+        )
+
+
+def check_alive(tree: Any) -> None:
+    """Raises `ValueError` if a leaf of `tree`, part of a state, was donated."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if any(is_concrete(x) and x.is_deleted() for x in leaves):
+        raise ValueError(
+            "The state must not have been given to an earlier call: its buffers were "
+            "donated to that call and are gone. Go on with the state that it returned, "
+            "or build the step with donate=False to keep old ones."
+        )
+
+
 def check_same_tree(got: Any, expected: Any, rule: str) -> None:
     """Raises `ValueError`, naming the leaf, where trees or shapes differ."""
     structure, expected_structure = map(jax.tree.structure, (got, expected))
@@ -118,6 +170,16 @@ def check_same_tree(got: Any, expected: Any, rule: str) -> None:
         f"{rule}: the leaves agree, their containers differ: expected "
         f"{expected_structure}, got {structure}."
     )
+
+
+def check_are_numbers(params: Any) -> None:
+    """Raises `TypeError`, naming the leaf, where a parameter is a key."""
+    for path, leaf in named_leaves(params):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
+            raise TypeError(
+                f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
+                "Hand a random key to a train step as rng=, or to loss_fn as a keyword."
+            )
 
 
 def leading_axis(tree: Any, name: str) -> int:

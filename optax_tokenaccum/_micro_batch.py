@@ -22,6 +22,7 @@ def sums_and_gradient(
     (loss_sum, (num_tokens, aux)), gradient = jax.value_and_grad(
         lambda params: loss_and_aux(loss_fn, has_aux, params, batch, loss_kwargs),
         has_aux=True,
+        allow_int=True,
     )(params)
     return (loss_sum, num_tokens, aux), gradient
 
@@ -34,7 +35,7 @@ def loss_and_aux(
     loss_kwargs: dict[str, Any],
 ) -> tuple[jax.Array, tuple[Any, Any]]:
     """`(loss_sum, (num_tokens, aux))`, checked; `aux` is `None` without `has_aux`."""
-    loss_sum, num_tokens, aux = _unpack(loss_fn(params, batch, **loss_kwargs), has_aux)
+    loss_sum, num_tokens, aux = unpack(loss_fn(params, batch, **loss_kwargs), has_aux)
     return loss_sum, (num_tokens, aux)
 
 
@@ -49,7 +50,7 @@ def key_of_position(
     }
 
 
-def _unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, Any, Any]:
+def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, Any, Any]:
     form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
     rule = f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
     if not isinstance(returned, tuple | list) or len(returned) != 2:

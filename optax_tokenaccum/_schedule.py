@@ -90,16 +90,16 @@ def _as_count_schedule(value: Any, name: str) -> CountSchedule | None:
 def _count_at(schedule: CountSchedule, gradient_step: jax.Array, name: str) -> Any:
     if not callable(schedule):
         return schedule
-    count = jnp.asarray(schedule(gradient_step))
-    if count.shape != ():
+    count = schedule(gradient_step)
+    if jnp.shape(count) != ():
         raise ValueError(
             f"The function given as {name} must return a scalar: got shape "
-            f"{count.shape}."
+            f"{jnp.shape(count)}."
         )
     if is_concrete(count) and not count >= 1:
+        at = f" at gradient_step {gradient_step}" if is_concrete(gradient_step) else ""
         raise ValueError(
-            f"The function given as {name} must return at least 1: got {count} at "
-            f"gradient_step {gradient_step}."
+            f"The function given as {name} must return at least 1: got {count}{at}."
         )
     return count
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_tokenaccum import _checks
 from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
 
 
@@ -72,7 +73,7 @@ def close_and_apply(
 
     def finish(updates: Any) -> tuple[Any, jax.Array]:
         norm = accumulation.gradient_norm(opt_state)
-        return optax.apply_updates(params, updates), norm
+        return _apply(params, updates), norm
 
     (params, grad_norm), opt_state = accumulation.close(
         opt_state,
@@ -95,10 +96,25 @@ def close_and_apply(
     )
 
 
-def require_step_state(state: Any) -> None:
+def _apply(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`, but for integers: weight decay would truncate them."""
+    updates = jax.tree.map(
+        lambda p, u: u if jnp.issubdtype(p.dtype, jnp.inexact) else jnp.zeros_like(p),
+        params,
+        updates,
+    )
+    return optax.apply_updates(params, updates)
+
+
+def require_step_state(state: Any, *, accumulates: bool) -> None:
     if not isinstance(state, StepState):
         raise TypeError(
             "The state must be the StepState that step.init or the last call returned: "
             f"got {type(state).__name__}. A checkpoint is restored into one with "
             "jax.eval_shape(step.init, params) as its target."
         )
+    if accumulates:
+        name = "The opt_state of a train step"
+        _checks.check_state(state.opt_state, TokenAccumulationState, name)
+    # Every call donates these.
+    _checks.check_alive(state.opt_state.mini_step if accumulates else state.params)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_tokenaccum import _arrays, _static
+from optax_tokenaccum import _arrays, _checks, _static
 from optax_tokenaccum._add_and_close import (
     Accumulation,
     TokenAccumulationState,
@@ -93,7 +93,7 @@ class TrainStep:
           TypeError: `state` is not a `StepState`, or `loss_fn` returned something
             else than `(loss_sum, num_tokens)`.
         """
-        require_step_state(state)
+        require_step_state(state, accumulates=True)
         schedule = self._accumulation.schedule
         if not schedule.is_set:
             raise ValueError(
@@ -105,6 +105,11 @@ class TrainStep:
         k = schedule.every_k
         if not isinstance(k, int) or not self._host_knows(state):
             return self._whole(state, batch, rng, *_static.split(loss_kwargs))
+        if self._memo.get(state.opt_state.mini_step) is None:
+            # Not made by this step: found out now, not after the sums were donated.
+            _checks.check_inner_state(
+                self._accumulation.inner, state.opt_state.inner_opt_state, state.params
+            )
         is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
         state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
         if not is_last:
@@ -321,13 +326,13 @@ def make_train_step(
 def _accumulate_arguments(
     state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    require_step_state(state)
+    require_step_state(state, accumulates=True)
     opt_state = state.opt_state._replace(inner_opt_state=None)
     return opt_state, state.params, batch, rng, *_static.split(loss_kwargs)
 
 
 def _close_arguments(state: StepState) -> tuple[Any, ...]:
-    require_step_state(state)
+    require_step_state(state, accumulates=True)
     return _with_acc_grads(state, None), state.opt_state.acc_grads
 
 

@@ -183,7 +183,7 @@ def _arguments(
     num_micro_batches: Any,
     loss_kwargs: dict[str, Any],
 ) -> tuple[Any, ...]:
-    require_step_state(state)
+    require_step_state(state, accumulates=False)
     k = _checks.leading_axis(micro_batches, "micro_batches")
     check_bound(num_micro_batches, k)
     traced, static = _static.split(loss_kwargs)

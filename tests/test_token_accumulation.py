@@ -94,17 +94,6 @@ def test_inner_optimizer_does_not_run_on_an_open_window():
         assert len(runs) == int(state.inner_opt_state) == (i + 1) // 4
 
 
-def test_schedules_inside_count_updates_not_micro_batches():
-    rates: Any = optax.piecewise_constant_schedule(1.0, {2: 0.1})
-    optimizer, state = new(optax.sgd(rates), 3)
-    sizes = []
-    for _ in range(9):
-        updates, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=2)
-        if has_updated(state):
-            sizes.append(float(-updates["b"]))
-    np.testing.assert_allclose(sizes, [1.0, 1.0, 0.1], rtol=1e-6)
-
-
 def test_schedule_of_k_follows_gradient_step():
     optimizer, state = new(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3))
     update = jax.jit(optimizer.update)
@@ -213,17 +202,6 @@ def test_window_without_tokens_closes_without_an_update(maybe_jit: Any):
     assert int(state.gradient_step) == 1
 
 
-def test_fractional_weights_below_1_divide_exactly(maybe_jit: Any):
-    optimizer, state = new(optax.sgd(1.0), 2)
-    params, _ = helpers.run_window(
-        maybe_jit(optimizer.update),
-        state,
-        PARAMS,
-        [(grads(0.25), 0.125), (grads(0.25), 0.125)],
-    )
-    helpers.assert_trees_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
-
-
 @pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize("gradients", ["sum", "mean"])
 def test_rejected_micro_batch_never_happened(
@@ -246,18 +224,6 @@ def test_rejected_micro_batch_never_happened(
     helpers.assert_trees_equal(
         state._replace(**of_last_call), clean[1]._replace(**of_last_call)
     )
-
-
-def test_has_updated_is_false_after_a_rejection_at_the_start_of_a_window():
-    optimizer, state = new(
-        optax.sgd(1.0), 1, should_skip_update_fn=optax.skip_not_finite
-    )
-    assert not has_updated(state)
-    _, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=1)
-    assert has_updated(state)
-    _, state = optimizer.update(grads(np.inf), state, PARAMS, num_tokens=1)
-    assert not has_updated(state)
-    assert int(state.skip_state["num_not_finite"]) == 4
 
 
 def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
@@ -286,17 +252,6 @@ def test_close_window_on_a_rejected_micro_batch_closes_with_what_is_there():
     )
     helpers.assert_trees_equal(updates, grads(-2.0))
     assert has_updated(state)
-
-
-def test_poisoned_window_does_not_poison_the_next():
-    optimizer, state = new(optax.sgd(1.0), 2)
-    _, state = optimizer.update(grads(np.nan), state, PARAMS, num_tokens=1)
-    updates, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=1)
-    assert np.isnan(updates["b"])
-    params, state = helpers.run_window(
-        optimizer.update, state, PARAMS, [(grads(1.0), 1), (grads(3.0), 1)]
-    )
-    helpers.assert_trees_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
 
 
 @pytest.mark.parametrize("gradients", ["sum", "mean"])
@@ -332,7 +287,9 @@ def test_polyak_sgd_takes_the_step_of_the_full_batch():
         optimizer.update(grads(1.0), state, PARAMS, num_tokens=1)
 
 
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: optax.chain(t)], ids=str)
+@pytest.mark.parametrize(
+    "wrap", [lambda t: t, lambda t: optax.chain(t)], ids=["alone", "chain"]
+)
 def test_close_window_uses_the_denominator_of_the_partial_window(
     wrap: Any, maybe_jit: Any
 ):
@@ -361,84 +318,11 @@ def test_close_window_gives_inner_the_value_of_the_micro_batches():
     assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
 
 
-def test_count_arrives_through_chain():
-    optimizer = optax.chain(
-        optax.clip(100.0), token_accumulation(optax.sgd(1.0), 2), optax.identity()
-    )
-    state = optimizer.init(PARAMS)
-    update = jax.jit(optimizer.update)
-    _, state = update(grads(2.0), state, PARAMS, num_tokens=1)
-    updates, state = update(grads(90.0), state, PARAMS, num_tokens=9)
-    helpers.assert_trees_equal(updates, grads(-9.2))
-    assert has_updated(state)
-
-
 def test_clipping_inside_sees_the_window():
     optimizer, state = new(optax.chain(optax.clip(1.0), optax.sgd(1.0)), 2)
     for scale in (-30.0, 32.0):
         updates, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=1)
     helpers.assert_trees_equal(updates, grads(-1.0))  # clipped before: 0
-
-
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
-def test_inner_sees_the_incoming_dtype_and_dtypes_stay(
-    param_dtype: Any, grad_dtype: Any
-):
-    seen: set[Any] = set()
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        seen.update(x.dtype for x in jax.tree.leaves(updates))
-        return updates, state
-
-    inner = optax.chain(
-        optax.GradientTransformation(lambda _: (), update), optax.adamw(0.1)
-    )
-    params = jax.tree.map(lambda p: p.astype(param_dtype), PARAMS)
-    gradient = jax.tree.map(lambda p: jnp.ones_like(p, grad_dtype), PARAMS)
-    optimizer = token_accumulation(inner, 2)
-    state = optimizer.init(params)
-    expected, _ = inner.update(gradient, inner.init(params), params)
-    before = helpers.signatures(state)
-    for _ in range(3):
-        updates, state = jax.jit(optimizer.update)(
-            gradient, state, params, num_tokens=1
-        )
-        assert helpers.signatures(updates) == helpers.signatures(expected)
-        assert helpers.signatures(state) == before
-    assert seen == {jnp.dtype(grad_dtype)}
-    assert {x.dtype for x in jax.tree.leaves(state.acc_grads)} == {
-        jnp.dtype(jnp.float32)
-    }
-
-
-def test_float32_sums_keep_what_bfloat16_loses():
-    params = jnp.zeros((), jnp.bfloat16)
-    got = {}
-    for dtype in (None, jnp.bfloat16):
-        optimizer = token_accumulation(optax.sgd(1.0), 300, accumulator_dtype=dtype)
-        state = optimizer.init(params)
-        assert state.acc_grads.dtype == (dtype or jnp.float32)
-        update = jax.jit(optimizer.update)
-        for _ in range(300):
-            updates, state = update(jnp.ones_like(params), state, params, num_tokens=1)
-        got[dtype] = float(updates)
-    assert got[None] == -1.0
-    assert abs(got[jnp.bfloat16] + 1.0) > 0.01  # 300 ones sum to 256 in bfloat16
-
-
-def test_float64_and_complex_parameters_keep_their_precision():
-    with jax.enable_x64(True):
-        params = {"d": jnp.ones((), jnp.float64), "c": jnp.ones((), jnp.complex64)}
-        optimizer = token_accumulation(optax.sgd(1.0), 3)
-        state = optimizer.init(params)
-        for n in (1, 1, 1):
-            gradient = {"d": params["d"] / 3, "c": params["c"] * (1 + 2j)}
-            updates, state = optimizer.update(gradient, state, params, num_tokens=n)
-        assert abs(float(updates["d"]) + 1 / 3) < helpers.RTOL["float64"]
-        assert complex(updates["c"]) == -(1 + 2j)
-        assert updates["d"].dtype == jnp.float64
-        assert updates["c"].dtype == jnp.complex64
 
 
 def test_counts_may_be_any_kind_of_number():

@@ -140,24 +140,6 @@ def test_going_back_and_side_by_side_follow_the_state_not_the_object(kind: str):
     helpers.assert_trees_equal(back, a)
 
 
-def test_state_restored_from_the_host_goes_on_in_the_middle_of_a_window(kind: str):
-    data = batches(1, 2, 3, 4)
-    step = with_schedule(kind, 4)
-    state = step.init(PARAMS)
-    for batch in data[:2]:
-        state, _ = step(state, batch)
-    saved = jax.tree.map(np.asarray, state)
-    target = jax.eval_shape(step.init, PARAMS)
-    restored = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), saved, target)
-    resumed = with_schedule(kind, 4)
-    for batch in data[2:]:
-        state, metrics = step(state, batch)
-        restored, resumed_metrics = resumed(restored, batch)
-    helpers.assert_trees_equal(restored, state)
-    helpers.assert_trees_equal(resumed_metrics, metrics)
-    assert metrics.updated
-
-
 def test_halves_for_loops_whose_data_says_where_a_window_ends():
     step = make_train_step(loss_fn, optax.sgd(1.0))
     state = step.init(PARAMS)
@@ -176,23 +158,6 @@ def test_halves_for_loops_whose_data_says_where_a_window_ends():
     assert has_updated(state)
     state, _ = step.accumulate(state, jnp.ones(1))
     assert not has_updated(state)
-
-
-def test_partial_window_closes_with_its_own_denominator_and_the_next_is_whole(
-    kind: str,
-):
-    step = with_schedule(kind, 3)
-    state = step.init(PARAMS)
-    state, _ = step(state, jnp.full(4, 2.0))
-    state, metrics = step.close_window(state)
-    assert metrics.updated
-    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - 2.0})
-    updated = []
-    for _ in range(3):
-        state, metrics = step(state, jnp.full(4, 2.0))
-        updated.append(bool(metrics.updated))
-    assert updated == [False, False, True]
-    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - 4.0})
 
 
 def test_window_without_tokens_changes_nothing(kind: str):
@@ -251,41 +216,6 @@ def test_aux_is_that_of_the_micro_batch(kind: str):
         assert float(metrics.aux["largest"]) == size
     state, metrics = step.close_window(state)
     assert metrics.aux is None
-
-
-def _key_loss(params: Any, batch: Any, *, rng: Any) -> Any:
-    return jnp.sum(params["w"]), (1, jax.random.key_data(rng))
-
-
-@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey], ids=str)
-def test_no_two_micro_batches_share_a_key(kind: str, key: Any):
-    schedule = 2 if kind == "two programs" else lambda _: 2
-    step = make_train_step(_key_loss, optax.sgd(1.0), schedule, has_aux=True)
-    state = step.init(PARAMS)
-    keys = []
-    for _ in range(8):
-        state, metrics = step(state, 0.0, rng=key(0))
-        keys.append(tuple(np.asarray(metrics.aux).tolist()))
-    assert len(set(keys)) == 8
-
-
-def test_key_moves_on_after_no_tokens_and_not_after_a_rejection():
-    def loss(params: Any, batch: Any, *, rng: Any) -> Any:
-        value, n = batch
-        return jnp.sum(params["w"]) * value, (n, jax.random.key_data(rng))
-
-    step = make_train_step(
-        loss,
-        optax.sgd(1.0),
-        9,
-        has_aux=True,
-        should_skip_update_fn=optax.skip_not_finite,
-    )
-    state, keys = step.init(PARAMS), []
-    for batch in [(1.0, 0.0), (np.nan, 1.0), (1.0, 1.0)]:
-        state, metrics = step(state, batch, rng=jax.random.key(0))
-        keys.append(metrics.aux.tolist())
-    assert keys[0] != keys[1] == keys[2]
 
 
 def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):

@@ -1,0 +1,284 @@
+"""Dtypes and trees at the edges, by every way in, against NumPy in float64."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_tokenaccum import (
+    close_window,
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+    window_value_and_grad,
+)
+
+# A batch is (x, num_tokens). The loss is linear, so x is its gradient, and identity as
+# the inner optimizer turns parameters of zeros into the window's gradient.
+Batch = tuple[Any, Any]
+
+
+def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    x, num_tokens = batch
+    products = jax.tree.map(lambda p, x: jnp.sum((p * x).real), params, x)
+    return sum(jax.tree.leaves(products), 0.0), num_tokens
+
+
+def by_transformation(params: Any, batches: list[Batch]) -> Any:
+    optimizer = token_accumulation(optax.identity(), len(batches))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def update(state: Any, batch: Batch) -> Any:
+        gradient, n = jax.grad(loss_fn, has_aux=True, allow_int=True)(params, batch)
+        return optimizer.update(gradient, state, params, num_tokens=n)
+
+    for batch in batches:
+        updates, state = update(state, batch)
+    return updates
+
+
+def by_train_step(params: Any, batches: list[Batch]) -> Any:
+    step = make_train_step(loss_fn, optax.identity(), len(batches))
+    state = step.init(params)
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state.params
+
+
+def by_window_step(params: Any, batches: list[Batch]) -> Any:
+    step = make_window_step(loss_fn, optax.identity())
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    state, _ = step(step.init(params), stacked)
+    return state.params
+
+
+WAYS = {
+    "transformation": by_transformation,
+    "train step": by_train_step,
+    "window step": by_window_step,
+}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request: Any) -> Any:
+    return request.param
+
+
+def numbers(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=size)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_gradients_are_summed_in_float32(way: Any, dtype: str):
+    one = jnp.asarray(0.01, dtype)
+    got = way(jnp.zeros((), dtype), [(one, jnp.float32(1 / 4096))] * 4096)
+    # The sum over a count of 1, rounded to the dtype: 41 hundreds, not 4.
+    assert got == jnp.asarray(4096 * np.float64(one), dtype)
+    naive = jnp.zeros((), dtype)
+    for _ in range(4096):
+        naive = naive + one
+    assert naive < got / 1.2
+
+
+def test_a_sum_that_float16_cannot_hold(way: Any):
+    large = jnp.full(3, 60_000.0, jnp.float16)
+    got = way(jnp.zeros(3, jnp.float16), [(large, jnp.float32(1))] * 4)
+    helpers.assert_trees_equal(got, large)
+    assert jnp.isinf(large + large).all()
+
+
+def test_float64_parameters_are_summed_in_float64(way: Any):
+    with jax.enable_x64(True):
+        x = numbers(40).reshape(8, 5)
+        params = jnp.zeros(5, jnp.float64)
+        got = way(params, [(jnp.asarray(row), jnp.int64(3)) for row in x])
+        assert got.dtype == jnp.float64
+        assert helpers.relative_error(got, x.sum(0) / 24) < helpers.RTOL["float64"]
+        in_float32 = np.float32(x).sum(0) / 24
+        error = helpers.relative_error(in_float32, x.sum(0) / 24)
+        assert error > helpers.RTOL["float64"]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_parameters(way: Any, dtype: str):
+    with jax.enable_x64(dtype == "complex128"):
+        x = (numbers(12) + 1j * numbers(12, 1)).reshape(4, 3).astype(dtype)
+        rows = [(jnp.asarray(row), jnp.float32(i + 1)) for i, row in enumerate(x)]
+        got = way(jnp.zeros(3, dtype), rows)
+        assert got.dtype == dtype
+        expected = np.complex128(x).sum(0) / 10
+        parts = [(np.real(z), np.imag(z)) for z in (got, expected)]
+        rtol = helpers.RTOL["float32" if dtype == "complex64" else "float64"]
+        assert helpers.relative_error(*parts) < rtol
+
+
+def test_float8_parameters(way: Any):
+    dtype = jnp.float8_e4m3fn
+    x = [jnp.full(2, value, dtype) for value in (16.0, 0.5, 0.5, 0.5)]
+    got = way(jnp.zeros(2, dtype), [(row, jnp.float32(1 / 4)) for row in x])
+    helpers.assert_trees_equal(got, jnp.full(2, 17.5, dtype))
+    naive = x[0] + x[1] + x[2] + x[3]
+    assert (naive < got).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "x"),
+    [
+        ({}, {}),
+        ((), ()),
+        (jnp.zeros(()), jnp.float32(8)),
+        ({"w": jnp.zeros(2), "none": None}, {"w": jnp.full(2, 8.0), "none": None}),
+        (
+            [jnp.zeros(2), optax.MaskedNode()],
+            [jnp.full(2, 8.0), optax.MaskedNode()],
+        ),
+        ({"w": jnp.zeros((0, 3))}, {"w": jnp.zeros((0, 3))}),
+    ],
+    ids=["dict", "tuple", "scalar", "None", "MaskedNode", "no rows"],
+)
+def test_trees_with_little_in_them(way: Any, params: Any, x: Any):
+    got = way(params, [(x, jnp.float32(1)), (x, jnp.float32(3))])
+    helpers.assert_trees_equal(got, jax.tree.map(lambda x: x / 2, x))
+
+
+# Integers have gradients without numbers, of dtype float0.
+
+MIXED = {"w": jnp.zeros(3), "index": jnp.arange(3, dtype=jnp.int32), "flag": True}
+
+
+def mixed_loss(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss = jnp.sum(jnp.where(params["flag"], params["w"][params["index"]] * x, 0))
+    return loss, jnp.float32(2)
+
+
+def test_integer_parameters_are_left_alone_even_by_weight_decay():
+    inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
+    for step in (
+        make_train_step(mixed_loss, inner, 2),
+        make_train_step(mixed_loss, inner, lambda _: 2),
+        make_train_step(
+            mixed_loss, inner, 2, should_skip_update_fn=optax.skip_not_finite
+        ),
+    ):
+        state = step.init(MIXED)
+        for scale in (1.0, 3.0):
+            state, metrics = step(state, jnp.full(3, scale))
+        helpers.assert_trees_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
+        assert not metrics.skipped
+    step = make_window_step(mixed_loss, inner)
+    state, _ = step(step.init(MIXED), jnp.array([[1.0] * 3, [3.0] * 3]))
+    helpers.assert_trees_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
+    decayed = optax.apply_updates(MIXED["index"], -0.5 * MIXED["index"])
+    assert (decayed != MIXED["index"]).any()
+
+
+def test_window_value_and_grad_gives_integers_zeros():
+    (loss, _), grads = window_value_and_grad(mixed_loss)(MIXED, jnp.ones((2, 3)))
+    helpers.assert_trees_equal(grads["w"], jnp.full(3, 0.5))
+    helpers.assert_trees_equal(grads["index"], jnp.zeros(3, jnp.int32))
+    assert grads["index"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_float0_reaches_inner_as_it_would_without_accumulation(wrap: Any):
+    labels = {"w": "train", "index": "freeze", "flag": "freeze"}
+    inner = optax.partition(
+        {"train": optax.sgd(1.0), "freeze": optax.GradientTransformation(*_seen())},
+        labels,
+    )
+    optimizer = token_accumulation(
+        inner, 2, should_skip_update_fn=optax.skip_not_finite
+    )
+
+    @wrap
+    def update(state: Any, x: jax.Array) -> Any:
+        gradient, n = jax.grad(mixed_loss, has_aux=True, allow_int=True)(MIXED, x)
+        assert gradient["index"].dtype == jax.dtypes.float0
+        updates, state = optimizer.update(gradient, state, MIXED, num_tokens=n)
+        assert updates["index"].dtype == jax.dtypes.float0
+        assert updates["index"].shape == (3,)
+        return updates["w"], state
+
+    state = optimizer.init(MIXED)
+    for scale, expected in ((1.0, 0.0), (3.0, -1.0)):
+        updates, state = update(state, jnp.full(3, scale))
+        helpers.assert_trees_equal(updates, jnp.full(3, expected))
+    _, state = update(state, jnp.ones(3))
+    updates, _ = close_window(optimizer, state, MIXED)
+    helpers.assert_trees_equal(updates["w"], jnp.full(3, -0.5))
+
+
+def _seen() -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        for leaf in jax.tree.leaves(updates):
+            assert leaf.dtype in (jax.dtypes.float0, jnp.int32, jnp.bool_)
+        return updates, state
+
+    return lambda _: (), update
+
+
+def test_a_key_among_the_parameters_is_named():
+    params = {"w": jnp.zeros(2), "key": jax.random.key(0)}
+    for init in (
+        token_accumulation(optax.identity(), 2).init,
+        make_train_step(loss_fn, optax.identity(), 2).init,
+        make_window_step(loss_fn, optax.identity()).init,
+    ):
+        with pytest.raises(TypeError, match=r"numbers: at \['key'\] got key<fry>.*rng"):
+            init(params)
+
+
+def test_a_typed_key_in_the_inner_state_advances_once_a_window():
+    inner = optax.add_noise(0.1, 0.5, jax.random.key(7))
+    params, x = jnp.zeros(3), np.float32(numbers(12)).reshape(4, 3)
+    batches = [(jnp.asarray(row), jnp.float32(2)) for row in x]
+
+    bare = inner.init(params)
+    expected = params
+    for pair in (x[:2], x[2:]):
+        updates, bare = inner.update(pair.sum(0) / 4, bare, expected)
+        expected = optax.apply_updates(expected, updates)
+    assert helpers.relative_error(expected, x.sum(0) / 4) > 0.01
+
+    step = make_train_step(loss_fn, inner, 2)
+    state = step.init(params)
+    for batch in batches:
+        state, _ = step(state, batch)
+    error = helpers.relative_error(state.params, expected)
+    assert error < helpers.RTOL["float32"]
+
+    optimizer = token_accumulation(inner, 2)
+
+    @jax.jit
+    def scan(params: Any, xs: Any) -> Any:
+        def body(carry: Any, batch: Batch) -> Any:
+            params, state = carry
+            gradient, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+            updates, state = optimizer.update(gradient, state, params, num_tokens=n)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(body, (params, optimizer.init(params)), xs)[0]
+
+    got, _ = scan(params, (jnp.asarray(x), jnp.full(4, 2.0)))
+    assert helpers.relative_error(got, expected) < helpers.RTOL["float32"]
+
+
+# Long windows.
+
+
+def test_a_window_of_10_000_micro_batches(way: Any):
+    x = np.float32(numbers(40_000)).reshape(10_000, 4)
+    tokens = np.random.default_rng(1).integers(1, 100, 10_000)
+    got = way(jnp.zeros(4), list(zip(x, np.float32(tokens), strict=True)))
+    exact = np.float64(x).sum(0) / tokens.sum()
+    # Each addition rounds the running sum; roundings add up like a random walk.
+    running = np.abs(np.cumsum(np.float64(x), 0))
+    bound = np.linalg.norm(np.sqrt((running**2).sum(0))) * 2**-24 / tokens.sum()
+    assert np.linalg.norm(got - exact) < 4 * bound
+    naive = np.mean(np.float64(x) / tokens[:, None], 0)
+    assert np.linalg.norm(naive - exact) > 1e6 * bound
