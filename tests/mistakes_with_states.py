@@ -1,0 +1,205 @@
+"""Rows of docs/bad_input.md: states, `loss_fn` and batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from mistakes import (
+    ADAM,
+    BATCH,
+    OURS,
+    PARAMS,
+    SGD,
+    SKIPS,
+    STATE,
+    WINDOW,
+    N,
+    Row,
+    bound_too_large_in_jit,
+    copied,
+    returned,
+    returned_a_mean,
+    reused,
+    state_of_multi_steps,
+    stepped,
+    taken_over,
+    train_step,
+    updated,
+    window_loss_fn,
+    window_step,
+)
+
+from optax_tokenaccum import (
+    close_window,
+    has_updated,
+    split_batch,
+    token_accumulation,
+    window_value_and_grad,
+)
+
+HALVES, WINDOWS = train_step(SGD), window_step(SGD)
+STEPS = train_step(SGD, 1), train_step(SGD, lambda _: 1)
+STEP_STATE = STEPS[0].init(PARAMS)
+ADAM_STEPS = train_step(ADAM, 2), train_step(ADAM, lambda _: 2)
+ADAM_STEP_STATE = ADAM_STEPS[0].init(PARAMS)
+UNSPLIT, KEY = WINDOW | {"x": jnp.ones((3, 1))}, jax.random.key(0)
+VALUE_AND_GRAD = window_value_and_grad(window_loss_fn)
+
+CARRYING: list[Row] = [
+    (
+        "the state of something that does not accumulate",
+        TypeError,
+        [
+            m
+            for state in (
+                ADAM.init(PARAMS),
+                state_of_multi_steps(),
+                optax.chain(OURS).init(PARAMS),
+                STATE._asdict(),
+                PARAMS,
+            )
+            for m in updated(OURS, state=state, **N)
+        ],
+    ),
+    (
+        "the state of the same around another inner optimizer",
+        ValueError,
+        updated(OURS, state=token_accumulation(ADAM, 1).init(PARAMS), **N)
+        + updated(token_accumulation(ADAM, 1), state=STATE, **N)
+        + stepped(ADAM_STEP_STATE, *STEPS, halves=False)
+        + stepped(STEP_STATE, *ADAM_STEPS, halves=False)
+        + [lambda keep: HALVES.close_window(keep(copied(ADAM_STEP_STATE)))]
+        + stepped(window_step(ADAM).init(PARAMS), WINDOWS, batch=WINDOW),
+    ),
+    (
+        "the state of a run without a skip function",
+        ValueError,
+        updated(token_accumulation(SGD, 2, **SKIPS), state=STATE, **N)
+        + stepped(STEP_STATE, train_step(SGD, 2, **SKIPS), halves=False),
+    ),
+    (
+        "a checkpoint of a step that was restored as a dict",
+        TypeError,
+        stepped(STEP_STATE._asdict(), *STEPS, HALVES)
+        + stepped(STEP_STATE._asdict(), WINDOWS, batch=WINDOW),
+    ),
+    (
+        "the state of a window step in a train step",
+        TypeError,
+        stepped(WINDOWS.init(PARAMS), *STEPS, HALVES),
+    ),
+    (
+        "the state of a train step in a window step",
+        ValueError,
+        stepped(STEP_STATE, WINDOWS, window_step(ADAM), batch=WINDOW),
+    ),
+    (
+        "a state that was donated",
+        ValueError,
+        reused(lambda step, state, batch: step(state, batch)),
+    ),
+    (
+        "reading arrays of a state that was donated",
+        RuntimeError,
+        reused(lambda step, state, batch: np.asarray(state.params["w"]), k=1),
+    ),
+    (
+        "`has_updated` of a state with no accumulation, or with several",
+        ValueError,
+        [
+            lambda keep, state=state: has_updated(keep(state))
+            for state in (ADAM.init(PARAMS), state_of_multi_steps(), (STATE, STATE))
+        ],
+    ),
+    (
+        "`close_window` of an optimizer that does not accumulate",
+        ValueError,
+        [
+            lambda keep, tx=tx: close_window(tx, keep(tx.init(PARAMS)), PARAMS)
+            for tx in (ADAM, optax.chain(ADAM), optax.MultiSteps(SGD, 2))
+        ],
+    ),
+    (
+        "`from_multi_steps_state` in the middle of a window",
+        ValueError,
+        taken_over(state_of_multi_steps(calls=1)),
+    ),
+    (
+        "`from_multi_steps_state` of something else",
+        ValueError,
+        [
+            m
+            for state in (state_of_multi_steps()._asdict(), ADAM.init(PARAMS))
+            for m in taken_over(state)
+        ],
+    ),
+    (
+        "`from_multi_steps_state` around another inner optimizer",
+        ValueError,
+        taken_over(state_of_multi_steps(ADAM)),
+    ),
+]
+
+STEPPING: list[Row] = [
+    ("`loss_fn` that returns a scalar", TypeError, returned(lambda w: w)),
+    ("`loss_fn` that returns a mean", None, [returned_a_mean]),
+    (
+        "`loss_fn` that returns three values",
+        TypeError,
+        returned(lambda w: (w, 1, {})),
+    ),
+    (
+        "auxiliary values and no `has_aux`",
+        TypeError,
+        returned(lambda w: (w, (1, {}))),
+    ),
+    (
+        "`has_aux` and no auxiliary values",
+        TypeError,
+        returned(lambda w: (w, 1), has_aux=True),
+    ),
+    ("no count from `loss_fn`", TypeError, returned(lambda w: (w, None))),
+    (
+        "a loss per token, or one of integers",
+        ValueError,
+        returned(lambda w: (w * jnp.ones(2), 1))
+        + returned(lambda w: (w.astype(int), 1)),
+    ),
+    (
+        "`rng` for a `loss_fn` without one",
+        TypeError,
+        [lambda keep, s=s: s(keep(s.init(PARAMS)), BATCH, rng=KEY) for s in STEPS],
+    ),
+    (
+        "parameters that are no arrays",
+        TypeError,
+        [
+            lambda _, step=step: step.init({**PARAMS, "act": jnp.tanh})
+            for step in (*STEPS, WINDOWS)
+        ],
+    ),
+    (
+        "a batch that k does not divide",
+        ValueError,
+        [lambda _: split_batch({"x": jnp.ones(6)}, 4)],
+    ),
+    (
+        "micro-batches that were not split",
+        ValueError,
+        [
+            lambda keep: WINDOWS(keep(WINDOWS.init(PARAMS)), UNSPLIT),
+            lambda _: VALUE_AND_GRAD(PARAMS, UNSPLIT),
+        ],
+    ),
+    (
+        "`num_micro_batches` too large",
+        ValueError,
+        [
+            lambda keep: WINDOWS(
+                keep(WINDOWS.init(PARAMS)), WINDOW, num_micro_batches=5
+            ),
+            lambda _: VALUE_AND_GRAD(PARAMS, WINDOW, num_micro_batches=5),
+        ],
+    ),
+    ("`num_micro_batches` too large, traced", None, [bound_too_large_in_jit]),
+]

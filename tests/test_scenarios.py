@@ -1,0 +1,338 @@
+"""What somebody got wrong, one test each, named after what went wrong.
+
+Each also runs the wrong way, optax's class itself or the few lines of the other
+system's arithmetic, and asserts that it is wrong. Here, what is summed and what it is
+divided by:
+
+* one NaN micro-batch poisoned every later update (optax)
+* weight decay and schedules ran per micro-batch (Keras)
+* divided by k after a global count (EasyDeL)
+* auxiliary loss was divided by tokens (MaxText), or added k times (HF Trainer)
+* dropped micro-batch stayed in the denominator (prime-rl)
+* grad_norm was averaged with zeros (Tunix)
+* fully masked micro-batch was NaN (levanter), or one of the k means
+* max(count, 1) spoiled fractional weights (MaxText)
+* float32 counts stop at 2^24, and bfloat16 sums lost 4096 hundredths
+* labels were counted unshifted (transformers, unsloth-zoo)
+* packing boundaries were counted (OpenNMT)
+
+In `test_scenarios_of_runs.py`, what happens from call to call:
+
+* has_updated was true after a skip at the start of a window (optax)
+* every micro-batch drew the same dropout mask (t5x); for MaxText's, and more of its
+  arithmetic, see `test_own_your_step.py`
+* window ran across an epoch boundary (OpenRLHF)
+* partial last window was dropped (torchtune, mlx-lm)
+* resume in mid-window lost micro-batches (OneTrainer)
+* counters counted micro-steps (EasyLM, MaxText, Flax)
+
+In `test_scenarios_of_programs.py`, what an optimizer takes and compiles to:
+
+* count lost in a chain of plain transformations (optax)
+* NumPy integer k was not callable, and 0 and -1 were accepted (optax)
+* dtypes did not fit in a cond (optax)
+* k of 1 took the memory of accumulation (optax, EasyLM, t5x)
+* Python int count retraced, first call with unplaced state compiled twice (Tunix)
+
+Still to come with more than one device: means over devices of per-device means, rows
+that move in the split, MultiSteps under shard_map, sums on device 0 alone.
+"""
+
+import functools
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ways_in import (
+    PARAMS,
+    SGD,
+    WAYS,
+    Batch,
+    batch_of,
+    exact,
+    loss_fn,
+    optax_multi_steps,
+    program,
+    update_loop,
+)
+
+from optax_tokenaccum import (
+    MultiSteps,
+    make_train_step,
+    softmax_cross_entropy_sum,
+    token_accumulation,
+    window_value_and_grad,
+)
+
+RTOL = helpers.RTOL["float32"]
+SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
+
+FOUR = [1.0, 1.0, 1.0, 1.0]
+SHORT, LONG = batch_of(1, [1.0, 0.0, 0.0, 0.0]), batch_of(2, FOUR)
+RAGGED = [SHORT, LONG]
+COUNT = float(sum(batch["weights"].sum() for batch in RAGGED))
+NAN = batch_of(3, FOUR) | {"y": np.full(4, np.nan, np.float32)}
+# Applied, a NaN is in the parameters for good; this lets none pass.
+GUARDED = optax.apply_if_finite(SGD, 100)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@jax.jit
+def sum_and_count(params: Any, batch: Any) -> Any:
+    return jax.grad(loss_fn, has_aux=True)(params, batch)
+
+
+def mean_gradient(params: Any, batch: Any) -> Any:
+    gradient, n = sum_and_count(params, batch)
+    return jax.tree.map(lambda g: g / n, gradient)
+
+
+def sums_and_counts(window: list[Batch]) -> tuple[Any, float]:
+    """What is finite of the gradients, and the tokens of all micro-batches."""
+    gradients, counts = zip(*(sum_and_count(PARAMS, b) for b in window), strict=True)
+    sums = jax.tree.map(lambda *gs: sum(map(jnp.nan_to_num, gs)), *gradients)
+    return sums, float(sum(counts))
+
+
+def moved(params: Any, after: Any) -> Any:
+    return helpers.difference(params, after)
+
+
+def assert_exact(params: Any, after: Any, *batches: Batch) -> None:
+    error = helpers.relative_error(moved(params, after), exact(params, *batches))
+    assert error < RTOL, error
+
+
+def test_one_nan_micro_batch_poisoned_every_later_update(way: Any):
+    """optax 0.2.8: the sums are reset by a product with 0."""
+    windows = [[NAN, LONG], [SHORT, LONG], [LONG, SHORT]]
+    theirs = optax_multi_steps(GUARDED)(PARAMS, windows)
+    helpers.assert_trees_equal(theirs[-1], PARAMS)
+    first, second, third = way(loss_fn, GUARDED, 2)(PARAMS, windows)
+    helpers.assert_trees_equal(first, PARAMS)
+    assert_exact(first, second, SHORT, LONG)
+    assert_exact(second, third, LONG, SHORT)
+    (unguarded,) = program(way)(PARAMS, [[NAN, LONG]])
+    assert np.isnan(unguarded["w"]).all()  # nothing hides that it was there
+
+
+def test_weight_decay_and_schedules_ran_per_micro_batch(way: Any):
+    """Keras on JAX: the whole optimizer on every micro-step, the gradient masked."""
+    decay, rates = 0.125, np.array([0.25, 0.0625, 1.0, 1.0])
+    inner = optax.chain(
+        optax.add_decayed_weights(decay),
+        optax.sgd(lambda step: jnp.asarray(rates, jnp.float32)[step]),
+    )
+    windows = [[SHORT, LONG], [LONG, SHORT]]
+    theirs, state = PARAMS, inner.init(PARAMS)
+    expected = jax.tree.map(lambda w: np.asarray(w, np.float64), PARAMS)
+    for rate, window in zip(rates, windows, strict=False):
+        for gradient in ({"w": np.zeros(4)}, exact(theirs, *window)):
+            gradient = jax.tree.map(jnp.float32, gradient)
+            updates, state = inner.update(gradient, state, theirs)
+            theirs = optax.apply_updates(theirs, updates)
+        gradient = exact(expected, *window)["w"] + decay * expected["w"]
+        expected = {"w": expected["w"] - rate * gradient}
+    assert helpers.relative_error(theirs, expected) > 0.01
+    ours = way(loss_fn, inner, 2)(PARAMS, windows)[-1]
+    assert helpers.relative_error(ours, expected) < RTOL
+
+
+def test_divided_by_k_after_a_global_count(way: Any):
+    """EasyDeL, GRPO: every loss over the tokens of the window, then their mean."""
+    (theirs,) = optax_multi_steps(divisor=COUNT)(PARAMS, [RAGGED])
+    twice = jax.tree.map(lambda g: g / len(RAGGED), exact(PARAMS, *RAGGED))
+    assert helpers.relative_error(moved(PARAMS, theirs), twice) < RTOL
+    (ours,) = program(way)(PARAMS, [RAGGED])
+    assert_exact(PARAMS, ours, *RAGGED)
+
+
+def test_sums_that_a_global_count_divided_are_only_added():
+    """The other way out of the same: such a loop keeps its count."""
+    optimizer = MultiSteps(SGD, 2, use_grad_mean=False)
+
+    def shared(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch)[0] / COUNT, 1
+
+    (ours,) = update_loop(optimizer, shared)(PARAMS, [RAGGED])
+    assert_exact(PARAMS, ours, *RAGGED)
+
+
+def penalty(params: Any) -> jax.Array:
+    """An auxiliary loss that is a mean; its gradient is `params["w"] / 2`."""
+    return jnp.mean(params["w"] ** 2)
+
+
+def with_penalty(params: Any, batch: Any) -> Any:
+    loss_sum, n = loss_fn(params, batch)
+    return loss_sum + penalty(params) * n, n
+
+
+@functools.cache
+def penalty_divided_by_tokens() -> Any:
+    def maxtext(params: Any) -> Any:
+        sums = [loss_fn(params, batch)[0] + penalty(params) for batch in RAGGED]
+        return sum(sums) / COUNT
+
+    return jax.jit(jax.grad(maxtext))(PARAMS)
+
+
+@functools.cache
+def penalty_of_every_micro_batch() -> Any:
+    def trainer(params: Any) -> Any:
+        return sum(loss_fn(params, b)[0] / COUNT + penalty(params) for b in RAGGED)
+
+    return jax.jit(jax.grad(trainer))(PARAMS)
+
+
+def test_auxiliary_loss_was_divided_by_tokens(way: Any):
+    """MaxText: added to the sum. HF Trainer: added by every micro-batch."""
+    expected = {"w": exact(PARAMS, *RAGGED)["w"] + np.asarray(PARAMS["w"]) / 2}
+    for theirs in (penalty_divided_by_tokens(), penalty_of_every_micro_batch()):
+        assert helpers.relative_error(theirs, expected) > 0.01
+    (ours,) = way(with_penalty, SGD, 2)(PARAMS, [RAGGED])
+    assert helpers.relative_error(moved(PARAMS, ours), expected) < RTOL
+
+
+def test_dropped_micro_batch_stayed_in_the_denominator(way: Any):
+    """prime-rl: not finite, so its gradient is dropped, and its tokens are counted."""
+    window = [SHORT, NAN, LONG]
+    sums, count = sums_and_counts(window)
+    theirs = jax.tree.map(lambda g: g / count, sums)
+    assert helpers.relative_error(theirs, exact(PARAMS, SHORT, LONG)) > 0.01
+    (ours,) = program(way, **SKIPS)(PARAMS, [window])
+    assert_exact(PARAMS, ours, SHORT, LONG)
+
+
+STEPS = [
+    lambda: make_train_step(loss_fn, SGD, 2),
+    lambda: make_train_step(loss_fn, SGD, lambda _: 2),
+]
+
+
+@pytest.mark.parametrize("new_step", STEPS, ids=["two programs", "one program"])
+def test_grad_norm_was_averaged_with_zeros(new_step: Any):
+    """Tunix: what an open window reports goes into the mean that is logged."""
+    step = new_step()
+    state, logged = step.init(PARAMS), []
+    for batch in RAGGED:
+        state, metrics = step(state, batch)
+        logged.append((float(metrics.grad_norm), bool(metrics.updated)))
+    norm = np.linalg.norm(exact(PARAMS, *RAGGED)["w"])
+    theirs = np.mean([norm for norm, _ in logged])
+    np.testing.assert_allclose(theirs, norm / len(RAGGED), rtol=RTOL)
+    ours = np.mean([norm for norm, updated in logged if updated])
+    np.testing.assert_allclose(ours, norm, rtol=RTOL)
+
+
+def test_fully_masked_micro_batch_was_nan(way: Any):
+    """levanter: a mean over nothing. Guarded by max(count, 1), it is one of k means."""
+    window = [batch_of(4, [0.0] * 4), LONG]
+    (theirs,) = optax_multi_steps()(PARAMS, [window])
+    assert np.isnan(theirs["w"]).all()
+    means = [mean_gradient(PARAMS, batch) for batch in window]
+    guarded = jax.tree.map(lambda *gs: sum(map(jnp.nan_to_num, gs)) / 2, *means)
+    assert helpers.relative_error(guarded, exact(PARAMS, LONG)) > 0.01
+    (ours,) = program(way)(PARAMS, [window])
+    assert_exact(PARAMS, ours, LONG)
+
+
+def test_max_count_1_spoiled_fractional_weights(way: Any):
+    """MaxText: weights that sum to less than 1 are divided by 1."""
+    window = [batch_of(1, [0.125, 0.0, 0.0, 0.0]), batch_of(2, [0.0625] * 4)]
+    sums, count = sums_and_counts(window)
+    theirs = jax.tree.map(lambda g: g / max(count, 1), sums)
+    assert helpers.relative_error(theirs, exact(PARAMS, *window)) > 0.01
+    (ours,) = program(way)(PARAMS, [window])
+    assert_exact(PARAMS, ours, *window)
+
+
+def test_float32_counts_stop_at_2_to_the_24():
+    """A count of tokens one by one. Counts of micro-batches round, by 1e-7."""
+    counts = np.array([2**24, 1, 1, 1, 2**18 + 1, 2**18 + 3])
+    scales = np.array([0.5, -1.0, 2.0, 1.5, 1.0, -0.25])
+    more = int(counts[1:].sum())
+    theirs = jax.lax.fori_loop(0, more, lambda _, n: n + 1, jnp.float32(2**24))
+    assert float(theirs) == 2**24 < 0.98 * counts.sum()
+    optimizer = token_accumulation(SGD, len(counts))
+    update, params = jax.jit(optimizer.update), jnp.zeros(())
+    state = optimizer.init(params)
+    for n, scale in zip(counts, scales, strict=True):
+        gradient = jnp.float32(n * scale)
+        updates, state = update(gradient, state, params, num_tokens=int(n))
+    expected = (counts * scales).sum() / counts.sum()
+    np.testing.assert_allclose(-updates, expected, rtol=RTOL)
+
+
+@pytest.mark.parametrize(
+    ("number", "k", "naive_sum"),
+    [(0.01, 4096, 4.0), (1.0, 301, 256.0)],
+    ids=["4096 hundredths", "301 ones"],
+)
+@pytest.mark.parametrize("form", ["transformation", "window"])
+def test_bfloat16_sums_lost_4096_hundredths(
+    form: str, number: float, k: int, naive_sum: float
+):
+    """optax.microbatch, levanter, MaxText: sums in the dtype of what is summed."""
+    params, numbers = jnp.zeros((), jnp.bfloat16), jnp.full(k, number, jnp.bfloat16)
+
+    def mean(accumulator_dtype: Any) -> jax.Array:
+        if form == "window":
+            f = window_value_and_grad(
+                lambda w, x: (w * x, 1.0), accumulator_dtype=accumulator_dtype
+            )
+            return f(params, numbers)[1]
+        tx = token_accumulation(SGD, k, accumulator_dtype=accumulator_dtype)
+
+        def body(state: Any, gradient: Any) -> Any:
+            updates, state = tx.update(gradient, state, params, num_tokens=1)
+            return state, -updates
+
+        return jax.lax.scan(body, tx.init(params), numbers)[1][-1]
+
+    assert mean(None) == numbers[0]
+    np.testing.assert_allclose(mean(jnp.bfloat16), naive_sum / k, rtol=1e-2)
+
+
+def assert_counts_what_bears_loss(batch: Batch, mask: Any, counted: int) -> None:
+    """Exact for `mask`; over `counted` labels the same sum is not."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        logits = helpers.logits_of(params, batch["tokens"])
+        return softmax_cross_entropy_sum(logits, batch["labels"], ignore_index=-100)
+
+    labels = np.where(mask, batch["labels"], -100)
+    micro_batches = helpers.cut({"tokens": batch["tokens"], "labels": labels}, 4)
+    window = jax.tree.map(lambda *xs: np.stack(xs), *micro_batches)
+    params = helpers.init_params(0)
+    f = jax.jit(window_value_and_grad(loss_fn))
+    (_, (num_tokens, _)), ours = f(params, window)
+    assert float(num_tokens) == mask.sum() != counted
+    expected = helpers.float64_gradient(params, batch | {"mask": mask})
+    assert helpers.relative_error(ours, expected) < RTOL
+    theirs = jax.tree.map(lambda g: g * num_tokens / counted, ours)
+    assert helpers.relative_error(theirs, expected) > 0.01
+
+
+def test_labels_were_counted_unshifted():
+    """transformers 46204, unsloth-zoo 1066: one more in every row than is predicted."""
+    batch = helpers.ragged_batch(0, rows=8)
+    mask = batch["mask"]
+    unshifted = np.concatenate([np.ones((len(mask), 1), bool), mask], axis=1)
+    assert_counts_what_bears_loss(batch, mask, unshifted.sum())
+
+
+def test_packing_boundaries_were_counted():
+    """OpenNMT: the last token of a text does not predict the first of the next one."""
+    batch = helpers.ragged_batch(0, rows=8)
+    text = np.arange(helpers.MAX_LENGTH + 1) // 8
+    mask = batch["mask"] & (text[1:] == text[:-1])
+    assert_counts_what_bears_loss(batch, mask, batch["mask"].sum())

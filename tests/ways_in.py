@@ -1,0 +1,138 @@
+"""Every way in, run on one ragged problem, and optax's class beside them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_tokenaccum import (
+    MultiSteps,
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+)
+
+SGD = optax.sgd(1.0)
+
+# A linear regression: per row 4 features, a target and the weight of its square.
+Batch = dict[str, np.ndarray]
+PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5, 3.0], jnp.float32)}
+
+
+def batch_of(seed: int, weights: Any) -> Batch:
+    rng = np.random.default_rng(seed)
+    rows = len(weights)
+    return {
+        "x": rng.normal(size=(rows, 4)).astype(np.float32),
+        "y": (seed + rng.normal(size=rows)).astype(np.float32),
+        "weights": np.asarray(weights, np.float32),
+    }
+
+
+def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    losses = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+
+def exact(params: Any, *batches: Batch) -> Any:
+    """The gradient of the weighted mean over all rows, in float64."""
+    x, y, weights = (
+        np.concatenate([b[name] for b in batches]).astype(np.float64)
+        for name in ("x", "y", "weights")
+    )
+    w = np.asarray(params["w"], np.float64)
+    return {"w": 2 * x.T @ ((x @ w - y) * weights) / weights.sum()}
+
+
+# A way in: parameters and windows of micro-batches to the parameters after each window.
+Run = Callable[[Any, list[list[Batch]]], list[Any]]
+
+
+def update_loop(optimizer: Any, loss_fn: Any, counted: bool = True) -> Run:
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+        count = {"num_tokens": n} if counted else {}
+        updates, state = optimizer.update(grads, state, params, **count)
+        return optax.apply_updates(params, updates), state
+
+    def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
+        state, after = optimizer.init(params), []
+        for window in windows:
+            for batch in window:
+                params, state = step(params, state, batch)
+            after.append(params)
+        return after
+
+    return run
+
+
+def mean_of(loss_fn: Any) -> Any:
+    def mean_fn(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return loss_sum / n, n
+
+    return mean_fn
+
+
+def transformation(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
+    return update_loop(token_accumulation(inner, k, **options), loss_fn)
+
+
+def multi_steps(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
+    return update_loop(MultiSteps(inner, k, **options), mean_of(loss_fn))
+
+
+def train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
+    step = make_train_step(loss_fn, inner, k, **options)
+
+    def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
+        state, after = step.init(params), []
+        for window in windows:
+            for batch in window:
+                state, _ = step(state, batch)
+            after.append(jax.tree.map(np.array, state.params))
+        return after
+
+    return run
+
+
+def in_one_program(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
+    return train_step(loss_fn, inner, lambda _: k, **options)
+
+
+def window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
+    step = make_window_step(loss_fn, inner, **options)
+
+    def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
+        state, after = step.init(params), []
+        for window in windows:
+            state, _ = step(state, jax.tree.map(lambda *xs: np.stack(xs), *window))
+            after.append(jax.tree.map(np.array, state.params))
+        return after
+
+    return run
+
+
+WAYS = [transformation, multi_steps, train_step, in_one_program, window_step]
+
+
+@functools.cache
+def program(way: Any, **options: Any) -> Run:
+    """One for all tests of a way: windows of two micro-batches under SGD."""
+    return way(loss_fn, SGD, 2, **options)
+
+
+@functools.cache
+def optax_multi_steps(inner: Any = SGD, divisor: float | None = None) -> Run:
+    """optax's class on a mean loss, or on a sum over `divisor`."""
+
+    def given(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return loss_sum / (n if divisor is None else divisor), n
+
+    return update_loop(optax.MultiSteps(inner, 2), given, counted=False)
