@@ -1,0 +1,267 @@
+"""Random streams, bit for bit: where windows close, what is rejected, what partial."""
+
+from typing import Any, NamedTuple
+
+import helpers
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_tokenaccum import (
+    TokenAccumulationState,
+    close_window,
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+)
+
+PARAMS = {"w": jnp.array([0.5, -0.25, 1.0]), "b": jnp.array(0.125)}
+INNER = optax.adamw(0.1)
+MOST = 8
+
+streams = st.lists(st.integers(1, 64), min_size=1, max_size=MOST)
+
+
+class MicroBatch(NamedTuple):
+    x: Any
+    num_tokens: Any
+
+
+def stream_of(counts: list[int]) -> list[MicroBatch]:
+    """Another gradient at every place of the stream."""
+    x = np.random.default_rng(0).normal(size=(len(counts), 4)).astype(np.float32)
+    n = np.array(counts, np.float32)
+    return [MicroBatch(*pair) for pair in zip(x * n[:, None], n, strict=True)]
+
+
+def loss_fn(params: Any, batch: MicroBatch) -> tuple[jax.Array, jax.Array]:
+    flat = jnp.append(params["w"], params["b"])
+    loss_sum = jnp.sum(flat * batch.x) + jnp.sum(flat**2) * batch.num_tokens
+    return loss_sum, batch.num_tokens
+
+
+gradient_of = jax.jit(jax.grad(loss_fn, has_aux=True))
+
+
+def what_matters(tree: Any) -> Any:
+    """Without the sums of an empty window, and without the last decision."""
+
+    def of_node(node: Any) -> Any:
+        if not isinstance(node, TokenAccumulationState):
+            return node
+        node = node._replace(skip_state=None, has_updated=None)
+        if node.mini_step > 0:
+            return node
+        return node._replace(acc_grads=None, acc_tokens=None, acc_value=None)
+
+    return jax.tree.map(
+        of_node, tree, is_leaf=lambda x: isinstance(x, TokenAccumulationState)
+    )
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    helpers.assert_trees_equal(what_matters(got), what_matters(expected))
+
+
+def run_transformation(
+    optimizer: Any, stream: list[MicroBatch], closes: list[Any]
+) -> list[Any]:
+    """Parameters and state after every micro-batch."""
+    params, state, passed = PARAMS, optimizer.init(PARAMS), []
+    for batch, flag in zip(stream, closes, strict=True):
+        gradient, n = gradient_of(params, batch)
+        updates, state = optimizer.update(
+            gradient, state, params, num_tokens=n, close_window=flag
+        )
+        params = optax.apply_updates(params, updates)
+        passed.append((params, state))
+    return passed
+
+
+def run_step(step: Any, stream: list[MicroBatch]) -> tuple[Any, list[Any]]:
+    state, metrics = step.init(PARAMS), []
+    for batch in stream:
+        state, metric = step(state, batch)
+        metrics.append(metric)
+    return state, metrics
+
+
+def run_halves(stream: list[MicroBatch], ends: list[bool]) -> tuple[Any, list[Any]]:
+    state, metrics = HALVES.init(PARAMS), []
+    for batch, is_last in zip(stream, ends, strict=True):
+        state, metric = HALVES.accumulate(state, batch)
+        if is_last:
+            state, metric = HALVES.close_window(state)
+        metrics.append(metric)
+    return state, metrics
+
+
+HALVES = make_train_step(loss_fn, INNER)
+STEPS = {k: make_train_step(loss_fn, INNER, k) for k in (1, 2, 3, 99)}
+
+
+# Windows that close at the same place.
+
+
+@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.given(streams, st.lists(st.booleans(), min_size=MOST, max_size=MOST))
+def test_k_token_budget_and_close_window_agree_where_they_close_at_the_same_place(
+    counts: list[int], flags: list[bool]
+):
+    closes = [*flags[: len(counts) - 1], True]
+    windows = np.split(counts, np.flatnonzero(closes)[:-1] + 1)
+    sizes = jnp.array([len(window) for window in windows])
+    budgets = jnp.array([window.sum() for window in windows])
+    ways = [
+        (token_accumulation(INNER), closes),
+        (token_accumulation(INNER, 99), closes),
+        (token_accumulation(INNER, lambda i: sizes[i]), [None] * len(counts)),
+        (
+            token_accumulation(INNER, every_n_tokens=lambda i: budgets[i]),
+            [None] * len(counts),
+        ),
+    ]
+    stream = stream_of(counts)
+    first, *others = [run_transformation(tx, stream, flags) for tx, flags in ways]
+    for other in others:
+        assert_same(other, first)
+    assert [bool(state.has_updated) for _, state in first] == closes
+    halves, _ = run_halves(stream, closes)
+    error = helpers.relative_error(halves.params, first[-1][0])
+    assert error < helpers.RTOL["float32"]
+
+
+@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.given(streams, st.sampled_from([1, 2, 3]))
+def test_the_step_of_k_is_its_two_halves(counts: list[int], k: int):
+    closes = [(i + 1) % k == 0 for i in range(len(counts))]
+    got, expected = (
+        run_step(STEPS[k], stream_of(counts)),
+        run_halves(stream_of(counts), closes),
+    )
+    helpers.assert_trees_equal(got, expected)
+
+
+# Partial windows.
+
+
+@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.given(streams, streams)
+def test_a_closed_partial_window_is_a_window_that_short(
+    counts: list[int], following: list[int]
+):
+    """And the window after it starts anew."""
+    short = [False] * (len(counts) - 1) + [True]
+    rest = [False] * (len(following) - 1) + [True]
+    stream = stream_of(counts + following)
+    expected, _ = run_halves(stream, short + rest)
+
+    state = STEPS[99].init(PARAMS)
+    for window in (stream[: len(counts)], stream[len(counts) :]):
+        for batch in window:
+            state, metrics = STEPS[99](state, batch)
+            assert not metrics.updated
+        state, metrics = STEPS[99].close_window(state)
+        assert metrics.updated
+    assert_same(state, expected)
+
+    optimizer = token_accumulation(INNER, 99)
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for window in (stream[: len(counts)], stream[len(counts) :]):
+        for batch in window:
+            gradient, n = gradient_of(params, batch)
+            _, state = optimizer.update(gradient, state, params, num_tokens=n)
+        updates, state = close_window(optimizer, state, params)
+        params = optax.apply_updates(params, updates)
+    by_flag = run_transformation(token_accumulation(INNER), stream, short + rest)
+    assert_same((params, state), by_flag[-1])
+
+
+WINDOW_STEPS = {
+    "plain": make_window_step(loss_fn, INNER),
+    "skip": make_window_step(
+        loss_fn, INNER, should_skip_update_fn=optax.skip_not_finite
+    ),
+}
+
+
+def run_window_step(kind: str, stream: list[MicroBatch]) -> tuple[Any, Any]:
+    """As one window; behind it stands what must never be read."""
+    unread = [MicroBatch(np.full(4, np.nan, np.float32), np.float32(1))]
+    padded = stream + unread * (MOST - len(stream))
+    step = WINDOW_STEPS[kind]
+    return step(
+        step.init(PARAMS),
+        jax.tree.map(lambda *leaves: np.stack(leaves), *padded),
+        num_micro_batches=len(stream),
+    )
+
+
+@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.given(streams)
+def test_a_partial_window_of_the_window_step_is_a_window_that_short(counts: list[int]):
+    stream = stream_of(counts)
+    state, metrics = run_window_step("plain", stream)
+    expected, expected_metrics = run_halves(
+        stream, [False] * (len(counts) - 1) + [True]
+    )
+    error = helpers.relative_error(state.params, expected.params)
+    assert error < helpers.RTOL["float32"]
+    assert metrics.num_tokens == expected_metrics[-1].num_tokens
+
+
+# Rejected micro-batches.
+
+
+def with_bad(
+    counts: list[int], bad: list[bool]
+) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """A stream in which some are NaN, and the stream without these."""
+    pairs = list(zip(stream_of(counts), bad, strict=False))
+    stream = [
+        batch._replace(x=batch.x * np.float32(np.nan)) if is_bad else batch
+        for batch, is_bad in pairs
+    ]
+    return stream, [batch for batch, is_bad in pairs if not is_bad]
+
+
+SKIPPING = token_accumulation(INNER, 3, should_skip_update_fn=optax.skip_not_finite)
+SKIPPING_STEP = make_train_step(
+    loss_fn, INNER, 3, should_skip_update_fn=optax.skip_not_finite
+)
+which_bad = st.lists(st.booleans(), min_size=MOST, max_size=MOST)
+
+
+@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.given(streams, which_bad)
+def test_a_rejected_micro_batch_anywhere_leaves_the_state_of_a_run_that_never_saw_it(
+    counts: list[int], bad: list[bool]
+):
+    stream, good = with_bad(counts, bad)
+    hypothesis.assume(good)
+    seen = run_transformation(SKIPPING, stream, [None] * len(stream))
+    unseen = run_transformation(SKIPPING, good, [None] * len(good))
+    assert_same(seen[-1], unseen[-1])
+
+    state, metrics = run_step(SKIPPING_STEP, stream)
+    expected, expected_metrics = run_step(SKIPPING_STEP, good)
+    assert_same(state, expected)
+    helpers.assert_trees_equal([m for m in metrics if not m.skipped], expected_metrics)
+    assert [bool(m.skipped) for m in metrics] == bad[: len(stream)]
+
+    state, metrics = run_window_step("skip", stream)
+    expected, expected_metrics = run_window_step("skip", good)
+    helpers.assert_trees_equal(state, expected)
+    assert metrics.skipped == any(bad[: len(stream)])
+    helpers.assert_trees_equal(
+        metrics._replace(skipped=None), expected_metrics._replace(skipped=None)
+    )
+
+
+def test_without_a_skip_function_the_same_stream_is_lost():
+    stream, _ = with_bad([3, 5, 7], [False, True, False])
+    state, _ = run_step(STEPS[3], stream)
+    assert not np.isfinite(state.params["w"]).any()
