@@ -12,6 +12,10 @@ this is about the arithmetic of training, not about a good model.
 these are random too, so there is less to learn.
 
 Your own data: `--data FILE.jsonl`, a line an example, with `prompt` and `completion`.
+
+`--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. It can be
+killed at any moment and ends as if it never had been, see `resumable.py`. Started again
+with more `--updates`, it goes on for longer.
 """
 
 import sys
@@ -20,6 +24,7 @@ from pathlib import Path
 
 import jax
 import optax
+import resumable
 from batches import (
     PAD,
     VOCABULARY,
@@ -33,46 +38,74 @@ from batches import (
 from compare import Run, compare
 from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
 from lora import init_adapters
-from methods import REFERENCE
+from methods import REFERENCE, loss_fn
 from options import OPTIMIZERS, parse_options
 from report import make_table, write_json, write_picture
+from resumable import CheckpointError, Settings, fingerprint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformer import Params, init
 
+from optax_tokenaccum import TrainStep, make_train_step
+
 EVALUATION_ROWS = 32
+# What decides on the arithmetic or on the data. Not the number of updates: the windows
+# of a longer run begin with those of a shorter one.
+DECIDING = (
+    "optimizer",
+    "learning_rate",
+    "seed",
+    "gradient_accumulation_steps",
+    "micro_batch_size",
+    "max_length",
+    "d_model",
+    "layers",
+    "lora_rank",
+)
 
 
 def main() -> None:
-    """Reads the command line and the data, trains, and reports."""
+    """Reads the command line and the data, and trains."""
     options = parse_options(sys.argv[1:])
     console = Console(highlight=False, markup=False)
     # A GPU's default product of float32 matrices shortens the factors (TF32): its
     # rounding would drown the differences that are measured here.
     jax.config.update("jax_default_matmul_precision", "highest")
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
         train, validation = load(options.data, options.max_length, console)
     except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
-    lengths = padded_lengths(options.max_length)
     windows = make_windows(
         train,
         updates=options.updates,
         accumulation_steps=options.gradient_accumulation_steps,
         micro_batch_size=options.micro_batch_size,
-        lengths=lengths,
+        lengths=padded_lengths(options.max_length),
         seed=options.seed,
     )
     console.print(describe(windows, len(train)))
+    if options.checkpoint_dir is None:
+        compare_methods(options, windows, train, validation, console)
+        return
+    try:
+        train_one_run(options, windows, train, console)
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def compare_methods(
+    options: Namespace,
+    windows: list[Window],
+    train: list[Batch],
+    validation: list[Batch],
+    console: Console,
+) -> None:
+    """Trains by every method, and reports."""
     params, frozen = make_parameters(options)
-    with Progress(
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
+    lengths = padded_lengths(options.max_length)
+    with make_progress(console) as progress:
         methods = list(dict.fromkeys([REFERENCE, *options.methods]))
         bar = progress.add_task("training", total=len(methods) * len(windows))
 
@@ -106,6 +139,67 @@ def main() -> None:
         f"trained and {sizes['frozen']:,} frozen parameters",
     )
     console.print(f"written: results.json and finetune.png in {options.out}")
+
+
+def train_one_run(
+    options: Namespace, windows: list[Window], train: list[Batch], console: Console
+) -> None:
+    """Trains by `make_train_step`, from the last checkpoint on if there is one.
+
+    Raises:
+      CheckpointError: the directory holds something else, or is damaged.
+    """
+    params, frozen = make_parameters(options)
+    step = make_step(options)
+    settings = settings_of(options, train)
+    micro_batches = [batch for window in windows for batch in window.micro_batches]
+    position = resumable.resume(options.checkpoint_dir, settings, step, params)
+    done, total = position.micro_batches, len(micro_batches)
+    if done > total:
+        raise CheckpointError(
+            f"the run in {options.checkpoint_dir} has done {done} micro-batches, and "
+            f"--updates {options.updates} asks for {total}: give more updates, or "
+            "another directory for a new run. Nothing was changed"
+        )
+    opt_state = position.state.opt_state
+    console.print(
+        f"{'goes on' if done else 'begins'} after {done} of {total} micro-batches: "
+        f"gradient_step {opt_state.gradient_step}, mini_step {opt_state.mini_step}"
+    )
+    with make_progress(console) as progress:
+        bar = progress.add_task("training", total=total, completed=done)
+        state = resumable.train(
+            options.checkpoint_dir,
+            settings,
+            options.save_every,
+            step,
+            position,
+            micro_batches,
+            after_micro_batch=lambda done: progress.update(bar, completed=done),
+            frozen=frozen,
+        )
+    console.print(
+        f"done: gradient_step {state.opt_state.gradient_step}; the state is checkpoint "
+        f"{total} in {options.checkpoint_dir}, the metrics are in {resumable.METRICS}"
+    )
+
+
+def make_step(options: Namespace) -> TrainStep:
+    """Makes the step of the one run."""
+    optimizer = OPTIMIZERS[options.optimizer](options.learning_rate)
+    return make_train_step(loss_fn, optimizer, options.gradient_accumulation_steps)
+
+
+def settings_of(options: Namespace, train: list[Batch]) -> Settings:
+    """Everything that a run cannot change on its way."""
+    deciding = {name: getattr(options, name) for name in DECIDING}
+    return deciding | {"data_sha256": fingerprint(train)}
+
+
+def make_progress(console: Console) -> Progress:
+    """Makes the bar that shows how far the training is."""
+    columns = ["{task.description}", BarColumn(), MofNCompleteColumn()]
+    return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
 def make_parameters(options: Namespace) -> tuple[Params, Params]:

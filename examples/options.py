@@ -10,6 +10,8 @@ from transformer import HEAD_DIM
 
 OPTIMIZERS = {"adamw": optax.adamw, "sgd": optax.sgd}
 LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
+OUT = Path("finetune_results")
+SAVE_EVERY = 50
 
 
 def parse_options(words: list[str]) -> argparse.Namespace:
@@ -86,7 +88,6 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         "--methods",
         nargs="+",
         choices=list(METHODS),
-        default=list(METHODS),
         metavar="METHOD",
         help=f"of {', '.join(METHODS)} (all); the first always runs, as the reference",
     )
@@ -107,13 +108,41 @@ def parse_options(words: list[str]) -> argparse.Namespace:
     add(
         "--out",
         type=Path,
-        default=Path("finetune_results"),
         metavar="DIRECTORY",
-        help="for results.json and finetune.png (%(default)s)",
+        help=f"for results.json and finetune.png ({OUT})",
+    )
+    add(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIRECTORY",
+        help="instead of comparing, train a single run by make_train_step that can be "
+        "killed: the same command goes on where the last checkpoint here stands",
+    )
+    add(
+        "--save-every",
+        type=positive_int,
+        metavar="M",
+        help=f"micro-batches from checkpoint to checkpoint ({SAVE_EVERY})",
     )
     options = parser.parse_args(words)
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.optimizer]
+    if options.checkpoint_dir is None:
+        if options.save_every is not None:
+            parser.error(
+                "--save-every needs a --checkpoint-dir to save to: give one, or leave "
+                "--save-every out"
+            )
+        options.methods = options.methods or list(METHODS)
+        options.out = options.out or OUT
+    else:
+        for name in ("methods", "out"):
+            if getattr(options, name) is not None:
+                parser.error(
+                    f"--{name} is of the comparison, and --checkpoint-dir trains a "
+                    "single run: leave one of them out"
+                )
+        options.save_every = options.save_every or SAVE_EVERY
     return options
 
 

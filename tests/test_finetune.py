@@ -283,6 +283,7 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
         ("--d-model", "48", "must be a multiple of 32 (the width of a head), got 48"),
         ("--lora-rank", "-4", "must be a whole number >= 0, got '-4'"),
         ("--seed", "-1", "must be a whole number >= 0, got '-1'"),
+        ("--save-every", "0", "must be a whole number >= 1, got '0'"),
         ("--methods", "adam", "invalid choice: 'adam'"),
         ("--optimizer", "lion", "invalid choice: 'lion'"),
     ],

@@ -1,0 +1,336 @@
+"""Tests of `finetune.py --checkpoint-dir`: a run that is killed, and what is refused.
+
+`KILLS=50 pytest tests/test_interruption.py -rP` kills fifty times and prints where.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import batches
+import finetune
+import jax
+import jax.numpy as jnp
+import numpy as np
+import options
+import pytest
+import resumable
+from directories import checkpoints, cut_to_half, snapshot, unfinished_saves
+from helpers import assert_trees_equal, relative_error
+from rich.console import Console
+
+from optax_tokenaccum import StepState
+
+KILLS = int(os.environ.get("KILLS", "5"))
+UPDATES, K, SAVE_EVERY = 4 * KILLS + 8, 4, 5
+MICRO_BATCHES = K * UPDATES
+
+
+class Command(NamedTuple):
+    """`finetune.py` on a small data set.
+
+    Attributes:
+      data: the JSONL file.
+      cache: compiled programs for the processes after the first.
+    """
+
+    data: Path
+    cache: Path
+
+    def words(self, directory, *more):
+        return [
+            *("--checkpoint-dir", directory, "--save-every", SAVE_EVERY),
+            *("--updates", UPDATES, "--gradient-accumulation-steps", K),
+            *("--data", self.data, "--max-length", 48, "--d-model", 32),
+            *("--layers", 1, *more),
+        ]
+
+    def start(self, log, directory, *more, cached=True):
+        environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        if cached:
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.cache)
+        words = [sys.executable, finetune.__file__, *self.words(directory, *more)]
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                list(map(str, words)), env=environment, stdout=file, stderr=file
+            )
+
+    def run(self, directory, *more):
+        """Runs to the end; the exit status and all that was printed."""
+        log = directory.with_suffix(".log")
+        status = self.start(log, directory, *more).wait(timeout=300)
+        return status, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("command")
+    lines = (
+        {"prompt": f"prompt {i}", "completion": "abcdefgh"[i % 8] * (1 + 7 * i % 29)}
+        for i in range(40)
+    )
+    data = directory / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Command(data, directory / "cache")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(command):
+    """The directory of a run that nothing interrupted."""
+    directory = command.data.with_name("uninterrupted")
+    status, printed = command.run(directory)
+    assert status == 0, printed
+    assert len(checkpoints(directory)) == resumable.KEPT
+    assert checkpoints(directory)[-1] == MICRO_BATCHES
+    lines = [*map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
+    assert [line["micro_batch"] for line in lines] == [*range(1, MICRO_BATCHES + 1)]
+    assert sum(line["updated"] for line in lines) == UPDATES
+    assert len({line["batch_sha256"] for line in lines}) > MICRO_BATCHES // 2
+    assert lines[-1]["loss"] < lines[0]["loss"] / 2
+    return directory
+
+
+@pytest.fixture
+def copy(uninterrupted, tmp_path):
+    """A copy of that directory, to be spoiled."""
+    return Path(shutil.copytree(uninterrupted, tmp_path / "copy"))
+
+
+class Setting(NamedTuple):
+    """What `resume` is given for a run of the command."""
+
+    settings: dict
+    step: object
+    params: object
+
+
+def setting_of(command, directory):
+    chosen = options.parse_options([*map(str, command.words(directory))])
+    settings = json.loads((directory / "settings.json").read_text())
+    assert settings["seed"] == chosen.seed == 0
+    params, _ = finetune.make_parameters(chosen)
+    return Setting(settings, finetune.make_step(chosen), params)
+
+
+def assert_same_end(command, directory, expected):
+    setting = setting_of(command, expected)
+    got, want = (resumable.resume(path, *setting) for path in (directory, expected))
+    assert got.micro_batches == want.micro_batches == MICRO_BATCHES
+    assert want.state.opt_state.gradient_step == UPDATES
+    assert_trees_equal(got.state, want.state)
+    # To the last bit, where a comparison of numbers lets -0.0 be 0.0.
+    assert resumable.fingerprint(got.state) == resumable.fingerprint(want.state)
+    metrics = (directory / "metrics.jsonl").read_bytes()
+    assert metrics == (expected / "metrics.jsonl").read_bytes()
+
+
+def number_of_lines(directory):
+    metrics = directory / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def where_it_begins(printed):
+    """Micro-batches done, `gradient_step` and `mini_step`, as printed."""
+    place = re.search(
+        r"after (\d+) of \d+ micro-batches: gradient_step (\d+), mini_step (\d+)",
+        printed,
+    )
+    return place and tuple(map(int, place.groups()))
+
+
+def kill(command, directory, log, *more, after, in_a_save, delay, cached):
+    """Kills the command: in a save, or some time after its checkpoint `after`.
+
+    Returns:
+      Where the process began, and whether it left an unfinished save.
+    """
+    before = unfinished_saves(directory)
+
+    def is_due():
+        saves = unfinished_saves(directory) - before
+        complete = checkpoints(directory)
+        begun = [int(name.partition(".")[0]) for name, _ in saves]
+        # The lines of a checkpoint are on disk before it is.
+        assert number_of_lines(directory) >= max([0, *complete, *begun])
+        if max(complete, default=0) < after or not where_it_begins(log.read_text()):
+            return False
+        return not in_a_save or saves
+
+    process = command.start(log, directory, *more, cached=cached)
+    try:
+        deadline = time.monotonic() + 300
+        while not is_due():
+            assert process.poll() is None and time.monotonic() < deadline, (
+                f"{process.returncode}: {log.read_text()}"
+            )
+            time.sleep(0.002)
+        if not in_a_save:
+            time.sleep(delay)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, log.read_text()
+    return where_it_begins(log.read_text()), bool(unfinished_saves(directory) - before)
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_had_been(
+    command, uninterrupted, tmp_path
+):
+    directory, log = tmp_path / "killed", tmp_path / "log"
+    random = np.random.default_rng(KILLS)
+    done, kills, in_a_window, in_a_save = 0, 0, 0, 0
+    while kills < KILLS or not (in_a_window and in_a_save):
+        assert kills < 3 * KILLS, "no kill in the middle of a window, or none of a save"
+        began, left_a_save = kill(
+            command,
+            directory,
+            log,
+            # The metrics do not depend on it, and long ways between saves are hit too.
+            *("--save-every", random.choice([1, 3, 5, 14])),
+            # The kills are spread over the run.
+            after=min(kills, KILLS - 1) * (MICRO_BATCHES // (KILLS + 1)),
+            in_a_save=kills % 2 == 0,
+            delay=random.uniform(0, 0.2),
+            # The first process compiles what the others find in the cache.
+            cached=kills > 0,
+        )
+        assert began == (done, *divmod(done, K))
+        done = max(checkpoints(directory), default=0)
+        assert number_of_lines(directory) >= done
+        kills += 1
+        in_a_window += done % K > 0
+        in_a_save += left_a_save
+    status, printed = command.run(directory)
+    assert status == 0, printed
+    assert where_it_begins(printed) == (done, *divmod(done, K))
+    print(
+        f"{kills} kills: after {in_a_window} the run went on in the middle of a "
+        f"window, {in_a_save} left an unfinished save"
+    )
+    assert not unfinished_saves(directory)
+    assert_same_end(command, directory, uninterrupted)
+
+
+def test_a_resume_that_drops_the_open_window_ends_elsewhere(command, copy):
+    chosen = options.parse_options([*map(str, command.words(copy))])
+    setting = setting_of(command, copy)
+    end = resumable.resume(copy, *setting).state
+    number = next(number for number in checkpoints(copy) if number % K)
+    for later in checkpoints(copy):
+        if later > number:
+            shutil.rmtree(copy / str(later))
+    state = resumable.resume(copy, *setting).state
+    assert state.opt_state.mini_step == number % K > 0
+
+    frozen = finetune.make_parameters(chosen)[1]
+    train, _ = finetune.load(chosen.data, chosen.max_length, Console(quiet=True))
+    windows = batches.make_windows(
+        train,
+        updates=UPDATES,
+        accumulation_steps=K,
+        micro_batch_size=chosen.micro_batch_size,
+        lengths=batches.padded_lengths(chosen.max_length),
+        seed=chosen.seed,
+    )
+    micro_batches = [batch for window in windows for batch in window.micro_batches]
+    lines = [*map(json.loads, (copy / "metrics.jsonl").read_text().splitlines())]
+    assert [*map(resumable.fingerprint, micro_batches)] == [
+        line["batch_sha256"] for line in lines
+    ]
+
+    def go_on(state):
+        state = jax.tree.map(jnp.copy, state)
+        for batch in micro_batches[number:]:
+            state, _ = setting.step(state, batch, frozen=frozen)
+        return state
+
+    fresh = setting.step.init(state.params).opt_state
+    naive = {
+        "without its sums": fresh._replace(
+            inner_opt_state=state.opt_state.inner_opt_state,
+            gradient_step=state.opt_state.gradient_step,
+        ),
+        "without any optimizer state": fresh,
+    }
+    with jax.default_matmul_precision("highest"):
+        assert_trees_equal(go_on(state), end)
+        for name, opt_state in naive.items():
+            got = go_on(StepState(state.params, opt_state))
+            assert relative_error(got.params, end.params) > 1e-4, name
+
+
+def largest_file(directory):
+    return max(directory.rglob("*"), key=lambda path: path.stat().st_size)
+
+
+REFUSED = {
+    "other settings": (
+        ["--learning-rate", 0.5],
+        lambda directory: None,
+        "learning_rate is 0.003 in {0}/settings.json, and 0.5 was given",
+    ),
+    "fewer updates": (
+        ["--updates", 2],
+        lambda directory: None,
+        f"has done {MICRO_BATCHES} micro-batches, and --updates 2 asks for 8",
+    ),
+    "somebody's files": (
+        [],
+        lambda directory: (directory / "settings.json").unlink(),
+        "{0} must be a new or empty directory or that of a run",
+    ),
+    "damaged checkpoint": (
+        [],
+        lambda directory: cut_to_half(largest_file(directory / str(MICRO_BATCHES))),
+        f"checkpoint {{0}}/{MICRO_BATCHES} is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_command_refuses_without_a_traceback_or_a_change(command, copy, case):
+    words, spoil, message = REFUSED[case]
+    spoil(copy)
+    (copy / f"{MICRO_BATCHES + 1}.orbax-checkpoint-tmp").mkdir()
+    before = snapshot(copy)
+    status, printed = command.run(copy, *words)
+    assert status == 1
+    assert message.format(copy) in printed
+    assert printed.count("error: ") == 1 and "Nothing was changed" in printed
+    assert "Traceback" not in printed and "Exception ignored" not in printed
+    assert printed.splitlines()[-1].startswith("error: ")
+    assert snapshot(copy) == before
+
+
+def test_with_a_damaged_checkpoint_out_of_the_way_the_one_before_it_goes_on(
+    command, uninterrupted, copy, tmp_path
+):
+    cut_to_half(largest_file(copy / str(MICRO_BATCHES)))
+    shutil.move(copy / str(MICRO_BATCHES), tmp_path / "away")
+    status, printed = command.run(copy)
+    assert status == 0, printed
+    assert f"goes on after {checkpoints(uninterrupted)[-2]} of" in printed
+    assert_same_end(command, copy, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--save-every=3"], "--save-every needs a --checkpoint-dir"),
+        (["--checkpoint-dir=x", "--methods", "MultiSteps"], "--methods is of the"),
+        (["--checkpoint-dir=x", "--out=y"], "--out is of the comparison"),
+    ],
+    ids=["save-every alone", "methods", "out"],
+)
+def test_flags_that_do_not_go_together_are_refused(capsys, words, message):
+    with pytest.raises(SystemExit) as error:
+        options.parse_options(words)
+    assert error.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
