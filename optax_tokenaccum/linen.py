@@ -1,0 +1,87 @@
+"""Flax Linen: a `TrainState` whose gradients come with their number of tokens."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+
+from optax_tokenaccum._accumulation import has_updated
+
+
+class TrainState(train_state.TrainState):
+    """Flax's `TrainState` for a `tx` that accumulates; `step` counts updates.
+
+    Flax's own `apply_gradients` hands nothing but gradients to `tx`, so the count would
+    be lost, and its `step` would count micro-batches.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import token_accumulation
+      >>> from optax_tokenaccum.linen import TrainState
+      >>> state = TrainState.create(
+      ...     apply_fn=lambda variables, x: x @ variables["params"]["w"],
+      ...     params={"w": jnp.zeros(2)},
+      ...     tx=token_accumulation(optax.sgd(1.0), every_k_schedule=2),
+      ... )
+      >>> for grad_of_sum, n in [(8.0, 1), (4.0, 3)]:
+      ...     grads = {"w": jnp.full(2, grad_of_sum)}
+      ...     state = state.apply_gradients(grads=grads, num_tokens=n)
+      ...     print(state.step, state.params["w"])
+      0 [0. 0.]
+      1 [-3. -3.]
+    """
+
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        num_tokens: Any = None,
+        value: Any = None,
+        close_window: Any = None,
+        **kwargs: Any,
+    ) -> "TrainState":
+        """Adds a micro-batch, and applies the update if the window closes with it.
+
+        Args:
+          grads: gradients of the micro-batch, the tree of `params`.
+          num_tokens: the tokens behind them, a scalar.
+          value: the micro-batch's loss, for optimizers that need it.
+          close_window: `True` closes the window now.
+          **kwargs: attributes to replace besides, `batch_stats` say.
+
+        Raises:
+          TypeError: `num_tokens` is missing.
+          ValueError: as `token_accumulation`'s `update`.
+        """
+
+        update = functools.partial(
+            optax.with_extra_args_support(self.tx).update,
+            num_tokens=num_tokens,
+            value=value,
+            close_window=close_window,
+        )
+        counting = optax.GradientTransformation(self.tx.init, update)
+        state = super(TrainState, self.replace(tx=counting)).apply_gradients(
+            grads=grads, **kwargs
+        )
+        return state.replace(tx=self.tx, step=self.step + has_updated(state.opt_state))
+
+    def close_window(self) -> "TrainState":
+        """Closes a partial window with the denominator it has, at the end of an epoch.
+
+        On an empty window nothing changes.
+        """
+        no_gradients = jax.tree.map(jnp.zeros_like, self.params)
+        if OVERWRITE_WITH_GRADIENT in self.params:
+            kept = self.params[OVERWRITE_WITH_GRADIENT]
+            no_gradients = {**no_gradients, OVERWRITE_WITH_GRADIENT: kept}
+        return self.apply_gradients(
+            grads=no_gradients,
+            num_tokens=0,
+            value=0.0,
+            close_window=True,
+        )

@@ -1,0 +1,310 @@
+"""The blocks of `docs/tunix.md`, run on the real SFT trainer of Tunix 0.1.7."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tunix.models.llama3.model import Llama3, ModelConfig
+from tunix.sft import utils
+from tunix.sft.peft_trainer import (
+    PeftTrainer,
+    TrainingConfig,
+    TrainingInput,
+    _default_loss_fn,
+)
+
+from optax_tokenaccum import token_accumulation
+
+PAGE = (Path(__file__).parents[1] / "docs" / "tunix.md").read_text()
+AS_SHIPPED, RECIPE, MENDED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+NAMES: dict[str, Any] = {}
+exec(compile(RECIPE, "docs/tunix.md", "exec"), NAMES)
+TokenTrainer, token_loss = NAMES["TokenTrainer"], NAMES["token_loss"]
+
+K, ROWS = 4, 8
+SGD = optax.sgd(1.0, momentum=0.0)
+RTOL = helpers.RTOL["float32"]
+# A parameter of order 1 holds a gradient to about 1e-7 of the *parameter*.
+RTOL_OF_MOVES = 1e-5
+
+
+class Tiny(nnx.Module):
+    """Attends to the mean of what it may see; the signature of Tunix's models."""
+
+    def __init__(self, lora: bool = False):
+        rngs, size, width = nnx.Rngs(0), helpers.VOCABULARY, helpers.WIDTH
+        self.embed = nnx.Embed(size, width, rngs=rngs)
+        self.hidden = nnx.Linear(width, width, rngs=rngs)
+        if lora:
+            self.hidden = nnx.LoRALinear(width, width, lora_rank=2, rngs=rngs)
+            lora_b = self.hidden.lora.lora_b
+            lora_b[...] = jax.random.normal(jax.random.key(1), lora_b.shape)
+        self.out = nnx.Linear(width, size, rngs=rngs)
+
+    def __call__(self, tokens: Any, positions: Any, cache: Any, mask: Any) -> Any:
+        x = self.embed(tokens)
+        seen = mask / jnp.maximum(mask.sum(-1, keepdims=True), 1)
+        return self.out(nnx.tanh(self.hidden(seen @ x)) + x), cache
+
+
+@nnx.jit
+def llama3() -> Llama3:
+    sizes = dict(num_layers=1, embed_dim=16, hidden_dim=32, head_dim=8, num_heads=2)
+    rope = dict(num_kv_heads=1, rope_theta=10_000, norm_eps=1e-5)
+    config = ModelConfig(vocab_size=helpers.VOCABULARY, **sizes, **rope)
+    return Llama3(config, rngs=nnx.Rngs(0))
+
+
+def gen_model_input(batch: TrainingInput) -> dict[str, Any]:
+    return {
+        "input_tokens": batch.input_tokens,
+        "input_mask": batch.input_mask,
+        "positions": utils.build_positions_from_mask(batch.input_mask),
+        "attention_mask": utils.make_causal_attn_mask(batch.input_mask),
+    }
+
+
+def window(seed: int) -> tuple[TrainingInput, list[TrainingInput]]:
+    """A batch, and the K micro-batches it is cut into."""
+    batch = helpers.ragged_batch(seed, ROWS)
+    full, *cuts = (
+        TrainingInput(input_tokens=b["tokens"], input_mask=b["mask"])
+        for b in (batch, *helpers.cut(batch, K))
+    )
+    return full, cuts
+
+
+def num_tokens(batch: TrainingInput) -> int:
+    return int(batch.input_mask[:, 1:].sum())
+
+
+def trained(trainer: PeftTrainer) -> Any:
+    """What the optimizer was made for, as arrays."""
+    return arrays(nnx.state(trainer.model, trainer.optimizer.wrt))
+
+
+def arrays(state: Any) -> Any:
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(state))
+
+
+@nnx.jit(static_argnums=2)
+def _loss_and_gradient(model: Any, batch: TrainingInput, wrt: Any) -> Any:
+    argnums = nnx.DiffState(0, wrt)
+    return nnx.value_and_grad(_default_loss_fn, argnums=argnums)(
+        model, **gen_model_input(batch)
+    )
+
+
+def full_batch(
+    model: Any, batch: TrainingInput, wrt: Any = nnx.Param
+) -> tuple[float, Any]:
+    """Tunix's own loss of a whole batch, and its gradient."""
+    loss, gradient = _loss_and_gradient(model, batch, wrt)
+    return float(loss), arrays(nnx.state(gradient))
+
+
+def applied(trainer: PeftTrainer) -> Any:
+    """The last gradient that SGD was given: parameters would round their difference."""
+    return arrays(trainer.optimizer.opt_state.inner_opt_state[0].trace)
+
+
+def new(trainer_class: Any, model: Any, optimizer: Any = SGD, **options: Any) -> Any:
+    options = {"eval_every_n_steps": 1, "gradient_accumulation_steps": K} | options
+    trainer = trainer_class(model, optimizer, TrainingConfig(**options))
+    return trainer.with_gen_model_input_fn(gen_model_input)
+
+
+def logged(trainer: PeftTrainer, name: str, mode: str = "train") -> list[float]:
+    history = trainer.metrics_logger.get_metric_history("", name, mode)
+    return [float(x) for x in history]
+
+
+def run_block(block: str, **names: Any) -> Any:
+    names = NAMES | {"TrainingConfig": TrainingConfig} | names
+    exec(compile(block, "docs/tunix.md", "exec"), names)
+    return names["trainer"]
+
+
+@pytest.mark.parametrize("new_model", [Tiny, llama3], ids=["tiny", "llama3"])
+def test_as_shipped_and_mended(new_model: Any):
+    batch, micro_batches = window(0)
+    loss, expected = full_batch(new_model(), batch)
+    norm = float(optax.tree.norm(expected))
+    moves, logs = [], []
+    for block in (AS_SHIPPED, MENDED):
+        model = new_model()
+        before = arrays(nnx.state(model, nnx.Param))
+        trainer = run_block(
+            block,
+            model=model,
+            optimizer=SGD,
+            gen_model_input_fn=gen_model_input,
+            train_ds=micro_batches,
+            eval_ds=micro_batches,
+        )
+        moves.append(helpers.difference(before, trained(trainer)))
+        evaluated = logged(trainer, "loss", "eval")[0]  # before the first update
+        names = "loss", "perplexity", "grad_norm"
+        logs.append((evaluated, *(logged(trainer, name)[0] for name in names)))
+        assert (trainer.train_steps, trainer.iter_steps) == (1, K)
+
+    naive, exact = (helpers.relative_error(move, expected) for move in moves)
+    assert naive > 0.1
+    assert exact < RTOL_OF_MOVES
+    error = helpers.relative_error(applied(trainer), expected)
+    assert error < RTOL
+
+    means = [full_batch(new_model(), b) for b in micro_batches]
+    mean_loss = np.mean([mean for mean, _ in means])
+    mean_norm = np.mean([optax.tree.norm(gradient) for _, gradient in means])
+    shipped = mean_loss, mean_loss, np.exp(mean_loss), mean_norm
+    np.testing.assert_allclose(logs[0], shipped, rtol=RTOL)
+    np.testing.assert_allclose(logs[1], (loss, loss, np.exp(loss), norm), rtol=RTOL)
+    assert abs(mean_loss - loss) > 1e-3
+    if new_model is Tiny:  # its figures are those of the page
+        lengths = batch.input_mask[:, 1:].sum(1)
+        assert f"{lengths.min()} to {lengths.max()} loss tokens" in PAGE
+        assert f"{naive:.0%}".replace("%", " %") in PAGE and error < 3e-7
+        for figure in (f"{loss:.4f}", f"{mean_loss:.4f}", f"{mean_norm:.3f}"):
+            assert figure in PAGE
+        assert f"{norm:.3f}" in PAGE
+        assert f"{float(optax.tree.norm(moves[0])):.3f}" in PAGE
+
+
+def test_windows_and_a_partial_last_one():
+    model = Tiny()
+    trainer = new(TokenTrainer, model)
+    expected = []
+
+    def batches() -> Iterator[TrainingInput]:
+        """Three windows, the last half as long; looks at the trainer in between."""
+        for seed, k in ((0, K), (1, K), (2, K // 2)):
+            batch, micro_batches = window(seed)
+            rows = slice(0, ROWS * k // K)
+            before = trained(trainer)
+            part = jax.tree.map(lambda x, rows=rows: x[rows], batch)
+            expected.append(full_batch(model, part))
+            for micro_batch in micro_batches[:k]:
+                helpers.assert_trees_equal(trained(trainer), before)
+                yield micro_batch
+            if k == K:
+                error = helpers.relative_error(applied(trainer), expected[-1][1])
+                assert error < RTOL
+
+    trainer.train(batches())
+    assert helpers.relative_error(applied(trainer), expected[-1][1]) < RTOL
+    assert (trainer.train_steps, trainer.iter_steps) == (3, 2 * K + K // 2)
+    losses, gradients = zip(*expected, strict=True)
+    norms = [float(optax.tree.norm(gradient)) for gradient in gradients]
+    np.testing.assert_allclose(logged(trainer, "loss"), losses, rtol=RTOL)
+    np.testing.assert_allclose(logged(trainer, "grad_norm"), norms, rtol=RTOL)
+
+    shipped = new(PeftTrainer, Tiny())
+    shipped.train(window(2)[1][: K // 2])
+    assert shipped.train_steps == 0
+    helpers.assert_trees_equal(trained(shipped), arrays(nnx.state(Tiny(), nnx.Param)))
+
+
+class StepOfTheirOwn(PeftTrainer):
+    """Hands `num_tokens` on, and leaves the wrapping to Tunix."""
+
+    def _train_step(self, model: Any, optimizer: Any, inputs: Any) -> Any:
+        (loss_sum, n), grads = nnx.value_and_grad(token_loss, has_aux=True)(
+            model, **self.gen_model_input_fn(inputs)
+        )
+        optimizer.update(model, grads, num_tokens=n)
+        return loss_sum / n, None, optax.tree.norm(grads)
+
+
+class StepOfThePage(PeftTrainer):
+    _train_step = TokenTrainer._train_step
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "message"),
+    [
+        (PeftTrainer, "needs num_tokens"),
+        (StepOfThePage, "around token_accumulation.*got.*MultiSteps"),
+    ],
+    ids=["as shipped", "the step of the page"],
+)
+def test_wrapped_twice_raises(trainer_class: Any, message: str):
+    trainer = new(trainer_class, Tiny(), token_accumulation(SGD, K))
+    trainer.with_loss_fn(token_loss, has_aux=True)
+    with pytest.raises(TypeError, match=message):
+        trainer.train(window(0)[1])
+
+
+def test_wrapped_twice_by_a_step_of_their_own_stands_still_and_then_jumps():
+    model = Tiny()
+    trainer = new(StepOfTheirOwn, model, token_accumulation(SGD, K))
+    batch, micro_batches = window(0)
+    before, (_, expected) = trained(trainer), full_batch(model, batch)
+
+    def batches() -> Iterator[TrainingInput]:
+        for _ in range(K * K):
+            helpers.assert_trees_equal(trained(trainer), before)
+            yield micro_batches[trainer.iter_steps % K]
+
+    trainer.train(batches())
+    assert trainer.train_steps == K
+    moved = helpers.difference(before, trained(trainer))
+    factor = num_tokens(batch) / K / num_tokens(micro_batches[-1])
+    jump = jax.tree.map(lambda g: factor * g, expected)
+    assert helpers.relative_error(moved, jump) < RTOL_OF_MOVES
+    assert f"{factor:.0f} times" in PAGE and factor > 2
+
+
+def test_lora_alone_is_trained():
+    model = Tiny(lora=True)
+    trainer = new(TokenTrainer, model)
+    batch, micro_batches = window(0)
+    _, expected = full_batch(model, batch, nnx.LoRAParam)
+    frozen = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
+    before = arrays(nnx.state(model, frozen))
+    trainer.train(micro_batches)
+    assert helpers.relative_error(applied(trainer), expected) < RTOL
+    helpers.assert_trees_equal(arrays(nnx.state(model, frozen)), before)
+
+
+def test_steps_count_updates_as_shipped():
+    schedule = optax.linear_schedule(0.1, 1.0, 9)
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+    micro_batches = [b for seed in range(3) for b in window(seed)[1]]
+    seen = []
+    for trainer_class in (PeftTrainer, TokenTrainer):
+        trainer = new(trainer_class, Tiny(), optimizer, max_steps=2)
+        trainer.train(micro_batches)
+        rates = logged(trainer, "learning_rate")
+        seen.append((trainer.train_steps, trainer.iter_steps, rates))
+    assert seen[0] == seen[1]
+    assert seen[0][:2] == (2, 2 * K)
+
+
+def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
+    micro_batches = [b for seed in range(2) for b in window(seed)[1]]
+    options = {"checkpoint_root_directory": str(tmp_path / "ours")}
+    adam = optax.adamw(0.1)
+    straight = new(TokenTrainer, Tiny(), adam)
+    straight.train(micro_batches)
+    first = new(TokenTrainer, Tiny(), adam, max_steps=1, **options)
+    first.train(micro_batches)
+    resumed = new(TokenTrainer, Tiny(), adam, **options)
+    assert (resumed.train_steps, resumed.iter_steps) == (1, K)
+    helpers.assert_trees_equal(trained(resumed), trained(first))
+    resumed.train(micro_batches)
+    assert (resumed.train_steps, resumed.iter_steps) == (2, 2 * K)
+    helpers.assert_trees_equal(trained(resumed), trained(straight))
+
+    theirs = {"checkpoint_root_directory": str(tmp_path / "theirs")}
+    new(PeftTrainer, Tiny(), adam, **theirs).train(micro_batches[:K])
+    with pytest.raises(ValueError, match="acc_tokens"):
+        new(TokenTrainer, Tiny(), adam, **theirs)
