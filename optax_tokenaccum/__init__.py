@@ -6,6 +6,9 @@ from optax_tokenaccum._accumulation import (
     token_accumulation,
 )
 from optax_tokenaccum._add_and_close import TokenAccumulationState
+from optax_tokenaccum._audit import audit
+from optax_tokenaccum._audit_report import AuditReport, Verdict
+from optax_tokenaccum._check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._step_state import StepMetrics, StepState
@@ -16,12 +19,17 @@ from optax_tokenaccum._window_step import WindowStep, make_window_step
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AuditReport",
+    "LossReport",
     "MultiSteps",
     "StepMetrics",
     "StepState",
     "TokenAccumulationState",
     "TrainStep",
+    "Verdict",
     "WindowStep",
+    "audit",
+    "check_loss_fn",
     "close_window",
     "from_multi_steps_state",
     "has_updated",

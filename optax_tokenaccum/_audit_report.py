@@ -1,0 +1,132 @@
+"""What an audit found, for a person and for a test."""
+
+import enum
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Verdict(enum.Enum):
+    """What gradient a loop applies to a window."""
+
+    EXACT = "exact"
+    MEAN_OF_MEANS = "mean of means"
+    DISCARDED = "discarded"
+    NOT_DIVIDED = "not divided"
+    DIVIDED_TWICE = "divided twice"
+    LAST_MICRO_BATCH_ONLY = "last micro-batch only"
+    STEPPED_EVERY_MICRO_BATCH = "stepped every micro-batch"
+    UNKNOWN = "unknown"
+
+
+class Group(NamedTuple):
+    """One array of the parameters.
+
+    Attributes:
+      path: where it is.
+      applied: L2 norm of the gradient that the loop applied to it.
+      exact: L2 norm of the exact one.
+      error: L2 norm of their difference.
+    """
+
+    path: str
+    applied: float
+    exact: float
+    error: float
+
+    @classmethod
+    def of(cls, path: str, applied: np.ndarray, exact: np.ndarray) -> "Group":
+        norms = (np.linalg.norm(x) for x in (applied, exact, applied - exact))
+        return cls(path, *map(float, norms))
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What `audit` found. `print(report)` says it in words.
+
+    Attributes:
+      verdict: a `Verdict`.
+      explanation: the verdict in a sentence, with the mend.
+      relative_error: of the applied gradient, L2, to the exact one.
+      cosine: between the two.
+      factor: applied over exact gradient where only the size is wrong, else `None`.
+      rtol: the relative error up to which gradients count as the same.
+      candidates: relative error of the applied gradient to each candidate.
+      weights: what a token of each micro-batch counts for, relative to the exact mean,
+        where the applied gradient is a sum of theirs; else `None`.
+      groups: one `Group` per array of the parameters.
+    """
+
+    verdict: Verdict
+    explanation: str
+    relative_error: float
+    cosine: float
+    factor: float | None
+    rtol: float
+    candidates: dict[Verdict, float]
+    weights: tuple[float, ...] | None
+    groups: list[Group]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the loop applies the exact gradient."""
+        return self.verdict is Verdict.EXACT
+
+    def assert_exact(self) -> None:
+        """Raises `AssertionError` with the report unless it passed."""
+        if not self.passed:
+            raise AssertionError(f"The loop is not exact.\n{self}")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.verdict.name}: {self.explanation}",
+            "",
+            f"relative error {self.relative_error:.1e} (right up to {self.rtol:.0e}), "
+            f"cosine {self.cosine:.4f}",
+        ]
+        if self.weights is not None:
+            shown = ", ".join(f"{w:.3g}" for w in self.weights[:8])
+            more = ", ..." if len(self.weights) > 8 else ""
+            lines.append(f"weight of a token, by micro-batch: {shown}{more} (exact: 1)")
+        lines += ["", "  relative error  to the gradient"]
+        for verdict, error in sorted(self.candidates.items(), key=lambda pair: pair[1]):
+            mark = "<-" if verdict is self.verdict else ""
+            lines.append(f"  {error:14.1e}  {verdict.value} {mark}".rstrip())
+        lines += ["", "     error   applied     exact  parameters, worst first"]
+        worst = sorted(self.groups, key=lambda group: -group.error)
+        for group in worst[:8]:
+            lines.append(
+                f"  {group.error:8.1e}  {group.applied:8.1e}  {group.exact:8.1e}  "
+                f"{group.path}"
+            )
+        if len(worst) > 8:
+            lines.append(f"  and {len(worst) - 8} more")
+        return "\n".join(lines)
+
+    def plot(self) -> Any:
+        """Norms of the applied and of the exact gradient, an array of parameters a bar.
+
+        Returns:
+          The matplotlib `Figure`.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 1.5 + 0.3 * len(self.groups)), layout="constrained")
+        axes = figure.subplots()
+        places = np.arange(len(self.groups))
+        for offset, name, color in (
+            (-0.2, "applied", "tab:red"),
+            (0.2, "exact", "tab:gray"),
+        ):
+            norms = [getattr(group, name) for group in self.groups]
+            axes.barh(places + offset, norms, height=0.4, label=name, color=color)
+        axes.set_yticks(places, [group.path for group in self.groups])
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlabel("L2 norm of the gradient")
+        axes.set_title(
+            f"{self.verdict.value}, relative error {self.relative_error:.1e}"
+        )
+        axes.legend()
+        return figure

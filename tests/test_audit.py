@@ -1,0 +1,326 @@
+"""The audit: every broken loop gets its verdict, every right one passes."""
+
+import os
+from typing import Any
+
+import broken_loops
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from batches import Batch
+from broken_loops import K, cut, loss_fn, make_step, parameters, scale, sum_and_count
+from llama import make_rows
+
+import optax_tokenaccum
+from optax_tokenaccum import (
+    Verdict,
+    audit,
+    close_window,
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+    window_value_and_grad,
+)
+
+SEEDS = int(os.environ.get("AUDIT_SEEDS", "2"))
+
+
+def mean_loss_fn(params: Any, batch: Batch) -> Any:
+    loss_sum, num_tokens = loss_fn(params, batch)
+    return loss_sum / num_tokens, num_tokens
+
+
+mean_and_count = jax.jit(jax.grad(mean_loss_fn, has_aux=True))
+
+
+# Loops that are right.
+
+
+def full_batch(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    rows = jax.tree.map(lambda *parts: np.concatenate(parts), *micro_batches)
+    grads, _ = mean_and_count(params, rows)
+    return make_step(optimizer)(params, optimizer.init(params), grads)[0]
+
+
+def scan_by_hand(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    @jax.jit
+    def sums(params: Any, stacked: Any) -> Any:
+        def body(carry: Any, batch: Batch) -> Any:
+            grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+            return jax.tree.map(jnp.add, carry, (grads, n)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return jax.lax.scan(body, (zeros, jnp.float32(0)), stacked)[0]
+
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
+    total, n = sums(params, stacked)
+    grads = scale(total, 1 / n)
+    return make_step(optimizer)(params, optimizer.init(params), grads)[0]
+
+
+def by_transformation(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    optimizer = token_accumulation(optimizer, len(micro_batches))
+    state = optimizer.init(params)
+    for batch in micro_batches:
+        grads, n = sum_and_count(params, batch)
+        updates, state = optimizer.update(grads, state, params, num_tokens=n)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def by_multi_steps(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    optimizer = optax_tokenaccum.MultiSteps(optimizer, 2 * len(micro_batches))
+    state = optimizer.init(params)
+    for batch in micro_batches:
+        grads, n = mean_and_count(params, batch)
+        updates, state = optimizer.update(grads, state, params, num_tokens=n)
+        params = optax.apply_updates(params, updates)
+    updates, _ = close_window(optimizer, state, params)
+    return optax.apply_updates(params, updates)
+
+
+def by_train_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    train_step = make_train_step(loss_fn, optimizer, len(micro_batches))
+    state = train_step.init(params)
+    for batch in micro_batches:
+        state, _ = train_step(state, batch)
+    return state.params
+
+
+def by_window_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    window_step = make_window_step(loss_fn, optimizer)
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
+    return window_step(window_step.init(params), stacked)[0].params
+
+
+def by_value_and_grad(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
+    _, grads = jax.jit(window_value_and_grad(loss_fn))(params, stacked)
+    return make_step(optimizer)(params, optimizer.init(params), grads)[0]
+
+
+RIGHT = {
+    "full batch": full_batch,
+    "scan by hand": scan_by_hand,
+    "token_accumulation": by_transformation,
+    "MultiSteps": by_multi_steps,
+    "train step": by_train_step,
+    "window step": by_window_step,
+    "value and grad": by_value_and_grad,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_loops_pass(name: str, dtype: str):
+    for seed in range(SEEDS):
+        params = parameters(seed, dtype)
+        report = audit(RIGHT[name], loss_fn, params, cut(make_rows(seed)))
+        assert report.verdict is Verdict.EXACT, f"seed {seed}\n{report}"
+        assert report.passed
+        report.assert_exact()
+        assert report.factor == 1
+        np.testing.assert_allclose(report.weights, 1, rtol=10 * report.rtol)
+
+
+@pytest.mark.parametrize("name", broken_loops.GALLERY)
+def test_broken_loops_get_their_verdict(name: str):
+    broken = broken_loops.GALLERY[name]
+    for seed in range(SEEDS):
+        params = parameters(seed, broken.dtype)
+        report = audit(broken.run, loss_fn, params, cut(make_rows(seed)))
+        assert report.verdict is broken.verdict, f"seed {seed}\n{report}"
+        assert not report.passed
+        with pytest.raises(AssertionError, match=broken.verdict.name):
+            report.assert_exact()
+        assert broken.says in report.explanation
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, b in broken_loops.GALLERY.items() if b.dtype == jnp.float32]
+)
+def test_broken_loops_in_bfloat16(name: str):
+    broken = broken_loops.GALLERY[name]
+    params = parameters(0, jnp.bfloat16)
+    report = audit(broken.run, loss_fn, params, cut(make_rows(0)))
+    assert report.verdict is broken.verdict, str(report)
+
+
+# Gradients outside the gallery.
+
+
+def weighted(weights: Any) -> Any:
+    """A loop that weights the micro-batches' summed gradients as it likes."""
+
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        grads = scale(params, 0)
+        for weight, batch in zip(weights, micro_batches, strict=True):
+            share = scale(sum_and_count(params, batch)[0], weight)
+            grads = jax.tree.map(jnp.add, grads, share)
+        return make_step(optimizer)(params, optimizer.init(params), grads)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_scalings_get_their_factor(seed: int):
+    random = np.random.default_rng(seed)
+    micro_batches = cut(make_rows(seed))
+    total = sum(int(batch.mask.sum()) for batch in micro_batches)
+    for factor in (2.0, -1.0, float(np.exp(random.normal() * 3))):
+        run = weighted(np.full(K, factor / total))
+        report = audit(run, loss_fn, parameters(seed), micro_batches)
+        assert report.verdict is Verdict.UNKNOWN
+        assert report.factor == pytest.approx(factor, rel=report.rtol)
+        assert "direction is right, the size is not" in report.explanation
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_mixtures_are_unknown_and_say_their_weights(seed: int):
+    random = np.random.default_rng(seed)
+    micro_batches = cut(make_rows(seed))
+    total = sum(int(batch.mask.sum()) for batch in micro_batches)
+    weights = random.uniform(0.5, 1.5, K)
+    run = weighted(weights / total)
+    report = audit(run, loss_fn, parameters(seed), micro_batches)
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.factor is None
+    np.testing.assert_allclose(report.weights, weights, rtol=100 * report.rtol)
+    assert "weighted in a way of their own" in report.explanation
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_gradients_of_large_parameters_are_read(dtype: str):
+    """Of size 1e-4 beside 1, where `sgd(1.0)` moves no bfloat16 parameter at all."""
+
+    def small_loss_fn(params: Any, batch: Any) -> Any:
+        x, mask = batch
+        return 1e-4 * jnp.sum(mask * (params * x)), jnp.sum(mask)
+
+    random = np.random.default_rng(0)
+    micro_batches = [
+        (np.float32(random.normal(size=(8, 5))), np.float32(np.tri(8, 5, i)))
+        for i in range(-3, 5)
+    ]
+    params = jnp.ones(5, dtype)
+    gradient = jax.grad(lambda p: small_loss_fn(p, micro_batches[0])[0])(params)
+    if dtype == "bfloat16":
+        assert (params - gradient == params).all()
+
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        optimizer = token_accumulation(optimizer, len(micro_batches))
+        state = optimizer.init(params)
+        for batch in micro_batches:
+            grads, n = jax.grad(small_loss_fn, has_aux=True)(params, batch)
+            updates, state = optimizer.update(grads, state, params, num_tokens=n)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    assert audit(run, small_loss_fn, params, micro_batches).passed
+
+
+# What cannot be told, and what cannot be audited.
+
+
+@pytest.mark.parametrize("name", ["full batch", "token_accumulation"])
+@pytest.mark.parametrize("k", [1, K])
+def test_equal_lengths_are_never_a_pass(name: str, k: int):
+    rows = make_rows(0, 33, 33)
+    micro_batches = cut(rows) if k == K else [rows]
+    report = audit(RIGHT[name], loss_fn, parameters(0), micro_batches)
+    assert report.verdict is Verdict.UNKNOWN and not report.passed
+    assert report.explanation.startswith("cannot tell")
+    assert "ragged" in report.explanation
+
+
+def test_several_windows_are_no_window():
+    def twice(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        rows = jax.tree.map(lambda *parts: np.concatenate(parts), *micro_batches)
+        step, state = make_step(optimizer), optimizer.init(params)
+        for _ in range(2):
+            grads, _ = mean_and_count(params, rows)
+            params, state = step(params, state, grads)
+        return params
+
+    report = audit(twice, loss_fn, parameters(0), cut(make_rows(0)))
+    assert report.verdict is Verdict.UNKNOWN
+    assert "run must be one window" in report.explanation
+
+
+def test_a_micro_batch_without_tokens():
+    micro_batches = cut(make_rows(0))
+    empty = micro_batches[2]._replace(mask=np.zeros_like(micro_batches[2].mask))
+    micro_batches[2] = empty
+    assert audit(by_transformation, loss_fn, parameters(0), micro_batches).passed
+    report = audit(broken_loops.overwritten, loss_fn, parameters(0), micro_batches)
+    assert report.verdict is Verdict.LAST_MICRO_BATCH_ONLY
+
+
+def test_what_cannot_be_audited_says_so():
+    params, micro_batches = parameters(0), cut(make_rows(0))
+
+    def zero_loss_fn(params: Any, batch: Batch) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return 0 * loss_sum, n
+
+    no_tokens = [batch._replace(mask=0 * batch.mask) for batch in micro_batches]
+    for error, message, arguments in (
+        (TypeError, "run must be a function", (None, loss_fn, params, micro_batches)),
+        (TypeError, "loss_fn must be", (full_batch, None, params, micro_batches)),
+        (ValueError, "at least one micro-batch", (full_batch, loss_fn, params, [])),
+        (ValueError, "not all 0", (full_batch, loss_fn, params, no_tokens)),
+        (
+            ValueError,
+            "one that is zero",
+            (full_batch, zero_loss_fn, params, micro_batches),
+        ),
+        (
+            ValueError,
+            "run must return the parameters",
+            (lambda *_: {}, loss_fn, params, micro_batches),
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            audit(*arguments)
+
+
+# The report.
+
+
+def test_report_says_what_a_person_needs():
+    report = audit(
+        broken_loops.mean_of_means, loss_fn, parameters(0), cut(make_rows(0))
+    )
+    text = str(report)
+    first = text.splitlines()[0]
+    assert first.startswith("MEAN_OF_MEANS: the loop averages the means")
+    assert "num_tokens" in first
+    assert f"relative error {report.relative_error:.1e}" in text
+    assert f"cosine {report.cosine:.4f}" in text
+    assert set(report.candidates) == set(Verdict) - {Verdict.UNKNOWN}
+    for verdict in report.candidates:
+        assert verdict.value in text
+    paths = [line.split()[-1] for line in text.splitlines()[-3:]]
+    worst = sorted(report.groups, key=lambda group: -group.error)
+    assert paths == [group.path for group in worst]
+    total = np.linalg.norm([group.error for group in report.groups])
+    exact = np.linalg.norm([group.exact for group in report.groups])
+    assert total / exact == pytest.approx(report.relative_error)
+
+
+def test_plot_shows_both_norms_of_every_group():
+    report = audit(full_batch, loss_fn, parameters(0), cut(make_rows(0)))
+    figure = report.plot()
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        group.path for group in report.groups
+    ]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "applied",
+        "exact",
+    ]
+    widths = [bar.get_width() for bar in axes.patches]
+    expected = [g.applied for g in report.groups] + [g.exact for g in report.groups]
+    assert widths == expected
