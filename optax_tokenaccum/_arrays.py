@@ -54,10 +54,9 @@ def stable(params: Any, state: Any) -> Any:
     seen = {id(x) for x in jax.tree.leaves(params)}
 
     def settle(x: Any) -> Any:
-        if id(x) in seen:
-            return _copy(x)
+        is_taken = id(x) in seen
         seen.add(id(x))
-        x = _as_strong_array(x)
+        x = _copy(x) if is_taken else _as_strong_array(x)
         return jax.device_put(x, home) if home and _is_placed(x, False) else x
 
     return jax.tree.map(settle, state)
