@@ -105,6 +105,18 @@ def has_updated(state: Any) -> jax.Array:
 
     Raises:
       ValueError: it holds none, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import has_updated, token_accumulation
+      >>> optimizer = optax.chain(token_accumulation(optax.sgd(1.0), 2))
+      >>> params = jnp.zeros(())
+      >>> state = optimizer.init(params)
+      >>> for n in (1, 3):
+      ...     _, state = optimizer.update(params, state, params, num_tokens=n)
+      ...     print(has_updated(state))
+      False
+      True
     """
     found = nodes_of(TokenAccumulationState, state)
     if len(found) != 1:

@@ -29,6 +29,16 @@ class TokenAccumulationState(NamedTuple):
       acc_value: sum of the window's losses; 0 where no `value` was given.
       has_updated: whether the last call closed its window with an update.
       skip_state: what `should_skip_update_fn` last returned, `()` without one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import token_accumulation
+      >>> optimizer = token_accumulation(optax.sgd(1.0), every_k_schedule=2)
+      >>> state = optimizer.init(jnp.zeros(()))
+      >>> grad_of_sum = jnp.asarray(8.0)
+      >>> _, state = optimizer.update(grad_of_sum, state, num_tokens=3)
+      >>> print(state.mini_step, state.gradient_step, state.acc_grads, state.acc_tokens)
+      1 0 8.0 3.0
     """
 
     mini_step: jax.Array  # shape=(), dtype=int32

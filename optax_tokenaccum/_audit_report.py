@@ -8,7 +8,13 @@ import numpy as np
 
 
 class Verdict(enum.Enum):
-    """What gradient a loop applies to a window."""
+    """What gradient a loop applies to a window.
+
+    Example:
+      >>> from optax_tokenaccum import Verdict
+      >>> [verdict.value for verdict in Verdict][:4]
+      ['exact', 'mean of means', 'discarded', 'not divided']
+    """
 
     EXACT = "exact"
     MEAN_OF_MEANS = "mean of means"
@@ -56,6 +62,23 @@ class AuditReport:
       weights: what a token of each micro-batch counts for, relative to the exact mean,
         where the applied gradient is a sum of theirs; else `None`.
       groups: one `Group` per array of the parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import audit, make_train_step
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> def run(optimizer, params, micro_batches):
+      ...     step = make_train_step(loss_fn, optimizer, len(micro_batches))
+      ...     state = step.init(params)
+      ...     for batch in micro_batches:
+      ...         state, _ = step(state, batch)
+      ...     return state.params
+      >>> micro_batches = [jnp.full(1, 2.0), jnp.full(9, 10.0)]
+      >>> report = audit(run, loss_fn, jnp.ones(()), micro_batches)
+      >>> report.assert_exact()
+      >>> print(report.verdict.name, report.passed, report.factor)
+      EXACT True 1.0
     """
 
     verdict: Verdict

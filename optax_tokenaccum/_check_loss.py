@@ -25,6 +25,17 @@ class LossReport:
     Attributes:
       findings: what is wrong, a sentence each; empty where nothing was found.
       count_checked: how the count was checked; `None` where it could not be.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_tokenaccum import check_loss_fn
+      >>> def loss_fn(params, batch):
+      ...     errors = (params * batch["x"] - 1) ** 2
+      ...     return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+      >>> batch = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
+      >>> print(check_loss_fn(loss_fn, jnp.array(2.0), [batch]))
+      OK: the loss and its count are sums over rows.
+      The count was checked entry by entry of ['mask'].
     """
 
     findings: tuple[str, ...]

@@ -16,6 +16,19 @@ class StepState(NamedTuple):
     Attributes:
       params: the parameters.
       opt_state: the state of the accumulation, the inner optimizer's within.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), every_k_schedule=2)
+      >>> state = step.init(jnp.zeros(()))
+      >>> print(state.params, state.opt_state.mini_step)
+      0.0 0
+      >>> target = jax.eval_shape(step.init, jnp.zeros(()))  # to restore a checkpoint
+      >>> print(type(target).__name__, target.params.shape)
+      StepState ()
     """
 
     params: Any
@@ -34,6 +47,19 @@ class StepMetrics(NamedTuple):
       mini_step: micro-batches in the open window after the call.
       gradient_step: updates after the call.
       aux: what `loss_fn` returned besides, for this micro-batch; `None` without.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), every_k_schedule=2)
+      >>> state = step.init(jnp.ones(()))
+      >>> for x in (jnp.full(1, 2.0), jnp.full(9, 10.0)):
+      ...     state, m = step(state, x)
+      ...     print(m.loss, m.num_tokens, m.grad_norm, m.updated, m.mini_step)
+      2.0 1.0 0.0 False 1
+      9.2 10.0 9.2 True 0
     """
 
     loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is

@@ -36,6 +36,17 @@ class TrainStep:
 
     Both return `(state, StepMetrics)` and have `.lower` with the same arguments, which
     may be `jax.ShapeDtypeStruct`s.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> step = make_train_step(lambda p, x: (jnp.sum(p * x), x.size), optax.sgd(1.0))
+      >>> state = step.init(jnp.zeros(()))
+      >>> for x in (jnp.full(1, 2.0), jnp.full(9, 10.0)):  # the data says how many
+      ...     state, metrics = step.accumulate(state, x)
+      >>> state, metrics = step.close_window(state)
+      >>> print(state.params)
+      -9.2
     """
 
     def __init__(

@@ -24,6 +24,16 @@ class WindowStep:
     """What `make_window_step` returns: `step(state, micro_batches)`, one window a call.
 
     `.lower` takes the same arguments, which may be `jax.ShapeDtypeStruct`s.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_window_step
+      >>> step = make_window_step(lambda p, x: (jnp.sum(p * x), x.size), optax.sgd(1.0))
+      >>> state = step.init(jnp.zeros(()))
+      >>> micro_batches = jnp.array([[2.0, 4.0], [6.0, 8.0], [0.0, 0.0]])
+      >>> state, metrics = step(state, micro_batches, num_micro_batches=2)
+      >>> print(state.params, metrics.num_tokens)
+      -5.0 4.0
     """
 
     def __init__(self, window: Window, donate: bool):

@@ -18,6 +18,20 @@ class TrainStep:
       close_window: `close_window(model, optimizer) -> StepMetrics` closes a partial
         window with the denominator it has; an empty one changes nothing, but
         `optimizer.step` counts the call.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from optax_tokenaccum import token_accumulation
+      >>> from optax_tokenaccum.nnx import make_train_step
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> tx = token_accumulation(optax.sgd(0.1), every_k_schedule=8)
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> step = make_train_step(lambda model, x: (jnp.sum(model(x)), len(x)))
+      >>> print(step(model, optimizer, jnp.ones((3, 2))).updated)
+      False
+      >>> print(step.close_window(model, optimizer).updated)
+      True
     """
 
     def __init__(self, loss_fn: Callable[..., Any], has_aux: bool):

@@ -1,0 +1,19 @@
+"""What every public name's docstring has."""
+
+import pytest
+
+import optax_tokenaccum
+import optax_tokenaccum.linen
+import optax_tokenaccum.nnx
+
+PUBLIC = [
+    *(getattr(optax_tokenaccum, name) for name in optax_tokenaccum.__all__),
+    optax_tokenaccum.linen.TrainState,
+    optax_tokenaccum.nnx.TrainStep,
+    optax_tokenaccum.nnx.make_train_step,
+]
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda x: f"{x.__module__}.{x.__name__}")
+def test_an_example_that_the_suite_runs(public: object):
+    assert "\n      >>> " in (public.__doc__ or "")
