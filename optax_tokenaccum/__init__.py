@@ -11,6 +11,11 @@ from optax_tokenaccum._audit_report import AuditReport, Verdict
 from optax_tokenaccum._check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
+from optax_tokenaccum._plan import (
+    MicroBatchPlan,
+    choose_length_buckets,
+    plan_window,
+)
 from optax_tokenaccum._step_state import StepMetrics, StepState
 from optax_tokenaccum._train_step import TrainStep, make_train_step
 from optax_tokenaccum._window import split_batch, window_value_and_grad
@@ -21,6 +26,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AuditReport",
     "LossReport",
+    "MicroBatchPlan",
     "MultiSteps",
     "StepMetrics",
     "StepState",
@@ -30,11 +36,13 @@ __all__ = [
     "WindowStep",
     "audit",
     "check_loss_fn",
+    "choose_length_buckets",
     "close_window",
     "from_multi_steps_state",
     "has_updated",
     "make_train_step",
     "make_window_step",
+    "plan_window",
     "softmax_cross_entropy_sum",
     "split_batch",
     "token_accumulation",

@@ -289,7 +289,8 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss
         *summed* over the micro-batch's tokens, not their mean, and how many there were;
         for instance from `softmax_cross_entropy_sum`. An auxiliary loss that is a mean
-        goes in as `loss_sum + c * aux_loss * num_tokens`.
+        goes in as `loss_sum + c * aux_loss * num_tokens`. The likeliest mistake is a
+        loss that is no sum, or a count from another mask: `check_loss_fn` finds it.
       optimizer: the plain inner optimizer, run once per window; clipping goes inside.
       every_k_schedule: micro-batches in a window, or a function from `gradient_step`
         to that number.

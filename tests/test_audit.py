@@ -11,105 +11,24 @@ import optax
 import pytest
 from batches import Batch
 from broken_loops import K, cut, loss_fn, make_step, parameters, scale, sum_and_count
+from flax import nnx
 from llama import make_rows
-
-import optax_tokenaccum
-from optax_tokenaccum import (
-    Verdict,
-    audit,
-    close_window,
-    make_train_step,
-    make_window_step,
-    token_accumulation,
-    window_value_and_grad,
+from right_loops import (
+    GRAPH,
+    NNX_PARAMS,
+    RIGHT,
+    by_linen,
+    by_nnx,
+    by_nnx_without_counts,
+    by_transformation,
+    full_batch,
+    mean_and_count,
+    nnx_loss_fn,
 )
 
+from optax_tokenaccum import Verdict, audit, token_accumulation
+
 SEEDS = int(os.environ.get("AUDIT_SEEDS", "2"))
-
-
-def mean_loss_fn(params: Any, batch: Batch) -> Any:
-    loss_sum, num_tokens = loss_fn(params, batch)
-    return loss_sum / num_tokens, num_tokens
-
-
-mean_and_count = jax.jit(jax.grad(mean_loss_fn, has_aux=True))
-
-
-# Loops that are right.
-
-
-def full_batch(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    rows = jax.tree.map(lambda *parts: np.concatenate(parts), *micro_batches)
-    grads, _ = mean_and_count(params, rows)
-    return make_step(optimizer)(params, optimizer.init(params), grads)[0]
-
-
-def scan_by_hand(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    @jax.jit
-    def sums(params: Any, stacked: Any) -> Any:
-        def body(carry: Any, batch: Batch) -> Any:
-            grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-            return jax.tree.map(jnp.add, carry, (grads, n)), None
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return jax.lax.scan(body, (zeros, jnp.float32(0)), stacked)[0]
-
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    total, n = sums(params, stacked)
-    grads = scale(total, 1 / n)
-    return make_step(optimizer)(params, optimizer.init(params), grads)[0]
-
-
-def by_transformation(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    optimizer = token_accumulation(optimizer, len(micro_batches))
-    state = optimizer.init(params)
-    for batch in micro_batches:
-        grads, n = sum_and_count(params, batch)
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        params = optax.apply_updates(params, updates)
-    return params
-
-
-def by_multi_steps(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    optimizer = optax_tokenaccum.MultiSteps(optimizer, 2 * len(micro_batches))
-    state = optimizer.init(params)
-    for batch in micro_batches:
-        grads, n = mean_and_count(params, batch)
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        params = optax.apply_updates(params, updates)
-    updates, _ = close_window(optimizer, state, params)
-    return optax.apply_updates(params, updates)
-
-
-def by_train_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    train_step = make_train_step(loss_fn, optimizer, len(micro_batches))
-    state = train_step.init(params)
-    for batch in micro_batches:
-        state, _ = train_step(state, batch)
-    return state.params
-
-
-def by_window_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    window_step = make_window_step(loss_fn, optimizer)
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    return window_step(window_step.init(params), stacked)[0].params
-
-
-def by_value_and_grad(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    _, grads = jax.jit(window_value_and_grad(loss_fn))(params, stacked)
-    return make_step(optimizer)(params, optimizer.init(params), grads)[0]
-
-
-RIGHT = {
-    "full batch": full_batch,
-    "scan by hand": scan_by_hand,
-    "token_accumulation": by_transformation,
-    "MultiSteps": by_multi_steps,
-    "train step": by_train_step,
-    "window step": by_window_step,
-    "value and grad": by_value_and_grad,
-}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -146,6 +65,22 @@ def test_broken_loops_in_bfloat16(name: str):
     params = parameters(0, jnp.bfloat16)
     report = audit(broken.run, loss_fn, params, cut(make_rows(0)))
     assert report.verdict is broken.verdict, str(report)
+
+
+# Other frameworks.
+
+
+def test_loops_of_flax():
+    micro_batches = cut(make_rows(0))
+    assert audit(by_linen, loss_fn, parameters(0), micro_batches).passed
+
+    def functional(params: Any, batch: Batch) -> Any:
+        return nnx_loss_fn(nnx.merge(GRAPH, params), batch)
+
+    assert audit(by_nnx, functional, NNX_PARAMS, micro_batches).passed
+    report = audit(by_nnx_without_counts, functional, NNX_PARAMS, micro_batches)
+    assert report.verdict is Verdict.MEAN_OF_MEANS
+    assert "embed" in str(report)
 
 
 # Gradients outside the gallery.

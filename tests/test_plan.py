@@ -1,0 +1,169 @@
+"""Plans hold every sequence once, keep their limits, and are the cheapest there are."""
+
+import functools
+import itertools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from optax_tokenaccum import choose_length_buckets, plan_window
+
+lengths = st.lists(st.integers(1, 64), min_size=1, max_size=40)
+buckets = st.sets(st.integers(1, 64), max_size=5).map(
+    lambda found: sorted(found | {64})
+)
+
+
+def cost(plans: Any) -> int:
+    return sum(plan.num_rows * plan.length for plan in plans)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(lengths, buckets, st.integers(64, 512), st.sampled_from([1, 2, 4]))
+def test_every_sequence_once_and_limits_kept(
+    window: list[int], length_buckets: list[int], tokens: int, multiple: int
+):
+    max_tokens = tokens * multiple
+    options: Any = {
+        "max_tokens": max_tokens,
+        "length_buckets": length_buckets,
+        "batch_multiple": multiple,
+    }
+    plans = plan_window(window, **options)
+    indices = np.concatenate([plan.indices for plan in plans])
+    assert sorted(indices.tolist()) == list(range(len(window)))
+    for plan in plans:
+        assert plan.length in length_buckets
+        assert 0 < len(plan.indices) <= plan.num_rows
+        assert plan.num_rows % multiple == 0
+        assert plan.num_rows * plan.length <= max_tokens
+        assert plan.num_rows == max_tokens // plan.length // multiple * multiple
+        assert max(window[i] for i in plan.indices) <= plan.length
+    again = plan_window(np.array(window), **options)
+    assert repr(again) == repr(plans)
+
+
+def sort_and_chop(window: list[int], shapes: list[tuple[int, int]]) -> int:
+    """Each micro-batch is filled with the longest left, in the least bucket for it."""
+    left, total = sorted(window, reverse=True), 0
+    while left:
+        num_rows, length = next(s for s in shapes if s[1] >= left[0])
+        total += num_rows * length
+        left = left[num_rows:]
+    return total
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(lengths, buckets, st.integers(64, 512))
+def test_never_dearer_than_sort_and_chop(
+    window: list[int], length_buckets: list[int], max_tokens: int
+):
+    shapes = [(max_tokens // length, length) for length in length_buckets]
+    plans = plan_window(window, max_tokens=max_tokens, length_buckets=length_buckets)
+    assert cost(plans) <= sort_and_chop(window, shapes)
+
+
+@hypothesis.settings(deadline=None, max_examples=50)
+@hypothesis.given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=6),
+    st.sets(st.integers(1, 15), max_size=2).map(lambda found: sorted(found | {16})),
+    st.integers(16, 40),
+)
+def test_no_assignment_to_the_shapes_is_cheaper(
+    window: list[int], length_buckets: list[int], max_tokens: int
+):
+    shapes = [(max_tokens // length, length) for length in length_buckets]
+    best = np.inf
+    for assigned in itertools.product(range(len(shapes)), repeat=len(window)):
+        if all(n <= shapes[s][1] for n, s in zip(window, assigned, strict=True)):
+            calls = [-(-assigned.count(s) // shapes[s][0]) for s in range(len(shapes))]
+            sizes = [rows * length for rows, length in shapes]
+            best = min(best, sum(map(np.multiply, calls, sizes)))
+    plans = plan_window(window, max_tokens=max_tokens, length_buckets=length_buckets)
+    assert cost(plans) == best
+
+
+def test_left_overs_ride_in_another_shape():
+    """Two short ones beside the long one, instead of a micro-batch of their own."""
+    plans = plan_window([100, 3, 4], max_tokens=300, length_buckets=[4, 100])
+    assert [(plan.num_rows, plan.length) for plan in plans] == [(3, 100)]
+    assert sort_and_chop([100, 100, 100, 4], [(75, 4), (3, 100)]) == 600
+
+
+def test_shapes_stay_few_over_a_run():
+    random = np.random.default_rng(0)
+    shapes = {
+        (plan.num_rows, plan.length)
+        for _ in range(50)
+        for plan in plan_window(
+            np.clip(random.lognormal(4, 1, 128), 2, 512).astype(int), max_tokens=1024
+        )
+    }
+    assert len(shapes) <= 10
+    assert {length for _, length in shapes} <= {2**i for i in range(11)}
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.sampled_from([None, lambda rows, length: rows * length**2]),
+)
+def test_no_other_buckets_waste_less(found: list[int], n: int, price: Any):
+    def total(chosen: tuple[int, ...]) -> float:
+        charge = price or (lambda rows, length: rows * length)
+        bucket_of = np.searchsorted(chosen, found)
+        rows = np.bincount(bucket_of, minlength=len(chosen))
+        return sum(
+            float(charge(np.array(r), b)) for r, b in zip(rows, chosen, strict=True)
+        )
+
+    chosen = choose_length_buckets(found, n, cost=price)
+    assert list(chosen) == sorted(set(chosen)) and len(chosen) <= n
+    assert chosen[-1] == max(found)
+    distinct = sorted(set(found))
+    others = itertools.combinations(distinct[:-1], min(n, len(distinct)) - 1)
+    best = min(total((*other, distinct[-1])) for other in others)
+    assert total(chosen) == pytest.approx(best)
+
+
+def test_100_000_lengths():
+    random = np.random.default_rng(0)
+    found = np.clip(random.lognormal(5, 1, 100_000), 1, 4096).astype(int)
+    chosen = choose_length_buckets(found, 8)
+    assert len(chosen) == 8 and chosen[-1] == found.max()
+    padded = np.asarray(chosen)[np.searchsorted(chosen, found)]
+    powers = 2 ** np.ceil(np.log2(found))
+    assert padded.sum() < 0.95 * np.minimum(powers, found.max()).sum()
+
+
+plan = functools.partial(plan_window, max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "one of 65 tokens at index 1", lambda: plan([3, 65])),
+        (
+            ValueError,
+            "one of 40 tokens at index 0, the longest bucket has 32",
+            lambda: plan([40], length_buckets=[32]),
+        ),
+        (ValueError, "at least one sequence", lambda: plan([])),
+        (ValueError, "got 0 at index 2", lambda: plan([3, 1, 0])),
+        (TypeError, "must be integers", lambda: plan([1.5])),
+        (ValueError, "max_tokens", lambda: plan_window([1], max_tokens=0)),
+        (ValueError, "room for batch_multiple", lambda: plan([1], length_buckets=[65])),
+        (ValueError, "room for batch_multiple", lambda: plan([1], batch_multiple=65)),
+        (ValueError, "room for batch_multiple", lambda: plan([1], length_buckets=[])),
+        (ValueError, "got -1 at index 0", lambda: choose_length_buckets([-1], 2)),
+        (ValueError, "n must be", lambda: choose_length_buckets([1], 0)),
+    ],
+    ids=range(11),
+)
+def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
+    with pytest.raises(error, match=message):
+        call()
