@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,6 +132,12 @@ def run_window(
         )
         params = optax.apply_updates(params, updates)
     return params, state
+
+
+def quick_to_compile() -> dict[str, str]:
+    """The environment of a command whose programs may be slow: most run once."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    return os.environ | {"XLA_FLAGS": flags}
 
 
 _compilations: list[str] = []

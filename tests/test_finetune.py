@@ -17,6 +17,7 @@ import options
 import pytest
 import transformer
 from dialogue import Pair
+from helpers import quick_to_compile
 
 EXACT = {
     "MultiSteps",
@@ -303,6 +304,7 @@ def run_command(*words):
         capture_output=True,
         text=True,
         timeout=300,
+        env=quick_to_compile(),
         check=False,
     )
 

@@ -1,7 +1,6 @@
 """Tests of `examples/published_figures.py` and of the page that shows its figures."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 import published_figures
 import published_fixtures
 import pytest
-from helpers import RTOL
+from helpers import RTOL, quick_to_compile
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -60,8 +59,6 @@ def holds(published, value):
 
 
 def test_the_command(tmp_path):
-    # Compiling is most of the time; nothing here depends on how fast the programs are.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     result = subprocess.run(
         [sys.executable, published_figures.__file__, "--quick", "--seeds", "2"]
         + ["--out", str(tmp_path / "out")],
@@ -69,7 +66,7 @@ def test_the_command(tmp_path):
         text=True,
         timeout=300,
         check=False,
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=quick_to_compile(),
     )
     assert result.returncode == 0, result.stderr
     content = json.loads((tmp_path / "out" / "figures.json").read_text())
