@@ -40,7 +40,7 @@ def audit(
 
     Args:
       run: `run(optimizer, params, micro_batches) -> params`: the loop, with the optax
-        optimizer that it is handed. It is given copies, so it may donate them.
+        optimizer that it is handed. The parameters are a copy, so it may donate them.
       loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`, what is true:
         the loss *summed* over tokens, and their number. `check_loss_fn` checks it.
       params: where to look. Not a minimum: a gradient of zero says nothing.
