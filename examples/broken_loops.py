@@ -3,7 +3,7 @@
     python examples/broken_loops.py
 
 Each loop is `run(optimizer, params, micro_batches) -> params`, as `audit` takes it, and
-as people wrote it. In all of them the loss goes down.
+as people wrote it. In most of them the loss goes down all the same.
 """
 
 from collections.abc import Callable, Sequence

@@ -181,9 +181,9 @@ def _findings_on_sums(measure: Measure, batch: Any) -> Iterator[str]:
         )
     elif not _same(twice, 2 * loss, size):
         yield (
-            "the loss holds a term that is no sum over tokens: rows counted twice make "
-            f"it {twice / loss:.4g} times as large. An auxiliary loss that is a mean "
-            "goes in as loss_sum + c * auxiliary * num_tokens."
+            "the loss holds a term that is no sum over tokens: it is "
+            f"{twice:.6g}, not {2 * loss:.6g}, with every row twice. An auxiliary loss "
+            "that is a mean goes in as loss_sum + c * auxiliary * num_tokens."
         )
     elif not _same(loss_apart, loss, size):
         yield (

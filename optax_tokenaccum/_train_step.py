@@ -69,7 +69,7 @@ class TrainStep:
         `jax.eval_shape(step.init, params)` is a target to restore a checkpoint into.
 
         Args:
-          params: a pytree of arrays.
+          params: a pytree of arrays; integers among them are never updated.
 
         Raises:
           TypeError: a leaf of `params` is no array.

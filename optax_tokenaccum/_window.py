@@ -30,7 +30,8 @@ def window_value_and_grad(
     :math:`\left(\sum_i \ell_i / \sum_i n_i,\; \sum_i \nabla \ell_i / \sum_i n_i\right)`
     over micro-batches with summed losses :math:`\ell_i` and token counts :math:`n_i`,
     for people who own their step. One loop over the micro-batches with one accumulator
-    of the parameters' size; it may stand inside any `jit`.
+    of the parameters' size; it may stand inside any `jit`. The gradient of an integer
+    parameter is zeros of its dtype, which every optimizer takes.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss

@@ -48,7 +48,7 @@ class WindowStep:
         """A state with a copy of `params` and the inner optimizer's own state.
 
         Args:
-          params: a pytree of arrays.
+          params: a pytree of arrays; integers among them are never updated.
 
         Raises:
           TypeError: a leaf of `params` is no array.

@@ -1,6 +1,7 @@
 """The audit: every broken loop gets its verdict, every right one passes."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import broken_loops
@@ -81,6 +82,20 @@ def test_loops_of_flax():
     report = audit(by_nnx_without_counts, functional, NNX_PARAMS, micro_batches)
     assert report.verdict is Verdict.MEAN_OF_MEANS
     assert "embed" in str(report)
+
+
+def test_the_gallery_in_the_docs_is_that_of_the_command():
+    page = (Path(__file__).parents[1] / "docs" / "audit.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")][:3]
+        for line in page.split("| loop |")[1].splitlines()[2:]
+        if line.startswith("|")
+    ]
+    expected = [
+        [name, broken.mistake, broken.verdict.name]
+        for name, broken in broken_loops.GALLERY.items()
+    ]
+    assert rows[: len(expected)] == expected
 
 
 # Gradients outside the gallery.
