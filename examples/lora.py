@@ -11,21 +11,20 @@ The model is made of both, `merge(trained, frozen)`. What is trained is a tree o
 own, so gradients, sums and optimizer states have its size and know nothing of the rest.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 ALPHA = 16.0
-INPUT_AXES = {"qkv": 1, "out": 2, "up": 1, "down": 1}
-"""The adapted matrices of a layer, and how many of their axes they share with x."""
+ADAPTED = ("qkv", "out", "up", "down")
+"""The adapted matrices of a layer."""
 
 Tree = dict[str, Any]
 
 
 def init_adapters(key: jax.Array, frozen: Tree, rank: int) -> Tree:
-    """Makes A and B for every matrix of `INPUT_AXES` in every layer.
+    """Makes A and B for every matrix of `ADAPTED` in every layer.
 
     Args:
       key: a PRNG key.
@@ -36,14 +35,13 @@ def init_adapters(key: jax.Array, frozen: Tree, rank: int) -> Tree:
       What `merge` takes in the place of trained parameters.
     """
     adapters = {}
-    keys = jax.random.split(key, len(INPUT_AXES))
-    for key, (name, axes) in zip(keys, INPUT_AXES.items(), strict=True):
-        layers, *shape = frozen["layers"][name].shape
-        inputs, outputs = shape[:axes], shape[axes:]
-        a = jax.random.normal(key, (layers, *inputs, rank), jnp.float32)
+    keys = jax.random.split(key, len(ADAPTED))
+    for key, name in zip(keys, ADAPTED, strict=True):
+        layers, inputs, outputs = frozen["layers"][name].shape
+        a = jax.random.normal(key, (layers, inputs, rank), jnp.float32)
         adapters[name] = {
-            "a": math.prod(inputs) ** -0.5 * a,
-            "b": jnp.zeros((layers, rank, *outputs)),
+            "a": inputs**-0.5 * a,
+            "b": jnp.zeros((layers, rank, outputs)),
         }
     return {"layers": {"adapters": adapters}}
 
@@ -58,17 +56,15 @@ def project(x: jax.Array, layer: Tree, name: str) -> jax.Array:
     """Multiplies by a matrix of a layer, and by its adapter where there is one.
 
     Args:
-      x: `[..., *inputs]`.
+      x: `[..., inputs]`.
       layer: the parameters of one layer.
-      name: of the matrix `[*inputs, *outputs]`.
+      name: of the matrix `[inputs, outputs]`.
 
     Returns:
-      `[..., *outputs]`.
+      `[..., outputs]`.
     """
-    axes = INPUT_AXES[name]
-    y = jnp.tensordot(x, layer[name], axes)
+    y = x @ layer[name]
     if "adapters" in layer:
         a, b = layer["adapters"][name]["a"], layer["adapters"][name]["b"]
-        rank = a.shape[-1]
-        y += ALPHA / rank * jnp.tensordot(jnp.tensordot(x, a, axes), b, 1)
+        y += ALPHA / a.shape[-1] * (x @ a @ b)
     return y

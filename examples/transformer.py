@@ -27,7 +27,6 @@ def init(key: jax.Array, *, vocabulary: int, d_model: int, layers: int) -> Param
     Returns:
       A dictionary of float32 arrays; those under "layers" have a leading `layers` axis.
     """
-    heads = d_model // HEAD_DIM
     keys = jax.random.split(key, 5)
 
     def normal(key: jax.Array, *shape: int, fan_in: int) -> jax.Array:
@@ -37,8 +36,8 @@ def init(key: jax.Array, *, vocabulary: int, d_model: int, layers: int) -> Param
         "embedding": normal(keys[0], vocabulary, d_model, fan_in=d_model),
         "layers": {
             "attention_norm": jnp.ones((layers, d_model)),
-            "qkv": normal(keys[1], layers, d_model, 3, heads, HEAD_DIM, fan_in=d_model),
-            "out": normal(keys[2], layers, heads, HEAD_DIM, d_model, fan_in=d_model),
+            "qkv": normal(keys[1], layers, d_model, 3 * d_model, fan_in=d_model),
+            "out": normal(keys[2], layers, d_model, d_model, fan_in=d_model),
             "mlp_norm": jnp.ones((layers, d_model)),
             "up": normal(keys[3], layers, d_model, 4 * d_model, fan_in=d_model),
             "down": normal(keys[4], layers, 4 * d_model, d_model, fan_in=4 * d_model),
@@ -61,17 +60,27 @@ def forward(params: Params, tokens: jax.typing.ArrayLike) -> jax.Array:
       Logits `[batch, length, vocabulary]`.
     """
 
-    def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        qkv = project(_norm(x, layer["attention_norm"]), layer, "qkv")
-        q, k, v = jnp.moveaxis(qkv, 2, 0)  # each [batch, length, heads, HEAD_DIM]
-        attended = jax.nn.dot_product_attention(
-            _rotate(q), _rotate(k), v, is_causal=True
-        )
-        x = x + project(attended, layer, "out")
-        hidden = jax.nn.gelu(project(_norm(x, layer["mlp_norm"]), layer, "up"))
-        return x + project(hidden, layer, "down"), None
+    x, _ = jax.lax.scan(
+        lambda x, layer: (block(x, layer), None),
+        params["embedding"][tokens],
+        params["layers"],
+    )
+    return logits(params, x)
 
-    x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
+
+def block(x: jax.Array, layer: Params) -> jax.Array:
+    """One layer: attention and an MLP, `[batch, length, d_model]` to the same."""
+    qkv = project(_norm(x, layer["attention_norm"]), layer, "qkv")
+    in_heads = (*x.shape[:2], -1, HEAD_DIM)  # [batch, length, heads, HEAD_DIM]
+    q, k, v = (part.reshape(in_heads) for part in jnp.split(qkv, 3, axis=-1))
+    attended = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+    x = x + project(attended.reshape(x.shape), layer, "out")
+    hidden = jax.nn.gelu(project(_norm(x, layer["mlp_norm"]), layer, "up"))
+    return x + project(hidden, layer, "down")
+
+
+def logits(params: Params, x: jax.Array) -> jax.Array:
+    """What the last layer's output says of the next token."""
     return _norm(x, params["final_norm"]) @ params["embedding"].T
 
 

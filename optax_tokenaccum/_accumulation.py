@@ -1,4 +1,4 @@
-"""The transformation: sums of gradients and of tokens, divided once."""
+"""The transformation and what belongs to it: `has_updated`, `close_window`."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from optax_tokenaccum._add_and_close import (
     nodes_of,
 )
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
+from optax_tokenaccum._transformation import Transformation
 
 
 def token_accumulation(
@@ -94,7 +95,8 @@ def token_accumulation(
         should_skip_update_fn,
         accumulator_dtype,
     )
-    return optax.GradientTransformationExtraArgs(accumulation.init, accumulation.update)
+    tx = Transformation(accumulation)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 def has_updated(state: Any) -> jax.Array:

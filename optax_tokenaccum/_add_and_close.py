@@ -163,8 +163,8 @@ class Accumulation:
         like: optax.Updates,
         params: optax.Params | None,
         extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates], Any] = lambda updates: updates,
-        otherwise: Any = None,
+        finish: Callable[[optax.Updates], Any],
+        otherwise: Any,
     ) -> tuple[Any, TokenAccumulationState]:
         """Ends the window where `closes`, with an update if it holds any token.
 
@@ -175,12 +175,11 @@ class Accumulation:
           params: what the inner optimizer is given.
           extra_args: likewise.
           finish: called on the inner optimizer's updates, where there is an update.
-          otherwise: the result where there is no update; `None` for zeros.
+          otherwise: the result where there is no update.
 
         Returns:
           What `finish` returned, or `otherwise`, and the new state.
         """
-        _checks.check_inner_state(self.inner, state.inner_opt_state, state.acc_grads)
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def update() -> tuple[Any, Any]:
@@ -193,11 +192,7 @@ class Accumulation:
             )
 
         def leave() -> tuple[Any, Any]:
-            result = otherwise
-            if result is None:
-                shapes, _ = jax.eval_shape(update)
-                result = jax.tree.map(_arrays.zeros_of, shapes)
-            return result, state.inner_opt_state
+            return otherwise, state.inner_opt_state
 
         result, inner_opt_state = _branch(due, update, leave)
         return result, state._replace(
@@ -239,29 +234,6 @@ class Accumulation:
             lambda acc: acc.astype(_arrays.at_least_float32(acc.dtype)), state.acc_grads
         )
         return self._divided(optax.tree.norm(wide).astype(state.acc_value.dtype), state)
-
-    def update(
-        self,
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        num_tokens: Any = None,
-        value: Any = None,
-        close_window: Any = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, TokenAccumulationState]:
-        """`update` of the optax transformation, see `token_accumulation`."""
-        state, _ = self.add(updates, state, params, num_tokens, value)
-        if value is not None:
-            mean_value, _ = self.window_so_far(state)
-            if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating):
-                mean_value = mean_value.astype(value.dtype)
-            extra_args["value"] = mean_value
-        closes = self.schedule.closes(
-            state.mini_step, state.acc_tokens, state.gradient_step, close_window
-        )
-        return self.close(state, closes, updates, params, extra_args)
 
     def _ask_skip(
         self,

@@ -11,6 +11,7 @@ from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._accumulation import has_updated
 from optax_tokenaccum._add_and_close import TokenAccumulationState, make_accumulation
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
+from optax_tokenaccum._transformation import Transformation
 
 
 class MultiSteps:
@@ -70,7 +71,7 @@ class MultiSteps:
         schedule = make_schedule(every_k_schedule, None)
         if not schedule.is_set:
             raise TypeError("MultiSteps needs every_k_schedule: got None.")
-        self._accumulation = make_accumulation(
+        accumulation = make_accumulation(
             opt,
             schedule,
             gradients,
@@ -78,14 +79,15 @@ class MultiSteps:
             accumulator_dtype,
             token_mean=use_grad_mean,
         )
+        self._tx = Transformation(accumulation)
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        return self._accumulation.inner
+        return self._tx.accumulation.inner
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
         """The state before the first micro-batch."""
-        return self._accumulation.init(params)
+        return self._tx.init(params)
 
     def update(
         self,
@@ -95,7 +97,7 @@ class MultiSteps:
         **extra_args: Any,
     ) -> tuple[optax.Updates, TokenAccumulationState]:
         """Adds a micro-batch; `num_tokens` is required. See `token_accumulation`."""
-        return self._accumulation.update(updates, state, params, **extra_args)
+        return self._tx.update(updates, state, params, **extra_args)
 
     def has_updated(self, state: Any) -> jax.Array:
         """Whether the last call closed its window with an update."""

@@ -95,6 +95,7 @@ def close_and_apply(
     opt_state: TokenAccumulationState,
 ) -> tuple[Any, TokenAccumulationState, StepMetrics]:
     """Ends the window where `closes` and applies its update to `params`."""
+    _checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
     metrics = metrics_of(accumulation, opt_state)
 
     def finish(updates: Any) -> tuple[Any, jax.Array]:

@@ -9,6 +9,7 @@ from flax import nnx
 from optax_tokenaccum._add_and_close import Accumulation
 from optax_tokenaccum._micro_batch import unpack
 from optax_tokenaccum._step_state import StepMetrics, close_and_apply
+from optax_tokenaccum._transformation import Transformation
 
 
 class TrainStep:
@@ -176,16 +177,17 @@ def _arrays_in(tree: Any) -> Any:
 
 
 def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:
-    accumulation = getattr(optimizer.tx.update, "__self__", None)
-    if not isinstance(accumulation, Accumulation):
+    tx = getattr(optimizer.tx.update, "__self__", None)
+    if not isinstance(tx, Transformation):
         raise TypeError(
             "The optimizer must be an nnx.Optimizer around token_accumulation(...) "
             f"itself: got {optimizer.tx!r}. A chain goes inside: "
             "token_accumulation(optax.chain(...), k)."
         )
-    if accumulation.gradients != "sum":
+    gradients = tx.accumulation.gradients
+    if gradients != "sum":
         raise ValueError(
             "loss_fn returns a sum over tokens, so token_accumulation must be told "
-            f"gradients='sum', the default: got {accumulation.gradients!r}."
+            f"gradients='sum', the default: got {gradients!r}."
         )
-    return accumulation
+    return tx.accumulation

@@ -1,0 +1,54 @@
+"""Runs the suites and writes what they measured.
+
+    python -m benchmarks --out results
+
+Ratios of times taken in turn in one process, never a time: the median of the pairs,
+the least and the greatest. Every way is first checked to give the right gradient, or
+known to be wrong by design. `--quick` runs everything small, to see that it works.
+"""
+
+import argparse
+from pathlib import Path
+
+from benchmarks import growth, host, programs, report, settings, speed
+
+SUITES = {
+    "speed": speed.run,
+    "programs": programs.run,
+    "host": host.run,
+    "growth": growth.run,
+}
+
+
+def main() -> None:
+    """Reads the command line; see `python -m benchmarks --help`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--suite",
+        nargs="+",
+        choices=SUITES,
+        default=list(SUITES),
+        help="which to run (all)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny and few: for correctness alone"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmark-results"),
+        help="a folder (%(default)s)",
+    )
+    options = parser.parse_args()
+    chosen = settings.QUICK if options.quick else settings.full()
+    results = {name: SUITES[name](chosen) for name in options.suite}
+    report.write(results, options.out)
+    print((options.out / "benchmarks.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What no way to accumulate can beat."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from benchmarks.loops import Contender, Loop, apply, empty_sums, owned, size_in_bytes
+from benchmarks.workloads import Window, Workload
+
+
+def gradients_alone(
+    workload: Workload, inner: optax.GradientTransformation, k: int
+) -> Loop:
+    """k gradients, each thrown away."""
+    gradient = jax.jit(jax.value_and_grad(workload.loss_fn, has_aux=True))
+
+    def run(state: Any, window: Window) -> Any:
+        params, last = state
+        for batch in window.micro_batches:
+            last = gradient(params, batch, workload.frozen)
+        return params, last
+
+    def lower(state: Any, window: Window) -> Any:
+        batch = window.micro_batches[0]
+        return {"gradient": gradient.lower(state[0], batch, workload.frozen)}
+
+    return Loop((owned(workload.params), None), run, lambda state: state[0], lower)
+
+
+def gradients_and_step(
+    workload: Workload, inner: optax.GradientTransformation, k: int
+) -> Loop:
+    """k gradients and one optimizer step on the last of them: nothing is added up."""
+    gradient = jax.jit(jax.value_and_grad(workload.loss_fn, has_aux=True))
+    step = jax.jit(partial(apply, inner), donate_argnums=(0, 1))
+
+    def run(state: Any, window: Window) -> Any:
+        params, opt_state = state
+        last = params
+        for batch in window.micro_batches:
+            _, last = gradient(params, batch, workload.frozen)
+        return step(params, opt_state, last)
+
+    def lower(state: Any, window: Window) -> Any:
+        batch = window.micro_batches[0]
+        return {
+            "gradient": gradient.lower(state[0], batch, workload.frozen),
+            "step": step.lower(*state, state[0]),
+        }
+
+    start = (owned(workload.params), owned(inner.init(workload.params)))
+    return Loop(start, run, lambda state: state[0], lower)
+
+
+def bytes_at_copy_speed(
+    workload: Workload, inner: optax.GradientTransformation, k: int
+) -> Loop:
+    """As many bytes as a window moves at the least, read and written in place."""
+    needed = bytes_of_a_window(workload, inner, k)
+    buffers = owned((workload.params, workload.frozen))
+    touch = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+
+    def run(buffers: Any, window: Window) -> Any:
+        for _ in range(round(needed / (2 * size_in_bytes(buffers)))):
+            buffers = touch(buffers)
+        return buffers
+
+    return Loop(buffers, run, lambda buffers: buffers[0], lambda *_: {})
+
+
+def bytes_of_a_window(
+    workload: Workload, inner: optax.GradientTransformation, k: int
+) -> int:
+    """What must be read and written, were activations free.
+
+    Every gradient reads the weights forwards and backwards, and is added to the sums,
+    which are written first and then read and written; the close reads the sums, and
+    reads and writes the parameters and the optimizer's state.
+    """
+    params = size_in_bytes(workload.params)
+    weights = params + size_in_bytes(workload.frozen)
+    sums = size_in_bytes(jax.eval_shape(empty_sums, workload.params))
+    opt_state = size_in_bytes(jax.eval_shape(inner.init, workload.params))
+    return k * 2 * weights + (2 * k - 1) * sums + sums + 2 * (params + opt_state)
+
+
+LIMITS: dict[str, Contender] = {
+    "gradients alone": Contender("limit", gradients_alone, exact=False),
+    "gradients + one step": Contender("limit", gradients_and_step, exact=False),
+    "bytes at copy speed": Contender("limit", bytes_at_copy_speed, exact=False),
+}

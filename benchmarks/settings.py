@@ -1,0 +1,78 @@
+"""How much to measure."""
+
+import sys
+from typing import NamedTuple
+
+import jax
+
+from benchmarks.workloads import (
+    LARGE_WORKLOADS,
+    TINY_WORKLOADS,
+    WORKLOADS,
+    Workloads,
+)
+
+
+class Case(NamedTuple):
+    """One thing to time: a workload by name, an optimizer by name, and k."""
+
+    workload: str
+    optimizer: str
+    k: int
+
+
+class Settings(NamedTuple):
+    """What all suites have in common.
+
+    Attributes:
+      workloads: by name.
+      cases: of the speed suite.
+      rounds: of an interleaved measurement, at most.
+      seconds: that one may take, once there are five rounds.
+      leaves: of the trees in the host and growth suites.
+      ks: in the growth suite.
+      widths: of the square layers in the growth suite.
+    """
+
+    workloads: Workloads
+    cases: tuple[Case, ...]
+    rounds: int
+    seconds: float
+    leaves: tuple[int, ...]
+    ks: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    def say(self, what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+
+QUICK = Settings(
+    workloads={name: TINY_WORKLOADS[name] for name in ("LoRA", "bfloat16")},
+    cases=(Case("LoRA", "AdamW", 2), Case("bfloat16", "AdamW", 3)),
+    rounds=1,
+    seconds=0,
+    leaves=(3,),
+    ks=(1, 2),
+    widths=(16,),
+)
+
+
+def full() -> Settings:
+    """For the machine at hand."""
+    on_cpu = jax.default_backend() == "cpu"
+    workloads = WORKLOADS if on_cpu else LARGE_WORKLOADS
+    return Settings(
+        workloads=workloads,
+        # A star around AdamW and k = 8: everything crossed would take hours.
+        cases=(
+            *(Case(name, "AdamW", 8) for name in workloads),
+            *(Case(name, "SGD", 8) for name in workloads),
+            *(Case("square layers", "AdamW", k) for k in (1, 4, 32)),
+            *(Case("transformer", "AdamW", k) for k in (1, 4, 32)),
+        ),
+        rounds=21,
+        seconds=40,
+        leaves=(10, 100, 1000, 10_000),
+        ks=(1, 2, 4, 8, 16, 32, 64),
+        widths=(256, 512, 1024, 2048) if on_cpu else (1024, 2048, 4096, 8192),
+    )

@@ -1,0 +1,163 @@
+"""What is trained: the models, and ragged windows of data for them."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import lora
+import numpy as np
+import transformer
+
+from optax_tokenaccum import softmax_cross_entropy_sum
+
+
+class Workload(NamedTuple):
+    """A model and its micro-batches.
+
+    Attributes:
+      params: what is trained.
+      frozen: what `loss_fn` needs besides, not trained.
+      loss_fn: `loss_fn(params, batch, frozen) -> (loss_sum, num_tokens)`.
+      micro_batch: `micro_batch(rng)`: one with a random number of loss tokens.
+    """
+
+    params: Any
+    frozen: Any
+    loss_fn: Callable[..., Any]
+    micro_batch: Callable[[np.random.Generator], Any]
+
+    def mean_loss_fn(self, params: Any, batch: Any, frozen: Any) -> Any:
+        loss_sum, num_tokens = self.loss_fn(params, batch, frozen)
+        return loss_sum / num_tokens, num_tokens
+
+
+class Window(NamedTuple):
+    """The same micro-batches one by one, stacked, and as one batch."""
+
+    micro_batches: list[Any]
+    stacked: Any
+    whole: Any
+
+
+def window_of(workload: Workload, k: int, seed: int = 0) -> Window:
+    """`k` micro-batches on the device."""
+    rng = np.random.default_rng(seed)
+    micro_batches = [workload.micro_batch(rng) for _ in range(k)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *micro_batches)
+    whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
+    return jax.device_put(Window(micro_batches, stacked, whole))
+
+
+def square_layers(
+    width: int = 2048, layers: int = 6, rows: int = 4, dtype: Any = jnp.float32
+) -> Workload:
+    """Large square layers and a tiny batch: what moves the parameters costs most."""
+    keys = jax.random.split(jax.random.key(0), layers)
+    params = [jax.random.normal(key, (width, width), dtype) for key in keys]
+
+    def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w / width**0.5)
+        per_row = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
+        return jnp.sum(jnp.where(batch["mask"], per_row, 0)), jnp.sum(batch["mask"])
+
+    def micro_batch(rng: np.random.Generator) -> Any:
+        # Short and long micro-batches hold different data, as they do in life.
+        n = rng.integers(1, rows + 1)
+        x = rng.normal(size=(rows, width)) * n
+        return {"x": x.astype(dtype), "mask": np.arange(rows) < n}
+
+    return Workload(params, None, loss_fn, micro_batch)
+
+
+def transformer_of(
+    d_model: int = 512, layers: int = 5, rows: int = 2, length: int = 64, rank: int = 0
+) -> Workload:
+    """A causal language model, of 17 M parameters by default; with `rank`, LoRA."""
+    vocabulary = 2048
+    model = transformer.init(
+        jax.random.key(0), vocabulary=vocabulary, d_model=d_model, layers=layers
+    )
+    frozen = {}
+    params = _unstacked(model, layers)
+    if rank:
+        frozen = params
+        adapters = lora.init_adapters(jax.random.key(1), model, rank)
+        params = _unstacked(adapters, layers)
+
+    def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
+        model = frozen | params
+        x = model["embedding"][batch["tokens"]]
+        for i, layer in enumerate(params["layers"]):
+            own = frozen["layers"][i] if frozen else {}
+            x = transformer.block(x, own | layer)
+        return softmax_cross_entropy_sum(
+            transformer.logits(model, x), batch["labels"], batch["mask"]
+        )
+
+    def micro_batch(rng: np.random.Generator) -> Any:
+        n = rng.integers(2, length + 1, rows)
+        high = np.where(n < length // 2, vocabulary // 2, vocabulary)[:, None]
+        text = rng.integers(0, high, (rows, length + 1)).astype(np.int32)
+        return {
+            "tokens": text[:, :-1],
+            "labels": text[:, 1:],
+            "mask": np.arange(length) < n[:, None],
+        }
+
+    return Workload(params, frozen, loss_fn, micro_batch)
+
+
+def _unstacked(params: Any, layers: int) -> Any:
+    """Layer by layer: the gradient of one is added as soon as it is made."""
+    return params | {
+        "layers": [
+            jax.tree.map(operator.itemgetter(i), params["layers"])
+            for i in range(layers)
+        ]
+    }
+
+
+def many_leaves(leaves: int, total: int = 1_000_000) -> Workload:
+    """`total` parameters in so many vectors, and next to no work."""
+    size = max(total // leaves, 1)
+    params = {f"leaf {i}": jnp.ones(size) for i in range(leaves)}
+
+    def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
+        sums = [jnp.sum(p) for p in params.values()]
+        return jnp.sum(jnp.stack(sums)) * jnp.sum(batch), jnp.sum(batch)
+
+    def micro_batch(rng: np.random.Generator) -> Any:
+        return np.float32(rng.integers(1, 9, 4))
+
+    return Workload(params, None, loss_fn, micro_batch)
+
+
+Workloads = dict[str, Callable[[], Workload]]
+
+WORKLOADS: Workloads = {
+    "square layers": square_layers,
+    "transformer": transformer_of,
+    "LoRA": lambda: transformer_of(rank=8),
+    "bfloat16": lambda: square_layers(dtype=jnp.bfloat16),
+}
+"""For a CPU: 25 M and 17 M parameters."""
+
+LARGE_WORKLOADS: Workloads = {
+    "square layers": lambda: square_layers(8192),
+    "transformer": lambda: transformer_of(2048, 12, rows=8, length=512),
+    "LoRA": lambda: transformer_of(2048, 12, rows=8, length=512, rank=16),
+    "bfloat16": lambda: square_layers(8192, dtype=jnp.bfloat16),
+}
+"""For an accelerator: 403 M and 608 M parameters."""
+
+TINY_WORKLOADS: Workloads = {
+    "square layers": lambda: square_layers(32, 2),
+    "transformer": lambda: transformer_of(32, 2, length=8),
+    "LoRA": lambda: transformer_of(32, 2, length=8, rank=2),
+    "bfloat16": lambda: square_layers(32, 2, dtype=jnp.bfloat16),
+}
+"""To see that everything runs and is right; times mean nothing."""
