@@ -1,10 +1,12 @@
 """From pairs of texts to token arrays, and from those to windows of micro-batches."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from dialogue import Pair
+
+from optax_tokenaccum import choose_length_buckets
 
 PAD, BOS, SEP, EOS = 256, 257, 258, 259  # a byte is its own token
 VOCABULARY = 260
@@ -24,16 +26,22 @@ class Batch(NamedTuple):
     mask: np.ndarray
 
 
+# What stands where there is no token; the mask says that it weighs nothing.
+PADDING = Batch(*map(np.asarray, (PAD, PAD, False)))
+
+
 class Window(NamedTuple):
     """The rows behind one optimizer update, cut up and in one piece.
 
     Attributes:
       micro_batches: as many as are accumulated, with the same number of rows each.
       whole: the same rows as one batch.
+      sequences: the same rows without padding, each of its own length.
     """
 
     micro_batches: list[Batch]
     whole: Batch
+    sequences: list[Batch]
 
     @property
     def stacked(self) -> Batch:
@@ -110,13 +118,25 @@ def make_windows(
     epochs = -(-needed // len(sequences))
     order = np.concatenate([shuffle.permutation(len(sequences)) for _ in range(epochs)])
     cut = order[:needed].reshape(updates, accumulation_steps, micro_batch_size)
-    return [
-        Window(
-            [pad([sequences[i] for i in rows], lengths) for rows in window],
-            pad([sequences[i] for rows in window for i in rows], lengths),
-        )
-        for window in cut.tolist()
-    ]
+    windows = []
+    for window in cut.tolist():
+        micro_batches = [[sequences[i] for i in rows] for rows in window]
+        whole = [sequence for rows in micro_batches for sequence in rows]
+        padded = [pad(rows, lengths) for rows in micro_batches]
+        windows.append(Window(padded, pad(whole, lengths), whole))
+    return windows
+
+
+def plan_settings(windows: list[Window]) -> dict[str, Any]:
+    """What `plan_window` is told, for the whole run: so its shapes are few.
+
+    No micro-batch is larger than the largest of fixed rows, and needs more memory.
+    """
+    lengths = [len(sequence.inputs) for w in windows for sequence in w.sequences]
+    return {
+        "max_tokens": largest_micro_batch(windows).inputs.size,
+        "length_buckets": choose_length_buckets(lengths, 6),
+    }
 
 
 def largest_micro_batch(windows: list[Window]) -> Batch:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from batches import PAD, Batch, Window
 from methods import METHODS, Loop, Programs, loss_fn
+from planned import PLANNED
 from transformer import Params
 
 
@@ -22,7 +23,7 @@ class Run:
     """One method's training and what was measured.
 
     Attributes:
-      method: its name in `METHODS`.
+      method: its name in `METHODS` or `PLANNED`.
       loop: the training loop, a generator that stops after every update.
       params: the trained parameters after the last update.
       distances: relative L2 distance to the reference's parameters, one an update.
@@ -69,7 +70,7 @@ def compare(
     """Trains the same model on the same windows by each method.
 
     Args:
-      methods: names in `METHODS`, the reference first.
+      methods: names in `METHODS` or `PLANNED`, the reference first.
       params: the parameters to train; every method gets a copy, since it donates them.
       frozen: the parameters that are not trained.
       windows: one an update.
@@ -85,7 +86,9 @@ def compare(
     runs = []
     for name in methods:
         own = jax.tree.map(jnp.copy, params)
-        loop = METHODS[name](own, frozen, windows, inner, accumulation_steps)
+        loop = (METHODS | PLANNED)[name](
+            own, frozen, windows, inner, accumulation_steps
+        )
         runs.append(Run(name, loop))
     reference = runs[0]
     shapes_compiled = set()

@@ -11,6 +11,9 @@ this is about the arithmetic of training, not about a good model.
 `--lora-rank 4` trains low-rank adapters beside the frozen matrices, see `lora.py`. Here
 these are random too, so there is less to learn.
 
+`--plan` adds two ways that cut each window by length instead of into fixed rows, see
+`planned.py`: the same updates with less padding.
+
 Your own data: `--data FILE.jsonl`, a line an example, with `prompt` and `completion`.
 
 `--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. It can be
@@ -34,19 +37,21 @@ from batches import (
     encode,
     make_windows,
     padded_lengths,
+    plan_settings,
 )
 from compare import Run, compare
 from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
 from lora import init_adapters
 from methods import REFERENCE, loss_fn
 from options import OPTIMIZERS, parse_options
+from planned import PLANNED
 from report import make_table, write_json, write_picture
 from resumable import CheckpointError, Settings, fingerprint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformer import Params, init
 
-from optax_tokenaccum import TrainStep, make_train_step
+from optax_tokenaccum import TrainStep, make_train_step, plan_window
 
 EVALUATION_ROWS = 32
 # What decides on the arithmetic or on the data. Not the number of updates: the windows
@@ -86,6 +91,8 @@ def main() -> None:
         seed=options.seed,
     )
     console.print(describe(windows, len(train)))
+    if options.plan:
+        console.print(describe_plans(windows))
     if options.checkpoint_dir is None:
         compare_methods(options, windows, train, validation, console)
         return
@@ -107,6 +114,7 @@ def compare_methods(
     lengths = padded_lengths(options.max_length)
     with make_progress(console) as progress:
         methods = list(dict.fromkeys([REFERENCE, *options.methods]))
+        methods += PLANNED if options.plan else []
         bar = progress.add_task("training", total=len(methods) * len(windows))
 
         def after_update(run: Run) -> None:
@@ -269,6 +277,20 @@ def describe(windows: list[Window], train_size: int) -> str:
         f"{min(loss_tokens)} to {max(loss_tokens)} loss tokens; padding is "
         f"{padding(micro_batches):.0%} of the micro-batches and {padding(wholes):.0%} "
         "of the whole windows"
+    )
+
+
+def describe_plans(windows: list[Window]) -> str:
+    """Says how many planned micro-batches there are, of which shapes, how padded."""
+    settings = plan_settings(windows)
+    lengths = [[len(row.inputs) for row in window.sequences] for window in windows]
+    plans = [plan for window in lengths for plan in plan_window(window, **settings)]
+    shapes = sorted({(plan.num_rows, plan.length) for plan in plans}, reverse=True)
+    padded = sum(plan.num_rows * plan.length for plan in plans)
+    return (
+        f"planned: {len(plans)} micro-batches of "
+        f"{', '.join(f'{rows} x {length}' for rows, length in shapes)} tokens; padding "
+        f"is {1 - sum(map(sum, lengths)) / padded:.0%}"
     )
 
 

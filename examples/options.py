@@ -92,6 +92,12 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         help=f"of {', '.join(METHODS)} (all); the first always runs, as the reference",
     )
     add(
+        "--plan",
+        action="store_true",
+        help="train by make_train_step and make_window_step on windows cut by length, "
+        "too: several shapes, less padding, the same update",
+    )
+    add(
         "--data",
         type=Path,
         metavar="FILE.jsonl",
@@ -136,8 +142,8 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         options.methods = options.methods or list(METHODS)
         options.out = options.out or OUT
     else:
-        for name in ("methods", "out"):
-            if getattr(options, name) is not None:
+        for name in ("methods", "out", "plan"):
+            if getattr(options, name):
                 parser.error(
                     f"--{name} is of the comparison, and --checkpoint-dir trains a "
                     "single run: leave one of them out"

@@ -20,6 +20,8 @@ _EXACT_LOOKS = [
     ("#7b4fb5", "^"),
     ("#c77d0a", "D"),
     ("#17a3b8", "v"),
+    ("#8c564b", "P"),
+    ("#52606d", "X"),
 ]
 _FLOOR = 1e-10  # where a distance of zero is drawn: a logarithmic axis has none
 

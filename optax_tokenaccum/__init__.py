@@ -11,11 +11,13 @@ from optax_tokenaccum._audit_report import AuditReport, Verdict
 from optax_tokenaccum._check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
+from optax_tokenaccum._pad import pad_micro_batch
 from optax_tokenaccum._plan import (
     MicroBatchPlan,
     choose_length_buckets,
     plan_window,
 )
+from optax_tokenaccum._planned_window import PlannedWindow, pad_window
 from optax_tokenaccum._step_state import StepMetrics, StepState
 from optax_tokenaccum._train_step import TrainStep, make_train_step
 from optax_tokenaccum._window import split_batch, window_value_and_grad
@@ -28,6 +30,7 @@ __all__ = [
     "LossReport",
     "MicroBatchPlan",
     "MultiSteps",
+    "PlannedWindow",
     "StepMetrics",
     "StepState",
     "TokenAccumulationState",
@@ -42,6 +45,8 @@ __all__ = [
     "has_updated",
     "make_train_step",
     "make_window_step",
+    "pad_micro_batch",
+    "pad_window",
     "plan_window",
     "softmax_cross_entropy_sum",
     "split_batch",

@@ -1,5 +1,6 @@
 """Several losses in one window, each over a denominator of its own."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._checks import as_num_tokens
+from optax_tokenaccum._groups import Group
 
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
 CountFn = Callable[[Any], dict[str, Any]]
@@ -27,14 +29,18 @@ class LossTerms:
         self._count_fn = count_fn
         self._has_aux = has_aux
 
-    def totals(self, micro_batches: Any, bound: Any, k: int) -> dict[str, Any]:
-        """The window's count of every term, over its first `bound` micro-batches."""
-        counts = jax.vmap(self._counts)(micro_batches)
-        runs = jnp.arange(k) < bound
-        return {
-            name: None if count is None else jnp.sum(jnp.where(runs, count, 0))
-            for name, count in counts.items()
-        }
+    def totals(self, groups: list[Group]) -> dict[str, Any]:
+        """The window's count of every term, over the micro-batches that run."""
+
+        def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
+            return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
+
+        shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
+        totals = jax.tree.map(jnp.zeros_like, shapes)
+        for group in groups:
+            body = functools.partial(add, group.pick)
+            totals = jax.lax.fori_loop(group.start, group.stop, body, totals)
+        return totals
 
     def share_of(self, totals: dict[str, Any]) -> Callable[..., Any]:
         """A `loss_fn` that returns a micro-batch's share of the window's loss.

@@ -73,7 +73,7 @@ def plan_window(
     tokens = _as_lengths(lengths)
     max_tokens = as_count(max_tokens, "max_tokens")
     batch_multiple = as_count(batch_multiple, "batch_multiple")
-    shapes = _shapes(length_buckets, max_tokens, batch_multiple)
+    shapes = shapes_of(max_tokens, length_buckets, batch_multiple)
     longest_bucket = shapes[-1][1]
     too_long = np.flatnonzero(tokens > longest_bucket)
     if too_long.size:
@@ -163,8 +163,8 @@ def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return tokens.astype(np.int64)
 
 
-def _shapes(
-    length_buckets: Sequence[int] | None, max_tokens: int, batch_multiple: int
+def shapes_of(
+    max_tokens: int, length_buckets: Sequence[int] | None, batch_multiple: int
 ) -> list[tuple[int, int]]:
     """`(num_rows, length)` of every bucket, the shortest first."""
     if length_buckets is None:

@@ -1,6 +1,7 @@
 """A train step of one micro-batch a call, with no updates to discard."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from optax_tokenaccum._add_and_close import (
     make_accumulation,
 )
 from optax_tokenaccum._checks import is_concrete
+from optax_tokenaccum._compile_ahead import Progress, compile_all, distinct
 from optax_tokenaccum._micro_batch import LossFn, key_of_position, sums_and_gradient
 from optax_tokenaccum._mini_step_memo import MiniStepMemo
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
@@ -127,6 +129,60 @@ class TrainStep:
             return state, added
         state, closed = self.close_window(state)
         return state, closed._replace(skipped=added.skipped, aux=added.aux)
+
+    def compile(
+        self,
+        state: StepState,
+        batches: Iterable[Any],
+        *,
+        rng: jax.Array | None = None,
+        progress: Progress = iter,
+        **loss_kwargs: Any,
+    ) -> None:
+        """Compiles the programs of every shape of batch, so that no call will.
+
+        Those are `accumulate` for each shape and `close_window`; where the step is one
+        program, that one for each shape, and `close_window` for a partial window.
+
+        Args:
+          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`; the
+            state itself where parameters were placed on devices: programs depend on it.
+          batches: a list of batches, or of their shapes; those of the same shapes share
+            a program.
+          rng: as for a call.
+          progress: wraps the list of programs, to show how far it is: `tqdm.tqdm` or
+            `rich.progress.track`.
+          **loss_kwargs: as for a call.
+
+        Raises:
+          TypeError: `batches` is no list; what a call with one of them raises.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax
+          >>> from optax_tokenaccum import make_train_step
+          >>> def loss_fn(params, x):
+          ...     return jnp.sum(params * x), x.size
+          >>> step = make_train_step(loss_fn, optax.sgd(1.0))
+          >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 9)]
+          >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), shapes)
+        """
+        require_step_state(state, accumulates=True)
+        schedule = self._accumulation.schedule
+        has_halves = isinstance(schedule.every_k, int) and self._host_knows(state)
+        is_whole = schedule.is_set and not has_halves
+        lower = self._lower_whole if is_whole else self.accumulate.lower
+        programs = [
+            functools.partial(lower, state, batch, rng=rng, **loss_kwargs)
+            for batch in distinct(batches, "batches")
+        ]
+        compile_all(
+            [*programs, functools.partial(self.close_window.lower, state)], progress
+        )
+
+    def _lower_whole(
+        self, state: StepState, batch: Any, *, rng: Any, **loss_kwargs: Any
+    ) -> jax.stages.Lowered:
+        return self._whole.lower(state, batch, rng, *_static.split(loss_kwargs))
 
     def _host_knows(self, state: StepState) -> bool:
         return self._accumulation.should_skip_update_fn is None and is_concrete(

@@ -1,5 +1,6 @@
 """A whole window in one program: its exact mean loss and gradient."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from optax_tokenaccum._add_and_close import (
     TokenAccumulationState,
     make_accumulation,
 )
+from optax_tokenaccum._groups import Group, groups_of
 from optax_tokenaccum._loss_terms import CountFn, LossTerms
 from optax_tokenaccum._micro_batch import LossFn, loss_and_aux, sums_and_gradient
 from optax_tokenaccum._schedule import make_schedule
@@ -49,7 +51,9 @@ def window_value_and_grad(
       `f(params, micro_batches, *, rng=None, num_micro_batches=None, **loss_kwargs) ->
       ((loss, (num_tokens, aux)), grads)`.
 
-      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`.
+      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`; or the
+        `PlannedWindow` of sequences of many lengths, see `pad_window`: then k is its
+        capacity, and `loss_fn` is traced once for each shape.
       * `rng`: one key for this window; `loss_fn` is given it as `rng`, folded with the
         index of the micro-batch. Fold the number of the update in yourself.
       * `num_micro_batches`: runs only the first so many; traced, without compiling
@@ -148,18 +152,6 @@ def split_batch(batch: Any, k: int) -> Any:
     return jax.tree.map(split, batch)
 
 
-def check_bound(num_micro_batches: Any, k: int) -> None:
-    """Raises unless it is `None`, an array, or an integer from 0 to `k`."""
-    if num_micro_batches is None or isinstance(num_micro_batches, jax.Array):
-        return
-    given = _checks.as_count(num_micro_batches, "num_micro_batches", least=0)
-    if given > k:
-        raise ValueError(
-            f"num_micro_batches must be at most the {k} micro-batches there are: got "
-            f"{given}."
-        )
-
-
 class Window:
     """The loop over a window's micro-batches, for the function and for the step."""
 
@@ -188,29 +180,21 @@ class Window:
         loss_kwargs: dict[str, Any],
     ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
         """`(state before the close, num_tokens, whether any was skipped, aux)`."""
-        micro_batches = jax.tree.map(jnp.asarray, micro_batches)
-        k = _checks.leading_axis(micro_batches, "micro_batches")
-        check_bound(num_micro_batches, k)
-        bound = k if num_micro_batches is None else _as_bound(num_micro_batches, k)
+        capacity, groups = groups_of(micro_batches, num_micro_batches)
         loss_fn, has_aux, totals = self.loss_fn, self.has_aux, None
         if self.count_fn is not None:
             terms = LossTerms(loss_fn, self.count_fn, has_aux)
-            totals = terms.totals(micro_batches, bound, k)
+            totals = terms.totals(groups)
             loss_fn = terms.share_of(totals)
 
-        def pick(i: Any) -> tuple[Any, dict[str, Any]]:
-            batch = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False),
-                micro_batches,
-            )
+        def kwargs_at(i: Any) -> dict[str, Any]:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
-            return batch, loss_kwargs | key
+            return loss_kwargs | key
 
-        def add(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             state, any_skipped, auxes = carry
-            batch, kwargs = pick(i)
             (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
-                loss_fn, has_aux, params, batch, kwargs
+                loss_fn, has_aux, params, pick(i), kwargs_at(i)
             )
             state, skipped = self.accumulation.add(
                 gradient, state, params, num_tokens, loss_sum
@@ -220,30 +204,37 @@ class Window:
             )
             return state, any_skipped | skipped, auxes
 
-        def aux_of_first() -> Any:
-            batch, kwargs = pick(0)
-            return loss_and_aux(loss_fn, has_aux, params, batch, kwargs)[1][1]
+        def aux_of_first(pick: Any) -> Any:
+            loss = loss_and_aux(loss_fn, has_aux, params, pick(0), kwargs_at(0))
+            return loss[1][1]
 
-        start = (
+        carry = (
             self.accumulation.empty_window(params),
             jnp.zeros((), jnp.bool_),
             jax.tree.map(
-                lambda x: jnp.zeros((k, *x.shape), x.dtype),
-                jax.eval_shape(aux_of_first) if has_aux else None,
+                lambda x: jnp.zeros((capacity, *x.shape), x.dtype),
+                _same_for_all(aux_of_first, groups) if has_aux else None,
             ),
         )
-        state, any_skipped, auxes = jax.lax.fori_loop(0, bound, add, start)
+        for group in groups:
+            body = functools.partial(add, group.pick)
+            carry = jax.lax.fori_loop(group.start, group.stop, body, carry)
+        state, any_skipped, auxes = carry
         if totals is None:
             totals = self.accumulation.window_so_far(state)[1]
         return state, totals, any_skipped, auxes
 
 
-def _as_bound(num_micro_batches: Any, k: int) -> jax.Array:
-    """An array even where it is known, so that all numbers share one program."""
-    bound = jnp.asarray(num_micro_batches)
-    if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
-        raise TypeError(
-            "num_micro_batches must be an integer scalar: got "
-            f"{bound.dtype} of shape {bound.shape}."
+def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:
+    """The shapes of `aux`, which are stacked and so must not depend on the length."""
+    first, *others = [
+        jax.eval_shape(functools.partial(aux_of_first, group.pick)) for group in groups
+    ]
+    for other in others:
+        _checks.check_same_tree(
+            other,
+            first,
+            "aux must have the same shapes in micro-batches of every length, for it is "
+            "stacked (reduce what is per row or per token in loss_fn)",
         )
-    return jnp.clip(bound.astype(jnp.int32), 0, k)
+    return first

@@ -1,13 +1,16 @@
 """A train step of one window a call."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import optax
 
-from optax_tokenaccum import _arrays, _checks, _static
+from optax_tokenaccum import _arrays, _static
 from optax_tokenaccum._add_and_close import make_accumulation
+from optax_tokenaccum._compile_ahead import Progress, compile_all, distinct
+from optax_tokenaccum._groups import check_micro_batches
 from optax_tokenaccum._loss_terms import CountFn
 from optax_tokenaccum._micro_batch import LossFn
 from optax_tokenaccum._schedule import make_schedule
@@ -17,7 +20,7 @@ from optax_tokenaccum._step_state import (
     close_and_apply,
     require_step_state,
 )
-from optax_tokenaccum._window import Window, check_bound
+from optax_tokenaccum._window import Window
 
 
 class WindowStep:
@@ -70,7 +73,8 @@ class WindowStep:
 
         Args:
           state: from `init` or the call before; donated, so use the new one after.
-          micro_batches: leaves `[k, micro, ...]`, see `split_batch`.
+          micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
+            `PlannedWindow`, see `pad_window`.
           rng: one key for this window, folded with the index of the micro-batch. The
             state has no counter: fold the number of the update in yourself.
           num_micro_batches: runs only the first so many; one more program for all
@@ -93,6 +97,61 @@ class WindowStep:
     ) -> jax.stages.Lowered:
         return self._jitted.lower(
             *_arguments(state, micro_batches, rng, num_micro_batches, loss_kwargs)
+        )
+
+    def compile(
+        self,
+        state: StepState,
+        windows: Iterable[Any],
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        progress: Progress = iter,
+        **loss_kwargs: Any,
+    ) -> None:
+        """Compiles the program of every shape, so that no call will.
+
+        Args:
+          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`; the
+            state itself where parameters were placed on devices: programs depend on it.
+          windows: a list of what will be given as `micro_batches`, or of its shapes;
+            windows of the same shapes share a program. A run of `PlannedWindow`s of
+            the same settings has one.
+          rng: as for a call.
+          num_micro_batches: as for a call; any number stands for all.
+          progress: wraps the list of programs, to show how far it is: `tqdm.tqdm` or
+            `rich.progress.track`.
+          **loss_kwargs: as for a call.
+
+        Raises:
+          TypeError: `windows` is no list; what a call with one of them raises.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, numpy as np, optax
+          >>> from optax_tokenaccum import make_window_step, pad_window
+          >>> def loss_fn(w, x):
+          ...     return jnp.sum(w * x), jnp.sum(x != 0)
+          >>> sequences = [np.ones(n) for n in (2, 7, 3)]
+          >>> window = pad_window(sequences, pad_values=0, max_tokens=8)
+          >>> step = make_window_step(loss_fn, optax.sgd(1.0))
+          >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), [window])
+          >>> state, metrics = step(step.init(jnp.zeros(())), window)
+          >>> print(state.params, metrics.num_tokens)
+          -1.0 12.0
+        """
+        compile_all(
+            [
+                functools.partial(
+                    self.lower,
+                    state,
+                    window,
+                    rng=rng,
+                    num_micro_batches=num_micro_batches,
+                    **loss_kwargs,
+                )
+                for window in distinct(windows, "windows")
+            ],
+            progress,
         )
 
     def _program(
@@ -194,7 +253,6 @@ def _arguments(
     loss_kwargs: dict[str, Any],
 ) -> tuple[Any, ...]:
     require_step_state(state, accumulates=False)
-    k = _checks.leading_axis(micro_batches, "micro_batches")
-    check_bound(num_micro_batches, k)
+    check_micro_batches(micro_batches, num_micro_batches)
     traced, static = _static.split(loss_kwargs)
     return state, micro_batches, rng, num_micro_batches, traced, static

@@ -8,6 +8,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import mistakes_in_arguments
+import mistakes_in_planning
 import mistakes_with_states
 import pytest
 from mistakes import BATCH, PARAMS, SGD, train_step
@@ -19,6 +20,7 @@ ROWS = [
     *mistakes_in_arguments.UPDATING,
     *mistakes_with_states.CARRYING,
     *mistakes_with_states.STEPPING,
+    *mistakes_in_planning.PLANNING,
 ]
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "bad_input.md"
 

@@ -14,6 +14,7 @@ import methods
 import numpy as np
 import optax
 import options
+import planned
 import pytest
 import transformer
 from dialogue import Pair
@@ -26,6 +27,7 @@ EXACT = {
     "make_window_step",
     "optax.microbatching",
 }
+PLANNED = set(planned.PLANNED)
 
 
 def ragged_sequences(number):
@@ -93,6 +95,8 @@ def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     for window in windows:
         assert [len(batch.inputs) for batch in window.micro_batches] == [2, 2, 2]
         assert rows_of(*window.micro_batches) == rows_of(window.whole)
+        rows = [tuple(sequence.inputs.tolist()) for sequence in window.sequences]
+        assert sorted(rows) == rows_of(window.whole)
         assert window.stacked.inputs.shape[:2] == (3, 2)
         for i, batch in enumerate(window.micro_batches):
             length = batch.inputs.shape[1]
@@ -214,11 +218,10 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
     )
     inner = optax.sgd(0.1, momentum=0.9)  # its state has the size of what is trained
     updates, programs = {}, {}
-    for method in {"full-batch", "optax.MultiSteps"} | EXACT:
+    loops = methods.METHODS | planned.PLANNED
+    for method in {"full-batch", "optax.MultiSteps"} | EXACT | PLANNED:
         updates[method], programs[method] = drive(
-            methods.METHODS[method](
-                jax.tree.map(jnp.copy, params), frozen, windows, inner, k
-            )
+            loops[method](jax.tree.map(jnp.copy, params), frozen, windows, inner, k)
         )
 
     jax.tree.map(
@@ -236,7 +239,7 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
         return optax.tree.norm(difference) / optax.tree.norm(reference)
 
     naive = distance("optax.MultiSteps")
-    for method in EXACT:
+    for method in EXACT | PLANNED:
         assert distance(method) < 1e-5, method
         assert naive > max(100 * distance(method), 1e-4), method
 
@@ -250,13 +253,26 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
         "make_train_step": {"accumulate": 2, "close_window": 3},
         "make_window_step": {"window_step": 2},
         "optax.microbatching": {"train_step": 2},
+        "planned train step": {"accumulate": 2, "close_window": 3},
+        "planned window step": {"window_step": 2},
     }
+    settings = batches.plan_settings(windows)
+    assert settings["max_tokens"] == rows * length
+    planned_batch = 3 * max(
+        settings["max_tokens"] // n * n for n in settings["length_buckets"]
+    )
     adapters, base = optax.tree.size(params), optax.tree.size(frozen)
     assert base > 4 * adapters
     for method in updates:
         assert set(programs[method]) == set(copies[method])
         whole = method in {"full-batch", "make_window_step", "optax.microbatching"}
         batch = 3 * rows * length * (k if whole else 1)
+        if method == "planned train step":
+            batch = planned_batch
+        elif method == "planned window step":  # with a count for every shape
+            shapes = settings["length_buckets"]
+            room = -(-k * rows // (settings["max_tokens"] // shapes[-1]))
+            batch = planned_batch * room + len(shapes)
         for name, program in programs[method].items():
             given = sum(
                 int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(program.args_info)
@@ -322,7 +338,7 @@ def test_bad_data_ends_the_command_without_a_traceback(tmp_path):
 @pytest.mark.parametrize(
     ("lora_rank", "words", "exact"),
     [
-        (0, [], EXACT),
+        (0, ["--plan"], EXACT | PLANNED),
         (
             2,
             ["--methods", "optax.MultiSteps", "make_window_step"],
@@ -359,6 +375,7 @@ def test_exact_methods_follow_the_full_batch_and_the_mean_of_means_does_not(
         assert method in result.stdout
     assert content["settings"]["optimizer"] == "sgd"
     assert content["settings"]["lora_rank"] == lora_rank
+    assert ("planned: " in result.stdout) == ("--plan" in words)
     trained, frozen = content["parameters"]["trained"], content["parameters"]["frozen"]
     assert frozen > 4 * trained > 0 if lora_rank else trained > frozen == 0
     assert set(content["versions"]) == {"python", "jax", "optax"}

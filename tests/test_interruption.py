@@ -326,8 +326,9 @@ def test_with_a_damaged_checkpoint_out_of_the_way_the_one_before_it_goes_on(
         (["--save-every=3"], "--save-every needs a --checkpoint-dir"),
         (["--checkpoint-dir=x", "--methods", "MultiSteps"], "--methods is of the"),
         (["--checkpoint-dir=x", "--out=y"], "--out is of the comparison"),
+        (["--checkpoint-dir=x", "--plan"], "--plan is of the comparison"),
     ],
-    ids=["save-every alone", "methods", "out"],
+    ids=["save-every alone", "methods", "out", "plan"],
 )
 def test_flags_that_do_not_go_together_are_refused(capsys, words, message):
     with pytest.raises(SystemExit) as error:

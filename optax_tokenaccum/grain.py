@@ -1,0 +1,296 @@
+"""Grain pipelines: from sequences to planned micro-batches, resumed in mid-window."""
+
+import copy
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import grain
+
+from optax_tokenaccum._checks import as_count
+from optax_tokenaccum._pad import pad_micro_batch
+from optax_tokenaccum._plan import MicroBatchPlan, plan_window, shapes_of
+from optax_tokenaccum._sequences import Sequences
+
+
+class PlannedMicroBatch(NamedTuple):
+    """An element of `planned_micro_batches`.
+
+    Attributes:
+      batch: what `loss_fn` is given, a pytree of NumPy arrays `[num_rows, length, ...]`
+        and, for what each sequence has once, `[num_rows]`.
+      is_last: whether the window closes behind it.
+
+    Example:
+      >>> import grain
+      >>> import numpy as np
+      >>> from optax_tokenaccum.grain import planned_micro_batches
+      >>> sequences = grain.MapDataset.source([np.ones(n) for n in (3, 60, 2)])
+      >>> for micro_batch in planned_micro_batches(
+      ...     sequences, window_size=3, max_tokens=64, pad_values=0
+      ... ):
+      ...     print(micro_batch.batch.shape, micro_batch.is_last)
+      (1, 64) False
+      (16, 4) True
+    """
+
+    batch: Any
+    is_last: bool
+
+
+def planned_micro_batches(
+    dataset: grain.MapDataset | grain.IterDataset,
+    *,
+    window_size: int,
+    max_tokens: int,
+    length_buckets: Sequence[int] | None = None,
+    batch_multiple: int = 1,
+    pad_values: Any,
+) -> grain.IterDataset[PlannedMicroBatch]:
+    """Cuts a Grain dataset of sequences into windows, and these as `plan_window` does.
+
+    A sequence is a pytree whose leaves are `[length, ...]`, or scalars of the sequence
+    as a whole. The last window has the sequences that are left. Windows of a repeated
+    dataset go on from one epoch into the next; iterate once an epoch to end them there.
+
+    The iterator's state, saved beside the `StepState` after any micro-batch, goes on
+    with the next one of the same window. It holds the settings, and a checksum of the
+    window's lengths and plans: another plan would train on some sequences of the open
+    window twice and on others never.
+
+    What drops, reorders or mixes sequences, and `mp_prefetch`, comes *before*. Behind,
+    only `map` and `grain.experimental.ThreadPrefetchIterDataset` are safe: what drops
+    micro-batches drops the ends of windows, what mixes them mixes windows.
+
+    Args:
+      dataset: of sequences, the same ones in the same order at every start.
+      window_size: sequences of a window, the batch of one update.
+      max_tokens: the most that a micro-batch's `num_rows * length` may be.
+      length_buckets: as `plan_window` takes them.
+      batch_multiple: as `plan_window` takes it.
+      pad_values: as `pad_micro_batch` takes them: what weighs nothing in the loss.
+
+    Returns:
+      A dataset of `PlannedMicroBatch`.
+
+    Raises:
+      TypeError: `dataset` is no Grain dataset, or a setting is no integer.
+      ValueError: a setting leaves no room for a sequence. While iterating: a sequence
+        that is empty, longer than every bucket, or unlike the others; it is named by
+        index. On `set_state`: other settings, or other sequences, than were saved.
+
+    Example:
+      >>> import grain, jax.numpy as jnp, numpy as np, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> from optax_tokenaccum.grain import planned_micro_batches
+      >>> def loss_fn(w, batch):
+      ...     losses = (w * batch["x"] - batch["y"]) ** 2
+      ...     return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+      >>> sequences = [
+      ...     {"x": np.ones(n), "y": np.full(n, 2.0), "mask": np.ones(n, bool)}
+      ...     for n in (3, 60, 2, 31)
+      ... ]
+      >>> dataset = planned_micro_batches(
+      ...     grain.MapDataset.source(sequences),
+      ...     window_size=2,
+      ...     max_tokens=64,
+      ...     pad_values={"x": 0, "y": 0, "mask": False},
+      ... )
+      >>> step = make_train_step(loss_fn, optax.sgd(0.1))
+      >>> state = step.init(jnp.zeros(()))
+      >>> for micro_batch in dataset:
+      ...     state, metrics = step.accumulate(state, micro_batch.batch)
+      ...     if micro_batch.is_last:
+      ...         state, metrics = step.close_window(state)
+      ...         print(metrics.num_tokens, metrics.gradient_step)
+      63.0 1
+      33.0 2
+    """
+    if isinstance(dataset, grain.MapDataset):
+        dataset = dataset.to_iter_dataset()
+    if not isinstance(dataset, grain.IterDataset):
+        raise TypeError(
+            "dataset must be a grain.MapDataset or grain.IterDataset of sequences: got "
+            f"{type(dataset).__name__}. Wrap a list: grain.MapDataset.source(...)."
+        )
+    max_tokens = as_count(max_tokens, "max_tokens")
+    batch_multiple = as_count(batch_multiple, "batch_multiple")
+    shapes = shapes_of(max_tokens, length_buckets, batch_multiple)
+    settings = _Settings(
+        as_count(window_size, "window_size"),
+        max_tokens,
+        [length for _, length in shapes],
+        batch_multiple,
+    )
+    return _PlannedIterDataset(dataset, settings, pad_values)
+
+
+class _Settings(NamedTuple):
+    """What decides on windows and their micro-batches, as JSON can hold it."""
+
+    window_size: int
+    max_tokens: int
+    length_buckets: list[int]
+    batch_multiple: int
+
+
+class _PlannedIterDataset(grain.IterDataset[PlannedMicroBatch]):
+    def __init__(
+        self, dataset: grain.IterDataset, settings: _Settings, pad_values: Any
+    ):
+        super().__init__(dataset)
+        self._settings = settings
+        self._pad_values = pad_values
+
+    def __iter__(self) -> "_PlannedIterator":
+        (dataset,) = self.parents
+        return _PlannedIterator(iter(dataset), self._settings, self._pad_values)
+
+    def filter(self, transform: Any) -> NoReturn:
+        raise TypeError(
+            "Sequences must be filtered, before planned_micro_batches: got a filter of "
+            f"micro-batches, {transform!r}. It could drop the ends of windows, which "
+            "would merge."
+        )
+
+    def set_slice(self, sl: slice, *options: Any) -> None:
+        """Grain calls it to deal elements out to workers, if they are several."""
+        raise ValueError(
+            "Workers must prefetch sequences, before planned_micro_batches: got "
+            f"mp_prefetch of micro-batches by {sl.step} workers, whose windows would "
+            "interleave. Write planned_micro_batches(dataset.mp_prefetch(...), ...)."
+        )
+
+
+class _Window(NamedTuple):
+    """A window that was read: where it begins, and its plans."""
+
+    state_before: Any
+    num_before: int
+    sequences: list[Any]
+    plans: list[MicroBatchPlan]
+    crc: int
+
+
+class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
+    """Reads a window, plans it, and pads one micro-batch of it after another."""
+
+    def __init__(
+        self, dataset: grain.DatasetIterator, settings: _Settings, pad_values: Any
+    ):
+        super().__init__(dataset)
+        self._dataset = dataset
+        self._settings = settings
+        self._pad_values = pad_values
+        self._window = _Window(self._position(), 0, [], [], 0)
+        self._num_done = 0
+
+    def __next__(self) -> PlannedMicroBatch:
+        if self._num_done == len(self._window.plans):
+            window = self._read_window()
+            if not window.sequences:
+                raise StopIteration
+            self._window, self._num_done = window, 0
+        _, _, sequences, plans, _ = self._window
+        plan = plans[self._num_done]
+        batch = pad_micro_batch(sequences, plan, pad_values=self._pad_values)
+        self._num_done += 1
+        return PlannedMicroBatch(batch, self._num_done == len(plans))
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "dataset": self._window.state_before,
+            "num_sequences_before": self._window.num_before,
+            "micro_batches_done": self._num_done,
+            "window_crc": self._window.crc,
+            "settings": self._settings._asdict(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or state.keys() != self.get_state().keys():
+            raise ValueError(
+                "The state must be of an iterator of planned_micro_batches: got "
+                f"{state!r}. Another pipeline's state cannot be taken over."
+            )
+        _check_settings(state["settings"], self._settings)
+        before, num_before = state["dataset"], state["num_sequences_before"]
+        self._dataset.set_state(copy.deepcopy(before))
+        self._window = _Window(before, num_before, [], [], 0)
+        self._num_done = 0
+        if not state["micro_batches_done"]:
+            return
+        window = self._read_window()
+        if window.crc != state["window_crc"]:
+            raise ValueError(
+                "The window that the state was saved in must be read again as it was: "
+                "got sequences of other lengths, or another plan of them, from index "
+                f"{window.num_before} of the dataset on. Restore with the data, order, "
+                "seeds and transformations that it was saved with."
+            )
+        self._window, self._num_done = window, state["micro_batches_done"]
+
+    def _read_window(self) -> _Window:
+        """The next window, without sequences at the end of the dataset."""
+        before = self._position()
+        window_size, *_ = self._settings
+        last = len(self._window.sequences)
+        num_before = self._window.num_before + last
+        # Behind a window that was cut short is the end, and some of Grain's iterators
+        # hang if they are asked there again.
+        left = 0 if 0 < last < window_size else window_size
+        sequences = list(itertools.islice(self._dataset, left))
+        if not sequences:
+            return _Window(before, num_before, [], [], 0)
+        plans, crc = self._plan(sequences, num_before)
+        return _Window(before, num_before, sequences, plans, crc)
+
+    def _position(self) -> Any:
+        # A copy: nothing keeps an iterator from changing the state that it returned.
+        return copy.deepcopy(self._dataset.get_state())
+
+    def _plan(
+        self, sequences: list[Any], num_before: int
+    ) -> tuple[list[MicroBatchPlan], int]:
+        """Plans of a window, and a checksum of the lengths and of the plans."""
+        _, max_tokens, length_buckets, batch_multiple = self._settings
+        try:
+            reader = Sequences(sequences, self._pad_values)
+            lengths = [reader.length_of(i, reader.read(i)) for i in range(len(reader))]
+        except (TypeError, ValueError) as error:
+            error.add_note(
+                f"Indices count from the window's first, sequence {num_before} of the "
+                "dataset."
+            )
+            raise
+        for index, length in enumerate(lengths, start=num_before):
+            if not 1 <= length <= length_buckets[-1]:
+                raise ValueError(
+                    "A sequence must have from 1 token to those of the longest bucket, "
+                    f"{length_buckets[-1]}: got {length} at index {index} of the "
+                    "dataset. Cut it or filter it out before planned_micro_batches, or "
+                    "add a bucket."
+                )
+        plans = plan_window(
+            lengths,
+            max_tokens=max_tokens,
+            length_buckets=length_buckets,
+            batch_multiple=batch_multiple,
+        )
+        shown = lengths, [(plan.indices.tolist(), *plan[1:]) for plan in plans]
+        return plans, zlib.crc32(repr(shown).encode())
+
+
+def _check_settings(stored: dict[str, Any], settings: _Settings) -> None:
+    """Raises `ValueError`, naming the setting, where the stored ones are others."""
+    differ = [
+        f"{name} was stored as {stored.get(name)}, got {got}"
+        for name, got in settings._asdict().items()
+        if stored.get(name) != got
+    ]
+    if differ:
+        raise ValueError(
+            "A state must be restored with the settings it was saved with, or windows "
+            f"would merge: {'; '.join(differ)}. Give planned_micro_batches what was "
+            "stored, or begin a new iterator."
+        )

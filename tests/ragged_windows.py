@@ -1,0 +1,34 @@
+"""Ragged windows for tests: padded as a batch, as sequences, and as planned."""
+
+from typing import Any
+
+import helpers
+import jax
+
+from optax_tokenaccum import pad_micro_batch, plan_window
+
+PADS = {"tokens": 0, "labels": 0, "mask": False}
+CUT: dict[str, Any] = {"max_tokens": 128, "length_buckets": [8, 24, 40, 64]}
+
+
+def ragged_window(seed: int, rows: int = helpers.ROWS) -> tuple[Any, list[Any]]:
+    """A padded batch, and its rows as sequences of their own lengths."""
+    batch = helpers.ragged_batch(seed, rows)
+    lengths = batch["mask"].sum(1)
+    # Every other sequence begins with a token that is no label.
+    batch["mask"][::2, 0] = False
+    sequences = [
+        jax.tree.map(lambda x, row=row, n=n: x[row, :n], batch)
+        for row, n in enumerate(lengths)
+    ]
+    return batch, sequences
+
+
+def lengths_of(sequences: list[Any]) -> list[int]:
+    return [len(jax.tree.leaves(sequence)[0]) for sequence in sequences]
+
+
+def planned(sequences: list[Any], pads: Any = PADS, **cut: Any) -> list[Any]:
+    """Micro-batches of several shapes, for one call each."""
+    plans = plan_window(lengths_of(sequences), **(cut or CUT))
+    return [pad_micro_batch(sequences, plan, pad_values=pads) for plan in plans]

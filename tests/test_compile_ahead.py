@@ -1,0 +1,194 @@
+"""`compile`: every program of a run before it begins, and none after."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_tokenaccum import (
+    MicroBatchPlan,
+    make_train_step,
+    make_window_step,
+    pad_micro_batch,
+    pad_window,
+)
+
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(())}
+BATCHES = [np.ones((rows, 3), np.float32) for rows in (2, 5, 1)]
+SHAPES = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCHES]
+KEY, FROZEN = jax.random.key(0), np.ones(2, np.float32)
+
+
+def loss_fn(params: Any, x: Any, *, rng: Any, frozen: Any, scale: str) -> Any:
+    assert scale == "one"
+    y = x @ (params["w"] * frozen) + params["b"]
+    return jnp.sum(y**2) + 0 * jax.random.uniform(rng), x.shape[0]
+
+
+KWARGS: dict[str, Any] = {"rng": KEY, "frozen": FROZEN, "scale": "one"}
+
+# The schedule, and the programs that there are for each shape besides one close.
+SCHEDULES: dict[str, Any] = {
+    "halves": {},
+    "int k": {"every_k_schedule": 2},
+    "function of gradient_step": {"every_k_schedule": lambda step: 2 + step * 0},
+    "token budget": {"every_n_tokens": 6},
+    "skip function": {
+        "every_k_schedule": 2,
+        "should_skip_update_fn": optax.skip_not_finite,
+    },
+}
+
+
+def state_for(step: Any, kind: str) -> Any:
+    if kind == "real":
+        return step.init(PARAMS)
+    if kind == "committed":
+        return step.init(jax.device_put(PARAMS, jax.devices()[0]))
+    return jax.eval_shape(step.init, PARAMS)
+
+
+@pytest.mark.parametrize("kind", ["real", "committed", "abstract"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_nothing_is_left_for_a_train_step_to_compile(schedule: Any, kind: str):
+    step = make_train_step(loss_fn, optax.adamw(1e-3), **schedule)
+    given = state_for(step, kind)
+    state = given if kind == "committed" else step.init(PARAMS)
+    batches = SHAPES if kind == "abstract" else BATCHES
+    with helpers.count_compilations() as ahead:
+        step.compile(given, [*batches, *batches], **KWARGS)
+    assert len(ahead) == len(BATCHES) + 1
+    with helpers.count_compilations() as later:
+        for _ in range(3):
+            for batch in BATCHES:
+                call = step if schedule else step.accumulate
+                state, metrics = call(state, batch, **KWARGS)
+            if not schedule:
+                state, metrics = step.close_window(state)
+        if int(metrics.mini_step):
+            state, metrics = step.close_window(state)
+    assert later == []
+    assert int(metrics.gradient_step) >= 3
+    with helpers.count_compilations() as another_shape:
+        step.accumulate(state, np.ones((7, 3), np.float32), **KWARGS)
+    assert len(another_shape) == 1, "a shape that was not given is compiled when met"
+
+
+@pytest.mark.parametrize("kind", ["real", "committed", "abstract"])
+@pytest.mark.parametrize("num_micro_batches", [None, 2], ids=["whole", "partial"])
+def test_nothing_is_left_for_a_window_step_to_compile(
+    kind: str, num_micro_batches: int | None
+):
+    step = make_window_step(loss_fn, optax.adamw(1e-3))
+    given = state_for(step, kind)
+    state = given if kind == "committed" else step.init(PARAMS)
+    windows = [np.ones((k, 2, 3), np.float32) for k in (2, 4, 2)]
+    kwargs = KWARGS | {"num_micro_batches": num_micro_batches}
+    with helpers.count_compilations() as ahead:
+        step.compile(given, windows, **kwargs)
+    assert len(ahead) == 2
+    with helpers.count_compilations() as later:
+        for window in windows:
+            state, metrics = step(state, window, **kwargs)
+            assert metrics.updated
+    assert later == []
+
+
+def test_nothing_is_left_for_planned_windows_and_micro_batches():
+    def sum_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(params["w"]) * jnp.sum(x), jnp.sum(x != 0)
+
+    def window_of(*lengths: int) -> Any:
+        return pad_window(
+            [np.ones(n, np.float32) for n in lengths],
+            pad_values=0,
+            max_tokens=8,
+            max_sequences=5,
+        )
+
+    first = window_of(1)
+    window_step = make_window_step(sum_fn, optax.adamw(1e-3))
+    train_step = make_train_step(sum_fn, optax.adamw(1e-3))
+    shapes = jax.eval_shape(lambda: first)
+    micro_batches = [
+        pad_micro_batch(
+            [np.ones(1, np.float32)],
+            MicroBatchPlan(np.array([], int), *shape),
+            pad_values=0,
+        )
+        for shape in first.shapes
+    ]
+    window_state, state = window_step.init(PARAMS), train_step.init(PARAMS)
+    with helpers.count_compilations() as ahead:
+        window_step.compile(window_state, [first, window_of(3, 8, 1)])
+        train_step.compile(state, micro_batches)
+    assert len(first.shapes) == 4
+    assert len(ahead) == 1 + (4 + 1)
+    with helpers.count_compilations() as later:
+        for window in (window_of(8, 2, 1, 4, 5), window_of(3)):
+            window_state, _ = window_step(window_state, window)
+        for batch in micro_batches:
+            state, _ = train_step.accumulate(state, batch)
+        train_step.close_window(state)
+    assert later == []
+    window_step.compile(window_state, [shapes])
+
+
+def test_progress_is_given_every_program():
+    step = make_train_step(loss_fn, optax.sgd(1.0), 2)
+    totals, done = [], []
+
+    def progress(programs: Any) -> Any:
+        totals.append(len(programs))
+        for program in programs:
+            yield program
+            done.append(program)
+
+    state = jax.eval_shape(step.init, PARAMS)
+    step.compile(state, iter([*SHAPES, *SHAPES]), progress=progress, **KWARGS)
+    assert (totals, len(done)) == ([4], 4)
+
+
+@pytest.mark.parametrize("name", ["tqdm", "rich"])
+def test_the_usual_progress_bars(name: str, capsys: pytest.CaptureFixture[str]):
+    if name == "tqdm":
+        progress = pytest.importorskip("tqdm").tqdm
+    else:
+        progress = pytest.importorskip("rich.progress").track
+    step = make_train_step(loss_fn, optax.sgd(1.0), 2)
+    state = jax.eval_shape(step.init, PARAMS)
+    step.compile(state, SHAPES[:1], progress=progress, **KWARGS)
+    captured = capsys.readouterr()
+    assert "100%" in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "given"),
+    [
+        (TypeError, "batches must be a list.*got dict", {"x": BATCHES[0]}),
+        (TypeError, "batches must be a list.*got ShapeDtypeStruct", SHAPES[0]),
+        (TypeError, "batches must be a list.*got ndarray", BATCHES[0]),
+    ],
+    ids=["dict", "shape", "array"],
+)
+def test_one_batch_instead_of_a_list_is_an_error(error: type, message: str, given: Any):
+    step = make_train_step(loss_fn, optax.sgd(1.0), 2)
+    with pytest.raises(error, match=message):
+        step.compile(step.init(PARAMS), given, **KWARGS)
+
+
+def test_a_planned_window_instead_of_a_list_is_an_error():
+    step = make_window_step(loss_fn, optax.sgd(1.0))
+    window = pad_window([np.ones(2)], pad_values=0, max_tokens=4)
+    with pytest.raises(TypeError, match="windows must be a list.*got PlannedWindow"):
+        step.compile(step.init(PARAMS), window, **KWARGS)
+
+
+def test_a_state_of_something_else_is_refused_before_anything_is_compiled():
+    step = make_train_step(loss_fn, optax.sgd(1.0), 2)
+    with pytest.raises(TypeError, match="must be the StepState"):
+        step.compile(PARAMS, BATCHES, **KWARGS)

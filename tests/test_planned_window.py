@@ -1,0 +1,285 @@
+"""A planned window: the full batch's gradient, and one program for every plan."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ragged_windows import CUT, PADS, planned, ragged_window
+
+from optax_tokenaccum import (
+    PlannedWindow,
+    make_train_step,
+    make_window_step,
+    pad_window,
+    window_value_and_grad,
+)
+
+PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
+
+
+def by_window_value_and_grad(params: Any, sequences: list[Any]) -> Any:
+    window = pad_window(sequences, pad_values=PADS, **CUT)
+    (_, (num_tokens, _)), gradient = jax.jit(
+        window_value_and_grad(helpers.loss_sum_fn)
+    )(params, window)
+    return gradient, num_tokens
+
+
+def by_window_step(params: Any, sequences: list[Any]) -> Any:
+    step = make_window_step(helpers.loss_sum_fn, optax.sgd(1.0, momentum=0.0))
+    window = pad_window(sequences, pad_values=PADS, **CUT)
+    state, metrics = step(step.init(params), window)
+    return optax.tree.get(state.opt_state, "trace"), metrics.num_tokens
+
+
+def by_train_step(params: Any, sequences: list[Any]) -> Any:
+    step = make_train_step(helpers.loss_sum_fn, optax.sgd(1.0, momentum=0.0))
+    state = step.init(params)
+    for batch in planned(sequences):
+        state, _ = step.accumulate(state, batch)
+    state, metrics = step.close_window(state)
+    return optax.tree.get(state.opt_state, "trace"), metrics.num_tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "way",
+    [by_window_value_and_grad, by_window_step, by_train_step],
+    ids=lambda way: way.__name__,
+)
+def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(
+    way: Any, seed: int
+):
+    params = helpers.init_params(seed)
+    batch, sequences = ragged_window(seed)
+    reference = helpers.float64_gradient(params, batch)
+    gradient, num_tokens = way(params, sequences)
+    assert helpers.relative_error(gradient, reference) < helpers.RTOL["float32"]
+    assert float(num_tokens) == batch["mask"].sum()
+    micro_batches = planned(sequences)
+    assert len({batch["mask"].shape for batch in micro_batches}) > 1
+    mean_grad = jax.grad(helpers.loss_mean_fn, has_aux=True)
+    means = [mean_grad(params, batch)[0] for batch in micro_batches]
+    naive = jax.tree.map(lambda *gs: sum(gs) / len(gs), *means)
+    assert helpers.relative_error(naive, reference) > 0.01
+
+
+def test_in_double_precision():
+    batch, sequences = ragged_window(3)
+    params = helpers.init_params(3)
+    reference = helpers.float64_gradient(params, batch)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    with jax.enable_x64(True):
+        gradient, _ = by_window_step(jax.tree.map(jnp.asarray, wide), sequences)
+        # The loss is in float32, whatever the logits.
+        assert {g.dtype for g in jax.tree.leaves(gradient)} == {np.dtype("float64")}
+        assert helpers.relative_error(gradient, reference) < helpers.RTOL["float32"]
+
+
+def test_labels_that_are_ignored_weigh_nothing_and_zeros_would():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return helpers.softmax_cross_entropy_sum(
+            helpers.logits_of(params, batch["tokens"]),
+            batch["labels"],
+            ignore_index=-100,
+        )
+
+    params = helpers.init_params(0)
+    batch, sequences = ragged_window(0)
+    for sequence in sequences:
+        sequence["labels"] = np.where(sequence["mask"], sequence["labels"], -100)
+        del sequence["mask"]
+    reference = helpers.float64_gradient(params, batch)
+    value_and_grad = jax.jit(window_value_and_grad(loss_fn))
+    errors = {}
+    for pad in (-100, 0):
+        window = pad_window(sequences, pad_values={"tokens": 0, "labels": pad}, **CUT)
+        (_, (num_tokens, _)), gradient = value_and_grad(params, window)
+        errors[pad] = helpers.relative_error(gradient, reference)
+        assert (float(num_tokens) == batch["mask"].sum()) == (pad == -100)
+    assert errors[-100] < helpers.RTOL["float32"]
+    assert errors[0] > 0.01
+
+
+def test_a_number_for_each_sequence_is_a_row_of_its_own():
+    """Sequences weighted by a scalar leaf; missing rows would weigh 1."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        weights = jnp.where(batch["mask"], batch["weight"][:, None], 0)
+        return helpers.softmax_cross_entropy_sum(
+            helpers.logits_of(params, batch["tokens"]), batch["labels"], weights
+        )
+
+    params = helpers.init_params(1)
+    batch, sequences = ragged_window(1)
+    weights = np.random.default_rng(1).choice([0.5, 1.0, 4.0], helpers.ROWS)
+    for sequence, weight in zip(sequences, weights, strict=True):
+        sequence["weight"] = weight
+    pads = PADS | {"weight": 1}
+    batch |= {"weight": weights.astype(np.float32)}
+    (_, total), expected = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+    expected = jax.tree.map(lambda g: g / total, expected)
+    window = pad_window(sequences, pad_values=pads, **CUT)
+    step = make_train_step(loss_fn, optax.sgd(1.0, momentum=0.0))
+    state = step.init(params)
+    for micro_batch in planned(sequences, pads):
+        state, _ = step.accumulate(state, micro_batch)
+    state, _ = step.close_window(state)
+    one_program = jax.jit(window_value_and_grad(loss_fn))(params, window)[1]
+    unweighted, _ = by_window_value_and_grad(params, ragged_window(1)[1])
+    for gradient in (one_program, optax.tree.get(state.opt_state, "trace")):
+        error = helpers.relative_error(gradient, expected)
+        assert error < helpers.RTOL["float32"]
+    assert helpers.relative_error(unweighted, expected) > 0.01
+
+
+def test_one_program_for_all_windows_and_one_per_shape():
+    params = helpers.init_params(0)
+    inner = optax.adamw(1e-3)
+    window_step = make_window_step(helpers.loss_sum_fn, inner)
+    train_step = make_train_step(helpers.loss_sum_fn, inner)
+    window_state, state = window_step.init(params), train_step.init(params)
+    windows = [ragged_window(seed, rows)[1] for seed, rows in enumerate([32, 20, 7, 1])]
+    counts, shapes = set(), set()
+    with helpers.count_compilations() as for_windows:
+        for sequences in windows * 3:
+            window = pad_window(sequences, pad_values=PADS, max_sequences=32, **CUT)
+            counts.add(tuple(window.counts.tolist()))
+            window_state, metrics = window_step(window_state, window)
+            assert metrics.updated
+    with helpers.count_compilations() as for_micro_batches:
+        for sequences in windows * 3:
+            for batch in planned(sequences):
+                shapes.add(batch["mask"].shape)
+                state, _ = train_step.accumulate(state, batch)
+            state, _ = train_step.close_window(state)
+    assert len(counts) == 4 and len(shapes) > 2
+    assert len(for_windows) == 1
+    assert len(for_micro_batches) == len(shapes) + 1
+    helpers.assert_trees_equal(
+        jax.tree.map(np.isfinite, window_state.params),
+        jax.tree.map(lambda x: np.full(x.shape, True), params),
+    )
+    error = helpers.relative_error(window_state.params, state.params)
+    assert error < 1e-4  # Adam enlarges the rounding of gradients that are nearly zero
+
+
+def small_window() -> tuple[list[Any], PlannedWindow]:
+    sequences = [{"x": np.full(n, float(n)), "n": np.ones(n)} for n in (1, 4, 2, 3, 1)]
+    return sequences, pad_window(
+        sequences, pad_values=0, max_tokens=4, length_buckets=[1, 2, 4]
+    )
+
+
+def sum_fn(params: Any, batch: Any) -> Any:
+    return jnp.sum(params["w"]) * jnp.sum(batch["x"]), jnp.sum(batch["n"])
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_aux_and_keys_are_by_the_index_in_the_window(jit: Any):
+    def loss_fn(params: Any, batch: Any, *, rng: Any) -> Any:
+        loss_sum, n = sum_fn(params, batch)
+        return loss_sum, (n, (jax.random.key_data(rng), jnp.asarray(batch["x"].shape)))
+
+    _, window = small_window()
+    assert window.counts.tolist() == [2, 1, 1] and window.capacity == 5
+    f = jit(window_value_and_grad(loss_fn, has_aux=True))
+    key = jax.random.key(3)
+    (loss, (num_tokens, (keys, shapes))), _ = f(PARAMS, window, rng=key)
+    np.testing.assert_allclose(loss, -(1 + 16 + 4 + 9 + 1) / 11, rtol=1e-6)
+    assert float(num_tokens) == 11
+    for i in range(4):
+        expected = jax.random.key_data(jax.random.fold_in(key, i))
+        np.testing.assert_array_equal(keys[i], expected)
+    assert (keys[4:] == 0).all()
+    assert shapes.tolist() == [[1, 4], [1, 4], [2, 2], [4, 1], [0, 0]]
+
+
+def test_aux_that_depends_on_the_length_is_an_error():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss_sum, n = sum_fn(params, batch)
+        return loss_sum, (n, {"losses": batch["x"]})
+
+    _, window = small_window()
+    f = window_value_and_grad(loss_fn, has_aux=True)
+    message = (
+        r"aux must have the same shapes in micro-batches of every length.*"
+        r"at \['losses'\] expected shape \(1, 4\), got shape \(2, 2\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        f(PARAMS, window)
+
+
+def test_a_number_of_micro_batches_beside_a_planned_window_is_an_error():
+    _, window = small_window()
+    step = make_window_step(sum_fn, optax.sgd(1.0))
+    message = "PlannedWindow holds the number of its micro-batches: got .* 2 beside"
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), window, num_micro_batches=2)
+    with pytest.raises(ValueError, match=message):
+        window_value_and_grad(sum_fn)(PARAMS, window, num_micro_batches=2)
+
+
+def test_each_loss_has_its_own_denominator():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        w = jnp.sum(params["w"])
+        real = batch["n"].any(1)
+        return {
+            "tokens": w * jnp.sum(batch["x"]),
+            "rows": w**2 * jnp.sum(real),
+            "constant": w * jnp.sum(batch["n"]) / 64,
+        }
+
+    def count_fn(batch: Any) -> Any:
+        rows = jnp.sum(batch["n"].any(1))
+        return {"tokens": jnp.sum(batch["n"]), "rows": rows, "constant": None}
+
+    _, window = small_window()
+    step = make_window_step(loss_fn, optax.sgd(1.0), count_fn=count_fn)
+    state, metrics = step(step.init(PARAMS), window)
+    assert {name: n and float(n) for name, n in metrics.num_tokens.items()} == {
+        "tokens": 11.0,
+        "rows": 5.0,
+        "constant": None,
+    }
+    gradient = 31 / 11 + 2 * -1 + 11 / 64
+    np.testing.assert_allclose(PARAMS["w"] - state.params["w"], gradient, rtol=1e-6)
+
+
+def test_a_rejected_micro_batch_never_happened():
+    sequences, _ = small_window()
+    sequences[1]["x"][2] = np.nan
+    window = pad_window(sequences, pad_values=0, max_tokens=4, length_buckets=[1, 4])
+    step = make_window_step(
+        sum_fn, optax.sgd(1.0), should_skip_update_fn=optax.skip_not_finite
+    )
+    state, metrics = step(step.init(PARAMS), window)
+    assert bool(metrics.skipped) and float(metrics.num_tokens) == 11 - 4
+    np.testing.assert_allclose(
+        PARAMS["w"] - state.params["w"], (31 - 16) / 7, rtol=1e-6
+    )
+
+
+def test_no_shape_costs_a_copy_of_the_sums():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = jnp.tanh(batch["x"][..., None] @ params["a"]) @ params["b"]
+        return jnp.sum(x**2), jnp.sum(batch["n"])
+
+    width = 256
+    params = {"a": jnp.ones((1, width)), "b": jnp.ones((width, width))}
+    sequences, _ = small_window()
+
+    def temporaries(buckets: list[int]) -> int:
+        window = pad_window(
+            sequences, pad_values=0, max_tokens=4, length_buckets=buckets
+        )
+        step = make_window_step(loss_fn, optax.sgd(0.1))
+        compiled = step.lower(step.init(params), window).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    gradient_bytes = 4 * width**2
+    assert temporaries([1, 2, 3, 4]) - temporaries([4]) < gradient_bytes / 4
