@@ -10,13 +10,14 @@ known to be wrong by design. `--quick` runs everything small, to see that it wor
 import argparse
 from pathlib import Path
 
-from benchmarks import growth, host, programs, report, settings, speed
+from benchmarks import growth, host, programs, ragged, report, settings, speed
 
 SUITES = {
     "speed": speed.run,
     "programs": programs.run,
     "host": host.run,
     "growth": growth.run,
+    "ragged": ragged.run,
 }
 
 

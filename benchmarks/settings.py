@@ -32,6 +32,11 @@ class Settings(NamedTuple):
       leaves: of the trees in the host and growth suites.
       ks: in the growth suite.
       widths: of the square layers in the growth suite.
+      sequences: in a window of the ragged suite.
+      windows: of real dialogue in the ragged suite.
+      max_length: of a sequence in the ragged suite, in tokens.
+      shapes: of micro-batches in the ragged suite.
+      lengths: the distributions in the ragged suite, by name.
     """
 
     workloads: Workloads
@@ -41,19 +46,29 @@ class Settings(NamedTuple):
     leaves: tuple[int, ...]
     ks: tuple[int, ...]
     widths: tuple[int, ...]
+    sequences: int
+    windows: int
+    max_length: int
+    shapes: int
+    lengths: tuple[str, ...]
 
     def say(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
 
 
 QUICK = Settings(
-    workloads={name: TINY_WORKLOADS[name] for name in ("LoRA", "bfloat16")},
-    cases=(Case("LoRA", "AdamW", 2), Case("bfloat16", "AdamW", 3)),
+    workloads={"LoRA": TINY_WORKLOADS["LoRA"]},
+    cases=(Case("LoRA", "AdamW", 2),),
     rounds=1,
     seconds=0,
     leaves=(3,),
-    ks=(1, 2),
+    ks=(2,),
     widths=(16,),
+    sequences=16,
+    windows=1,
+    max_length=64,
+    shapes=2,
+    lengths=("dialogue",),
 )
 
 
@@ -71,8 +86,13 @@ def full() -> Settings:
             *(Case("transformer", "AdamW", k) for k in (1, 4, 32)),
         ),
         rounds=21,
-        seconds=40,
+        seconds=20,
         leaves=(10, 100, 1000, 10_000),
-        ks=(1, 2, 4, 8, 16, 32, 64),
+        ks=(1, 4, 16, 64),
         widths=(256, 512, 1024, 2048) if on_cpu else (1024, 2048, 4096, 8192),
+        sequences=128,
+        windows=7,
+        max_length=512,
+        shapes=6,
+        lengths=("dialogue", "log-normal", "uniform", "two lengths"),
     )

@@ -17,8 +17,8 @@ class TokenAccumulationState(NamedTuple):
 
     Shapes, dtypes, weak types and placement are those of `init` for ever, so it goes
     through `jax.lax.scan` and a donating `jax.jit` without a second trace. The three
-    `acc_*` mean something only while `mini_step > 0`: they are not zeroed when a
-    window closes, the first micro-batch of the next one overwrites them.
+    `acc_*` mean something only while `mini_step > 0`: when a window closes they are not
+    zeroed, and may hold its updates; the first micro-batch of the next overwrites them.
 
     Attributes:
       mini_step: micro-batches accumulated so far in the open window.
@@ -140,8 +140,9 @@ class Accumulation:
         weight = num_tokens if self.token_mean and self.gradients == "mean" else None
 
         def add_to(total: jax.Array, x: jax.Array) -> jax.Array:
-            so_far = jnp.where(is_first, 0, total)
-            return jnp.where(counts, so_far + x, so_far).astype(total.dtype)
+            # Not jnp.where: a call of its own for every leaf, traced and lowered.
+            so_far = jax.lax.select(is_first, jnp.zeros_like(total), total)
+            return jax.lax.select(counts, (so_far + x).astype(total.dtype), so_far)
 
         def add_loss_or_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
             x = jnp.asarray(x).astype(_arrays.at_least_float32(total.dtype))
@@ -207,7 +208,8 @@ class Accumulation:
     ) -> tuple[jax.Array, jax.Array]:
         """Token-mean loss and tokens of the open window, both 0 where it has none."""
         tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
-        return jnp.where(tokens > 0, self._divided(state.acc_value, state), 0), tokens
+        loss = state.acc_value / self._divisor(state)
+        return jnp.where(tokens > 0, loss, 0), tokens
 
     def window_gradient(
         self, state: TokenAccumulationState, like: optax.Updates
@@ -220,7 +222,9 @@ class Accumulation:
         def of_leaf(acc: jax.Array, g: Any) -> Any:
             if _arrays.is_float0(g):
                 return _arrays.zeros_of(g)
-            return self._divided(acc, state).astype(jnp.result_type(g))
+            # A divisor of its own for each leaf: of a shared one XLA makes a scalar
+            # first, and then stores the divided gradient for its several readers.
+            return (acc / self._divisor(state)).astype(jnp.result_type(g))
 
         return jax.tree.map(of_leaf, state.acc_grads, like)
 
@@ -233,7 +237,8 @@ class Accumulation:
         wide = jax.tree.map(
             lambda acc: acc.astype(_arrays.at_least_float32(acc.dtype)), state.acc_grads
         )
-        return self._divided(optax.tree.norm(wide).astype(state.acc_value.dtype), state)
+        norm = optax.tree.norm(wide).astype(state.acc_value.dtype)
+        return norm / self._divisor(state)
 
     def _ask_skip(
         self,
@@ -265,11 +270,13 @@ class Accumulation:
         )
         return _checks.as_skip_decision(should_skip) & usable, skip_state
 
-    def _divided(self, total: jax.Array, state: TokenAccumulationState) -> jax.Array:
+    def _divisor(self, state: TokenAccumulationState) -> jax.Array:
+        tokens = state.acc_tokens
+        one = jnp.ones_like(tokens)
         if not self.token_mean:
-            return total
+            return one
         # Under vmap both sides of the conditional are computed: never divide by 0.
-        return total / jnp.where(state.acc_tokens > 0, state.acc_tokens, 1)
+        return jax.lax.select(tokens > 0, tokens, one)
 
 
 def make_accumulation(

@@ -8,23 +8,15 @@ import jax
 import optax
 
 from optax_tokenaccum import _arrays, _checks, _static
-from optax_tokenaccum._add_and_close import (
-    Accumulation,
-    TokenAccumulationState,
-    make_accumulation,
-)
+from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
 from optax_tokenaccum._checks import is_concrete
 from optax_tokenaccum._compile_ahead import Progress, compile_all, distinct
-from optax_tokenaccum._micro_batch import LossFn, key_of_position, sums_and_gradient
+from optax_tokenaccum._halves import AccumulateStep, CloseWindowStep
+from optax_tokenaccum._micro_batch import LossFn
 from optax_tokenaccum._mini_step_memo import MiniStepMemo
+from optax_tokenaccum._programs import Programs
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
-from optax_tokenaccum._step_state import (
-    StepMetrics,
-    StepState,
-    close_and_apply,
-    metrics_of,
-    require_step_state,
-)
+from optax_tokenaccum._step_state import StepMetrics, StepState, require_step_state
 
 
 class TrainStep:
@@ -56,7 +48,7 @@ class TrainStep:
     ):
         self._accumulation = accumulation
         self._memo = MiniStepMemo()
-        self._programs = _Programs(loss_fn, accumulation, has_aux)
+        self._programs = Programs(loss_fn, accumulation, has_aux)
         self.accumulate = AccumulateStep(self._programs, self._memo, donate)
         self.close_window = CloseWindowStep(self._programs, self._memo, donate)
         self._whole = jax.jit(
@@ -190,135 +182,6 @@ class TrainStep:
         )
 
 
-class AccumulateStep:
-    """`TrainStep.accumulate`: the program of every micro-batch.
-
-    Parameters are only read and the inner optimizer's state is not even an argument;
-    the sums are donated, and each gradient is added to them as it is made.
-    """
-
-    def __init__(self, programs: "_Programs", memo: MiniStepMemo, donate: bool):
-        self._memo = memo
-        self._keeps_count = programs.accumulation.should_skip_update_fn is None
-        self._jitted = jax.jit(
-            programs.accumulate,
-            static_argnames="static",
-            donate_argnames="opt_state" if donate else None,
-        )
-
-    def __call__(
-        self,
-        state: StepState,
-        batch: Any,
-        *,
-        rng: jax.Array | None = None,
-        **loss_kwargs: Any,
-    ) -> tuple[StepState, StepMetrics]:
-        arguments = _accumulate_arguments(state, batch, rng, loss_kwargs)
-        known = self._memo.get(state.opt_state.mini_step)
-        opt_state, metrics = self._jitted(*arguments)
-        if known is not None and self._keeps_count:
-            self._memo.remember(opt_state.mini_step, known + 1)
-        opt_state = opt_state._replace(inner_opt_state=state.opt_state.inner_opt_state)
-        return StepState(state.params, opt_state), metrics
-
-    def lower(
-        self,
-        state: StepState,
-        batch: Any,
-        *,
-        rng: jax.Array | None = None,
-        **loss_kwargs: Any,
-    ) -> jax.stages.Lowered:
-        return self._jitted.lower(
-            *_accumulate_arguments(state, batch, rng, loss_kwargs)
-        )
-
-
-class CloseWindowStep:
-    """`TrainStep.close_window`: the program of every update.
-
-    The sums are only read; parameters and inner state are donated.
-    """
-
-    def __init__(self, programs: "_Programs", memo: MiniStepMemo, donate: bool):
-        self._memo = memo
-        self._jitted = jax.jit(
-            programs.close, donate_argnames="state" if donate else None
-        )
-
-    def __call__(self, state: StepState) -> tuple[StepState, StepMetrics]:
-        closable, acc_grads = _close_arguments(state)
-        state, metrics = self._jitted(closable, acc_grads)
-        self._memo.remember(state.opt_state.mini_step, 0)
-        return _with_acc_grads(state, acc_grads), metrics
-
-    def lower(self, state: StepState) -> jax.stages.Lowered:
-        return self._jitted.lower(*_close_arguments(state))
-
-
-class _Programs:
-    """The pure functions behind the step.
-
-    What is donated stands first and in the order in which it is returned: `jit` pairs
-    donated buffers with outputs of the same shape in order, and a parameter paired with
-    a moment of its shape costs XLA a copy of both.
-    """
-
-    def __init__(self, loss_fn: LossFn, accumulation: Accumulation, has_aux: bool):
-        self.loss_fn = loss_fn
-        self.accumulation = accumulation
-        self.has_aux = has_aux
-
-    def accumulate(
-        self,
-        opt_state: TokenAccumulationState,
-        params: Any,
-        batch: Any,
-        rng: jax.Array | None,
-        traced: list[Any],
-        static: _static.StaticPart,
-    ) -> tuple[TokenAccumulationState, StepMetrics]:
-        loss_kwargs = _static.join(traced, static) | key_of_position(
-            rng, opt_state.gradient_step, opt_state.mini_step
-        )
-        (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
-            self.loss_fn, self.has_aux, params, batch, loss_kwargs
-        )
-        opt_state, skipped = self.accumulation.add(
-            gradient, opt_state, params, num_tokens, loss_sum
-        )
-        metrics = metrics_of(self.accumulation, opt_state)
-        return opt_state, metrics._replace(skipped=skipped, aux=aux)
-
-    def close(self, state: StepState, acc_grads: Any) -> tuple[StepState, StepMetrics]:
-        params, opt_state = _with_acc_grads(state, acc_grads)
-        params, opt_state, metrics = close_and_apply(
-            self.accumulation, opt_state.mini_step > 0, params, opt_state
-        )
-        return _with_acc_grads(StepState(params, opt_state), None), metrics
-
-    def whole(
-        self,
-        state: StepState,
-        batch: Any,
-        rng: jax.Array | None,
-        traced: list[Any],
-        static: _static.StaticPart,
-    ) -> tuple[StepState, StepMetrics]:
-        opt_state, added = self.accumulate(
-            state.opt_state, state.params, batch, rng, traced, static
-        )
-        closes = self.accumulation.schedule.closes(
-            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
-        )
-        params, opt_state, closed = close_and_apply(
-            self.accumulation, closes, state.params, opt_state
-        )
-        closed = closed._replace(skipped=added.skipped, aux=added.aux)
-        return StepState(params, opt_state), closed
-
-
 def make_train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
@@ -389,20 +252,3 @@ def make_train_step(
         accumulator_dtype=accumulator_dtype,
     )
     return TrainStep(loss_fn, accumulation, has_aux, donate)
-
-
-def _accumulate_arguments(
-    state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    require_step_state(state, accumulates=True)
-    opt_state = state.opt_state._replace(inner_opt_state=None)
-    return opt_state, state.params, batch, rng, *_static.split(loss_kwargs)
-
-
-def _close_arguments(state: StepState) -> tuple[Any, ...]:
-    require_step_state(state, accumulates=True)
-    return _with_acc_grads(state, None), state.opt_state.acc_grads
-
-
-def _with_acc_grads(state: StepState, acc_grads: Any) -> StepState:
-    return state._replace(opt_state=state.opt_state._replace(acc_grads=acc_grads))

@@ -20,7 +20,7 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     results = json.loads((tmp_path / "benchmarks.json").read_text())
     assert {"jax", "device", "cores"} <= results["machine"].keys()
     suites = results["suites"]
-    assert suites.keys() == {"speed", "programs", "host", "growth"}
+    assert suites.keys() == {"speed", "programs", "host", "growth", "ragged"}
     timed = [row for row in suites["speed"] if "contender" in row]
     assert {row["contender"] for row in timed} == CONTENDERS.keys()
     for row in timed:
@@ -39,6 +39,8 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
         "MultiSteps",
     ):
         assert compilations[one_program] == 1
+    for row in suites["ragged"]:
+        assert row["update differs by"] < 2e-6
     table = (tmp_path / "benchmarks.md").read_text()
     assert all(name in table for name in CONTENDERS)
     assert (tmp_path / "benchmarks.png").stat().st_size > 10_000

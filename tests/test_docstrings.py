@@ -3,11 +3,14 @@
 import pytest
 
 import optax_tokenaccum
+import optax_tokenaccum.grain
 import optax_tokenaccum.linen
 import optax_tokenaccum.nnx
 
 PUBLIC = [
     *(getattr(optax_tokenaccum, name) for name in optax_tokenaccum.__all__),
+    optax_tokenaccum.grain.PlannedMicroBatch,
+    optax_tokenaccum.grain.planned_micro_batches,
     optax_tokenaccum.linen.TrainState,
     optax_tokenaccum.nnx.TrainStep,
     optax_tokenaccum.nnx.make_train_step,

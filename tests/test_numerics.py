@@ -282,3 +282,18 @@ def test_a_window_of_10_000_micro_batches(way: Any):
     assert np.linalg.norm(got - exact) < 4 * bound
     naive = np.mean(np.float64(x) / tokens[:, None], 0)
     assert np.linalg.norm(naive - exact) > 1e6 * bound
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
+def test_updates_are_not_rounded_to_the_accumulators(jit: Any):
+    """They lie in the buffers of the sums only where those hold them exactly."""
+    optimizer = token_accumulation(optax.sgd(0.1), 2, accumulator_dtype=jnp.bfloat16)
+    params = {"w": jnp.zeros(3)}
+    state = optimizer.init(params)
+    for _ in range(2):
+        gradient = {"w": jnp.ones(3)}
+        updates, state = jit(optimizer.update)(gradient, state, params, num_tokens=1)
+    rounded = jnp.float32(0.1).astype(jnp.bfloat16).astype(jnp.float32)
+    assert rounded != jnp.float32(0.1)
+    np.testing.assert_array_equal(updates["w"], np.full(3, -0.1, np.float32))
+    assert state.acc_grads["w"].dtype == jnp.bfloat16

@@ -13,6 +13,7 @@ from jax._src.array import ArrayImpl
 from optax_tokenaccum import (
     make_train_step,
     make_window_step,
+    token_accumulation,
     window_value_and_grad,
 )
 
@@ -161,6 +162,21 @@ def test_accumulate_needs_no_gradient_sized_temporary():
     accumulate = step.accumulate.lower(step.init(new_params()), BATCH).compile()
     assert _net_bytes(accumulate) <= _net_bytes(_gradients_alone())
     assert _net_bytes(accumulate) < GRADIENT_BYTES
+
+
+def test_transformation_needs_no_gradient_sized_temporary():
+    """Its zeros are made where they are read, its updates lie in place of the sums."""
+    optimizer = token_accumulation(optax.adamw(1e-3), 4)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        gradient, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, params, num_tokens=n)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = new_params()
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jitted.lower(params, optimizer.init(params), BATCH).compile()
+    assert _net_bytes(compiled) < GRADIENT_BYTES
 
 
 def test_close_works_in_place():
