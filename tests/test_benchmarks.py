@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import quick_to_compile
@@ -10,11 +11,13 @@ from helpers import quick_to_compile
 from benchmarks.speed import CONTENDERS, check
 from benchmarks.workloads import square_layers
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_all_suites_run_and_say_what_they_measured(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "--quick", "--out", tmp_path]
     run = subprocess.run(
-        command, env=quick_to_compile(), capture_output=True, text=True
+        command, cwd=ROOT, env=quick_to_compile(), capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     results = json.loads((tmp_path / "benchmarks.json").read_text())
