@@ -10,7 +10,7 @@ known to be wrong by design. `--quick` runs everything small, to see that it wor
 import argparse
 from pathlib import Path
 
-from benchmarks import growth, host, programs, ragged, report, settings, speed
+from benchmarks import growth, host, padding, programs, ragged, report, settings, speed
 
 SUITES = {
     "speed": speed.run,
@@ -48,6 +48,8 @@ def main() -> None:
     chosen = settings.QUICK if options.quick else settings.full()
     results = {name: SUITES[name](chosen) for name in options.suite}
     report.write(results, options.out)
+    if "ragged" in results:
+        padding.picture(chosen, options.out / "ragged.png")
     print((options.out / "benchmarks.md").read_text())
 
 

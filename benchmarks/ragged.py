@@ -239,10 +239,8 @@ def _room(x: np.ndarray, capacity: int, rows: int) -> np.ndarray:
 
 def _distributions(settings: Settings) -> Iterator[tuple[str, Sequences]]:
     """Real dialogue, and random bytes of other lengths."""
-    pairs, _ = read_corpus()
-    dialogue = [x for x in map(encode, pairs) if len(x.inputs) <= settings.max_length]
     size, longest = settings.sequences, settings.max_length
-    yield "dialogue", dialogue[: settings.windows * size]
+    yield "dialogue", dialogue(settings)
     rng = np.random.default_rng(0)
     count = 4 * size
     for name, lengths in {
@@ -251,6 +249,13 @@ def _distributions(settings: Settings) -> Iterator[tuple[str, Sequences]]:
         "two lengths": rng.choice([24, 480], count, p=[0.8, 0.2]),
     }.items():
         yield name, [_random(rng, n) for n in np.clip(lengths, 2, longest)]
+
+
+def dialogue(settings: Settings) -> Sequences:
+    """Pairs of a prompt and an answer, in bytes: as many as fill whole windows."""
+    pairs, _ = read_corpus()
+    encoded = [x for x in map(encode, pairs) if len(x.inputs) <= settings.max_length]
+    return encoded[: settings.windows * settings.sequences]
 
 
 def _random(rng: np.random.Generator, length: float) -> Batch:
