@@ -9,6 +9,7 @@ from optax_tokenaccum._add_and_close import TokenAccumulationState
 from optax_tokenaccum._audit import audit
 from optax_tokenaccum._audit_report import AuditReport, Verdict
 from optax_tokenaccum._check_loss import LossReport, check_loss_fn
+from optax_tokenaccum._collectives import CollectiveReport, collectives
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._pad import pad_micro_batch
@@ -27,6 +28,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AuditReport",
+    "CollectiveReport",
     "LossReport",
     "MicroBatchPlan",
     "MultiSteps",
@@ -41,6 +43,7 @@ __all__ = [
     "check_loss_fn",
     "choose_length_buckets",
     "close_window",
+    "collectives",
     "from_multi_steps_state",
     "has_updated",
     "make_train_step",
