@@ -143,5 +143,6 @@ def require_step_state(state: Any, *, accumulates: bool) -> None:
     if accumulates:
         name = "The opt_state of a train step"
         _checks.check_state(state.opt_state, TokenAccumulationState, name)
-    # Every call donates these.
-    _checks.check_alive(state.opt_state.mini_step if accumulates else state.params)
+    # Every call donates all of the state: one array tells.
+    donated = state.opt_state.mini_step if accumulates else state.params
+    _checks.check_alive(jax.tree.leaves(donated)[:1])
