@@ -19,8 +19,7 @@ def write(results: dict[str, Rows], folder: Path) -> None:
     """Writes `benchmarks.json`, `benchmarks.md` and, of speeds, `benchmarks.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     where = machine()
-    contents = {"machine": where, "suites": results}
-    (folder / "benchmarks.json").write_text(json.dumps(contents, indent=1) + "\n")
+    (folder / "benchmarks.json").write_text(as_json(where, results))
     (folder / "benchmarks.md").write_text(markdown(where, results))
     if "speed" in results:
         picture(results["speed"], folder / "benchmarks.png")
@@ -37,6 +36,16 @@ def machine() -> dict[str, Any]:
         "devices": jax.device_count(),
         "cores": os.cpu_count(),
     }
+
+
+def as_json(where: dict[str, Any], results: dict[str, Rows]) -> str:
+    """`{"machine": ..., "suites": {name: rows}}`, a row a line."""
+    suites = [
+        f"{json.dumps(suite)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
+        for suite, rows in results.items()
+    ]
+    beginning = f'{{"machine": {json.dumps(where)}, "suites": {{\n'
+    return beginning + ",\n".join(suites) + "\n}}\n"
 
 
 def markdown(where: dict[str, Any], results: dict[str, Rows]) -> str:
