@@ -156,8 +156,8 @@ LARGE_WORKLOADS: Workloads = {
 
 TINY_WORKLOADS: Workloads = {
     "square layers": lambda: square_layers(32, 2),
-    "transformer": lambda: transformer_of(32, 2, length=8),
-    "LoRA": lambda: transformer_of(32, 2, length=8, rank=2),
+    "transformer": lambda: transformer_of(32, 1, length=8),
+    "LoRA": lambda: transformer_of(32, 1, length=8, rank=2),
     "bfloat16": lambda: square_layers(32, 2, dtype=jnp.bfloat16),
 }
 """To see that everything runs and is right; times mean nothing."""
