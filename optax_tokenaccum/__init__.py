@@ -19,6 +19,7 @@ from optax_tokenaccum._plan import (
     plan_window,
 )
 from optax_tokenaccum._planned_window import PlannedWindow, pad_window
+from optax_tokenaccum._regroup import regroup_sums
 from optax_tokenaccum._step_state import StepMetrics, StepState
 from optax_tokenaccum._train_step import TrainStep, make_train_step
 from optax_tokenaccum._window import split_batch, window_value_and_grad
@@ -51,6 +52,7 @@ __all__ = [
     "pad_micro_batch",
     "pad_window",
     "plan_window",
+    "regroup_sums",
     "softmax_cross_entropy_sum",
     "split_batch",
     "token_accumulation",

@@ -1,6 +1,6 @@
 """The transformation and what belongs to it: `has_updated`, `close_window`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,6 +25,7 @@ def token_accumulation(
     gradients: Literal["sum", "mean"] = "sum",
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
     accumulator_dtype: Any = None,
+    axis_name: str | Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs `inner` once per window, on the exact token mean of its gradients.
 
@@ -63,6 +64,14 @@ def token_accumulation(
         gradient; what it rejects enters no sum and is not counted.
       accumulator_dtype: dtype of the sums; by default float32, or the parameter's own
         where that is wider. Division and weighting are never below float32.
+      axis_name: the axis, or axes, of the `shard_map` around `init` and `update` over
+        which rows are spread. `acc_grads` are then sums of each device's own, added up
+        once, when the window closes; `num_tokens` and `value` are each device's own
+        too, and what comes back is alike on all. Between calls `acc_grads` go through
+        `shard_map` as `PartitionSpec(axis_name)`, the rest of the state as
+        `PartitionSpec()`. A gradient that `jax.grad` has reduced already, being that
+        of parameters alike on all devices, is counted once; to save that reduction
+        take it with regard to `jax.lax.pcast(params, axis_name, to="varying")`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `TokenAccumulationState`.
@@ -70,7 +79,9 @@ def token_accumulation(
     Raises:
       ValueError: a schedule below 1, two schedules, none and no `close_window`;
         `num_tokens` that is no scalar or, concrete, negative or not finite;
-        gradients whose tree or shapes differ from the parameters'.
+        gradients whose tree or shapes differ from the parameters'; gradients that
+        differ along an axis that `num_tokens` does not differ along; means that were
+        reduced already.
       TypeError: `num_tokens` is missing; an argument of the wrong type.
 
     Example:
@@ -94,6 +105,7 @@ def token_accumulation(
         gradients,
         should_skip_update_fn,
         accumulator_dtype,
+        axis_name=axis_name,
     )
     tx = Transformation(accumulation)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum import _arrays, _checks
+from optax_tokenaccum._axes import Axes, as_names
 from optax_tokenaccum._schedule import Schedule
+from optax_tokenaccum._sums import Sums, SumsPerDevice
 
 
 class TokenAccumulationState(NamedTuple):
@@ -24,7 +26,8 @@ class TokenAccumulationState(NamedTuple):
       mini_step: micro-batches accumulated so far in the open window.
       gradient_step: windows closed by an update so far.
       inner_opt_state: the state of the inner optimizer.
-      acc_grads: sum of the window's gradients; the tree and shapes of the parameters.
+      acc_grads: sum of the window's gradients; the tree and shapes of the parameters,
+        behind a leading axis of devices where each keeps a sum of its own.
       acc_tokens: sum of the window's `num_tokens`.
       acc_value: sum of the window's losses; 0 where no `value` was given.
       has_updated: whether the last call closed its window with an update.
@@ -62,6 +65,7 @@ class Accumulation:
       should_skip_update_fn: optax's protocol, or `None`.
       accumulator_dtype: dtype of the sums, `None` for float32 or wider.
       token_mean: `False` hands over the plain sum of what was given, undivided.
+      sums: where the sums live.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -70,6 +74,7 @@ class Accumulation:
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None
     accumulator_dtype: Any = None
     token_mean: bool = True
+    sums: Sums = Sums()
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
         """The state before the first micro-batch, the inner optimizer's within."""
@@ -86,13 +91,10 @@ class Accumulation:
         self, params: optax.Params, inner_opt_state: Any = None
     ) -> TokenAccumulationState:
         """A state whose window holds nothing, with sums of the parameters' shapes."""
-        acc_grads = jax.tree.map(
-            lambda p: jnp.zeros_like(
-                p, dtype=_arrays.accumulator_dtype_of(p, self.accumulator_dtype)
-            ),
-            params,
+        dtypes = jax.tree.map(
+            lambda p: _arrays.accumulator_dtype_of(p, self.accumulator_dtype), params
         )
-        value_dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(acc_grads))
+        value_dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(dtypes))
         gradient_step = jnp.zeros((), jnp.int32)
         skip_state = ()
         if self.should_skip_update_fn is not None:
@@ -102,7 +104,7 @@ class Accumulation:
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner_opt_state,
-            acc_grads=acc_grads,
+            acc_grads=self.sums.zeros(params, dtypes),
             acc_tokens=jnp.zeros((), jnp.float32),
             acc_value=jnp.zeros((), value_dtype).real,
             has_updated=jnp.zeros((), jnp.bool_),
@@ -123,36 +125,52 @@ class Accumulation:
         The sums are selected, never multiplied by a mask: 0 x NaN is NaN. The
         overwrite of the first micro-batch stands here, outside any conditional,
         because XLA copies gradient-sized sums that a conditional carries.
+
+        Over several devices the counters, tokens and losses are those of all, and a
+        micro-batch that one device rejects enters the sums of none.
         """
         _checks.check_state(state, TokenAccumulationState)
+        totals, axes = self.sums.opened(state.acc_grads), self.sums.axes
         _checks.check_same_tree(
             updates,
-            state.acc_grads,
+            totals,
             "Gradients must have the tree and shapes of the parameters given to init",
         )
-        updates = jax.tree.map(_arrays.without_float0, updates, state.acc_grads)
+        updates = jax.tree.map(_arrays.without_float0, updates, totals)
+        weighted = self.token_mean and self.gradients == "mean"
         num_tokens = _checks.as_num_tokens(num_tokens)
+        if not _checks.is_zero(num_tokens):
+            axes.check_tokens(updates, num_tokens, is_mean=weighted)
         value = _checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
         usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
-        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens, usable)
-        counts = usable & ~skipped
+        num_tokens = jax.lax.select(usable, num_tokens, jnp.zeros_like(num_tokens))
+        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens)
         is_first = (state.mini_step == 0) & ~skipped
-        weight = num_tokens if self.token_mean and self.gradients == "mean" else None
 
-        def add_to(total: jax.Array, x: jax.Array) -> jax.Array:
+        def add_to(total: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
             # Not jnp.where: a call of its own for every leaf, traced and lowered.
             so_far = jax.lax.select(is_first, jnp.zeros_like(total), total)
             return jax.lax.select(counts, (so_far + x).astype(total.dtype), so_far)
 
-        def add_loss_or_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
-            x = jnp.asarray(x).astype(_arrays.at_least_float32(total.dtype))
-            return add_to(total, x if weight is None else x * weight)
+        def weigh(x: jax.Array, dtype: Any) -> jax.Array:
+            x = jnp.asarray(x).astype(_arrays.at_least_float32(dtype))
+            return x * num_tokens if weighted else x
 
+        def add_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
+            counts = axes.adds(x, num_tokens) & ~skipped
+            return add_to(total, weigh(x, total.dtype), counts)
+
+        def add_scalar(total: jax.Array, x: jax.Array) -> jax.Array:
+            counts = axes.adds(x, num_tokens) & ~skipped
+            of_all = axes.sum(jax.lax.select(counts, x, jnp.zeros_like(x)))
+            return add_to(total, of_all, jnp.ones_like(is_first))
+
+        opened = jax.tree.map(add_gradient, totals, updates)
         return state._replace(
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
-            acc_grads=jax.tree.map(add_loss_or_gradient, state.acc_grads, updates),
-            acc_tokens=add_to(state.acc_tokens, num_tokens),
-            acc_value=add_loss_or_gradient(state.acc_value, value),
+            acc_grads=self.sums.stored(opened),
+            acc_tokens=add_scalar(state.acc_tokens, num_tokens),
+            acc_value=add_scalar(state.acc_value, weigh(value, state.acc_value.dtype)),
             has_updated=jnp.zeros_like(state.has_updated),
             skip_state=skip_state,
         ), skipped
@@ -164,7 +182,7 @@ class Accumulation:
         like: optax.Updates,
         params: optax.Params | None,
         extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates], Any],
+        finish: Callable[[optax.Updates, TokenAccumulationState], Any],
         otherwise: Any,
     ) -> tuple[Any, TokenAccumulationState]:
         """Ends the window where `closes`, with an update if it holds any token.
@@ -175,7 +193,8 @@ class Accumulation:
           like: the window's gradient takes the dtypes of this tree.
           params: what the inner optimizer is given.
           extra_args: likewise.
-          finish: called on the inner optimizer's updates, where there is an update.
+          finish: called, where there is an update, on the inner optimizer's updates
+            and on the state with the sums of all devices in place of each one's.
           otherwise: the result where there is no update.
 
         Returns:
@@ -184,11 +203,12 @@ class Accumulation:
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def update() -> tuple[Any, Any]:
-            gradient = self.window_gradient(state, like)
+            whole = state._replace(acc_grads=self.sums.total(state.acc_grads))
+            gradient = self.window_gradient(whole, like)
             updates, inner_opt_state = self.inner.update(
                 gradient, state.inner_opt_state, params, **extra_args
             )
-            return finish(updates), _arrays.cast_like(
+            return finish(updates, whole), _arrays.cast_like(
                 inner_opt_state, state.inner_opt_state
             )
 
@@ -246,14 +266,17 @@ class Accumulation:
         state: TokenAccumulationState,
         params: optax.Params | None,
         num_tokens: jax.Array,
-        usable: jax.Array,
     ) -> tuple[jax.Array, Any]:
         if self.should_skip_update_fn is None:
             return jnp.zeros((), jnp.bool_), state.skip_state
-        mean = updates
+        axes, mean = self.sums.axes, updates
         if self.gradients == "sum":
-            n = jnp.where(usable, num_tokens, 1)
-            mean = jax.tree.map(lambda g: (g / n).astype(jnp.result_type(g)), updates)
+
+            def divided(g: jax.Array) -> jax.Array:
+                n = axes.behind(g, num_tokens)
+                return (g / jnp.where(n > 0, n, 1)).astype(jnp.result_type(g))
+
+            mean = jax.tree.map(divided, updates)
         should_skip, skip_state = self.should_skip_update_fn(
             mean, state.gradient_step, params
         )
@@ -263,12 +286,13 @@ class Accumulation:
             "skip_state must come from this should_skip_update_fn (keep the function "
             "that the run began with, or take skip_state from a new init)",
         )
+        usable = num_tokens > 0
         skip_state = jax.tree.map(
             lambda old, new: jnp.where(usable, new, old).astype(old.dtype),
             state.skip_state,
             skip_state,
         )
-        return _checks.as_skip_decision(should_skip) & usable, skip_state
+        return axes.agree(_checks.as_skip_decision(should_skip) & usable, skip_state)
 
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:
         tokens = state.acc_tokens
@@ -286,6 +310,7 @@ def make_accumulation(
     should_skip_update_fn: Any = None,
     accumulator_dtype: Any = None,
     token_mean: bool = True,
+    axis_name: Any = None,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
     if gradients not in ("sum", "mean"):
@@ -311,6 +336,9 @@ def make_accumulation(
         should_skip_update_fn,
         accumulator_dtype,
         token_mean,
+        Sums()
+        if axis_name is None
+        else SumsPerDevice(Axes(as_names(axis_name, "axis_name"))),
     )
 
 

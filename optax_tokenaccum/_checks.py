@@ -14,6 +14,11 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def is_zero(x: Any) -> bool:
+    """Whether `x` is known to be 0."""
+    return is_concrete(x) and not np.any(x)
+
+
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """An optax optimizer that takes extra arguments, from any optax optimizer."""
     if callable(getattr(inner, "init", None)) and callable(

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from optax_tokenaccum import _static
-from optax_tokenaccum._mini_step_memo import MiniStepMemo
+from optax_tokenaccum._memo import MiniStepMemo
+from optax_tokenaccum._placement import PlacedJit, Placement, Placements
 from optax_tokenaccum._programs import Programs, with_acc_grads
 from optax_tokenaccum._step_state import (
     StepMetrics,
@@ -21,13 +22,23 @@ class AccumulateStep:
     the sums are donated, and each gradient is added to them as it is made.
     """
 
-    def __init__(self, programs: Programs, memo: MiniStepMemo, donate: bool):
+    def __init__(
+        self,
+        programs: Programs,
+        memo: MiniStepMemo,
+        placements: Placements,
+        donate: bool,
+    ):
         self._memo = memo
+        self._placements = placements
+        self._devices = programs.devices
         self._keeps_count = programs.accumulation.should_skip_update_fn is None
-        self._jitted = jax.jit(
+        self._jitted = PlacedJit(
             programs.accumulate,
+            lambda state: state.opt_state._replace(inner_opt_state=None),
+            programs.auto,
             static_argnames="static",
-            donate_argnames="opt_state" if donate else None,
+            donate_argnums=0 if donate else None,
         )
 
     def __call__(
@@ -38,11 +49,12 @@ class AccumulateStep:
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
     ) -> tuple[StepState, StepMetrics]:
-        arguments = _accumulate_arguments(state, batch, rng, loss_kwargs)
+        placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
         known = self._memo.get(state.opt_state.mini_step)
-        opt_state, metrics = self._jitted(*arguments)
+        opt_state, metrics = self._jitted.at(placement)(*arguments, static=static)
         if known is not None and self._keeps_count:
             self._memo.remember(opt_state.mini_step, known + 1)
+        self._placements.remember(opt_state.mini_step, placement)
         opt_state = opt_state._replace(inner_opt_state=state.opt_state.inner_opt_state)
         return StepState(state.params, opt_state), metrics
 
@@ -54,9 +66,19 @@ class AccumulateStep:
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
     ) -> jax.stages.Lowered:
-        return self._jitted.lower(
-            *_accumulate_arguments(state, batch, rng, loss_kwargs)
-        )
+        placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
+        return self._jitted.at(placement).lower(*arguments, static=static)
+
+    def _arguments(
+        self, state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
+    ) -> tuple[Placement | None, tuple[Any, ...], _static.StaticPart]:
+        require_step_state(state, accumulates=True)
+        if self._devices is not None:
+            batch = self._devices.place_rows(batch)
+        placement = self._placements.of(state, state.opt_state.mini_step)
+        opt_state = state.opt_state._replace(inner_opt_state=None)
+        traced, static = _static.split(loss_kwargs)
+        return placement, (opt_state, state.params, batch, rng, traced), static
 
 
 class CloseWindowStep:
@@ -65,30 +87,34 @@ class CloseWindowStep:
     The sums are only read; parameters and inner state are donated.
     """
 
-    def __init__(self, programs: Programs, memo: MiniStepMemo, donate: bool):
+    def __init__(
+        self,
+        programs: Programs,
+        memo: MiniStepMemo,
+        placements: Placements,
+        donate: bool,
+    ):
         self._memo = memo
-        self._jitted = jax.jit(
-            programs.close, donate_argnames="state" if donate else None
+        self._placements = placements
+        self._jitted = PlacedJit(
+            programs.close,
+            lambda state: with_acc_grads(state, None),
+            programs.auto,
+            donate_argnums=0 if donate else None,
         )
 
     def __call__(self, state: StepState) -> tuple[StepState, StepMetrics]:
-        closable, acc_grads = _close_arguments(state)
-        state, metrics = self._jitted(closable, acc_grads)
+        placement, closable, acc_grads = self._arguments(state)
+        state, metrics = self._jitted.at(placement)(closable, acc_grads)
         self._memo.remember(state.opt_state.mini_step, 0)
+        self._placements.remember(state.opt_state.mini_step, placement)
         return with_acc_grads(state, acc_grads), metrics
 
     def lower(self, state: StepState) -> jax.stages.Lowered:
-        return self._jitted.lower(*_close_arguments(state))
+        placement, *arguments = self._arguments(state)
+        return self._jitted.at(placement).lower(*arguments)
 
-
-def _accumulate_arguments(
-    state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    require_step_state(state, accumulates=True)
-    opt_state = state.opt_state._replace(inner_opt_state=None)
-    return opt_state, state.params, batch, rng, *_static.split(loss_kwargs)
-
-
-def _close_arguments(state: StepState) -> tuple[Any, ...]:
-    require_step_state(state, accumulates=True)
-    return with_acc_grads(state, None), state.opt_state.acc_grads
+    def _arguments(self, state: StepState) -> tuple[Placement | None, StepState, Any]:
+        require_step_state(state, accumulates=True)
+        placement = self._placements.of(state, state.opt_state.mini_step)
+        return placement, with_acc_grads(state, None), state.opt_state.acc_grads

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._axes import Axes
+
 # loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens), or with has_aux
 # (loss_sum, (num_tokens, aux)).
 LossFn = Callable[..., tuple[Any, Any]]
@@ -40,14 +42,16 @@ def loss_and_aux(
 
 
 def key_of_position(
-    rng: jax.Array | None, gradient_step: jax.Array, mini_step: jax.Array
+    rng: jax.Array | None,
+    gradient_step: jax.Array,
+    mini_step: jax.Array,
+    axes: Axes,
 ) -> dict[str, jax.Array]:
     """The keyword `rng` of one micro-batch, from the one key of the run if any."""
     if rng is None:
         return {}
-    return {
-        "rng": jax.random.fold_in(jax.random.fold_in(rng, gradient_step), mini_step)
-    }
+    rng = jax.random.fold_in(jax.random.fold_in(rng, gradient_step), mini_step)
+    return {"rng": axes.fold_in(rng)}
 
 
 def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, Any, Any]:

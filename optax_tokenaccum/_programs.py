@@ -6,7 +6,14 @@ import jax
 
 from optax_tokenaccum import _static
 from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
+from optax_tokenaccum._data_parallel import (
+    DataParallel,
+    check_layout,
+    over_all,
+    over_rows,
+)
 from optax_tokenaccum._micro_batch import LossFn, key_of_position, sums_and_gradient
+from optax_tokenaccum._placement import Placement, as_it_is
 from optax_tokenaccum._step_state import (
     StepMetrics,
     StepState,
@@ -16,20 +23,29 @@ from optax_tokenaccum._step_state import (
 
 
 class Programs:
-    """The pure functions behind the step.
+    """The pure functions behind the step, for a state that is placed somehow.
 
     What is donated stands first and in the order in which it is returned: `jit` pairs
     donated buffers with outputs of the same shape in order, and a parameter paired with
     a moment of its shape costs XLA a copy of both.
     """
 
-    def __init__(self, loss_fn: LossFn, accumulation: Accumulation, has_aux: bool):
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        accumulation: Accumulation,
+        has_aux: bool,
+        devices: DataParallel | None,
+    ):
         self.loss_fn = loss_fn
         self.accumulation = accumulation
         self.has_aux = has_aux
+        self.devices = devices
+        self.auto = as_it_is if devices is None else devices.auto
 
     def accumulate(
         self,
+        placement: Placement | None,
         opt_state: TokenAccumulationState,
         params: Any,
         batch: Any,
@@ -37,27 +53,58 @@ class Programs:
         traced: list[Any],
         static: _static.StaticPart,
     ) -> tuple[TokenAccumulationState, StepMetrics]:
-        loss_kwargs = _static.join(traced, static) | key_of_position(
-            rng, opt_state.gradient_step, opt_state.mini_step
-        )
-        (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
-            self.loss_fn, self.has_aux, params, batch, loss_kwargs
-        )
-        opt_state, skipped = self.accumulation.add(
-            gradient, opt_state, params, num_tokens, loss_sum
-        )
-        metrics = metrics_of(self.accumulation, opt_state)
-        return opt_state, metrics._replace(skipped=skipped, aux=aux)
+        check_layout(opt_state.acc_grads, params, self.devices)
 
-    def close(self, state: StepState, acc_grads: Any) -> tuple[StepState, StepMetrics]:
+        def add(
+            accumulation: Accumulation,
+            opt_state: TokenAccumulationState,
+            batch: Any,
+            params: Any,
+            rng: jax.Array | None,
+            traced: list[Any],
+        ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
+            axes = accumulation.sums.axes
+            loss_kwargs = _static.join(traced, static) | key_of_position(
+                rng, opt_state.gradient_step, opt_state.mini_step, axes
+            )
+            (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
+                self.loss_fn, self.has_aux, params, batch, loss_kwargs
+            )
+            opt_state, skipped = accumulation.add(
+                gradient, opt_state, params, num_tokens, loss_sum
+            )
+            metrics = metrics_of(accumulation, opt_state)
+            return opt_state, metrics._replace(skipped=skipped), axes.beside(aux)
+
+        opt_state, metrics, aux = over_rows(
+            self.devices,
+            self.accumulation,
+            placement,
+            add,
+            opt_state,
+            batch,
+            params,
+            rng,
+            traced,
+        )
+        return opt_state, metrics._replace(aux=aux)
+
+    def close(
+        self, placement: Placement | None, state: StepState, acc_grads: Any
+    ) -> tuple[StepState, StepMetrics]:
         params, opt_state = with_acc_grads(state, acc_grads)
+        check_layout(acc_grads, params, self.devices)
         params, opt_state, metrics = close_and_apply(
-            self.accumulation, opt_state.mini_step > 0, params, opt_state
+            over_all(self.devices, self.accumulation, placement),
+            opt_state.mini_step > 0,
+            params,
+            opt_state,
         )
         return with_acc_grads(StepState(params, opt_state), None), metrics
 
     def whole(
         self,
+        placement: Placement | None,
         state: StepState,
         batch: Any,
         rng: jax.Array | None,
@@ -65,13 +112,16 @@ class Programs:
         static: _static.StaticPart,
     ) -> tuple[StepState, StepMetrics]:
         opt_state, added = self.accumulate(
-            state.opt_state, state.params, batch, rng, traced, static
+            placement, state.opt_state, state.params, batch, rng, traced, static
         )
         closes = self.accumulation.schedule.closes(
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
         params, opt_state, closed = close_and_apply(
-            self.accumulation, closes, state.params, opt_state
+            over_all(self.devices, self.accumulation, placement),
+            closes,
+            state.params,
+            opt_state,
         )
         closed = closed._replace(skipped=added.skipped, aux=added.aux)
         return StepState(params, opt_state), closed

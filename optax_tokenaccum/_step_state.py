@@ -98,8 +98,8 @@ def close_and_apply(
     _checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
     metrics = metrics_of(accumulation, opt_state)
 
-    def finish(updates: Any) -> tuple[Any, jax.Array]:
-        norm = accumulation.gradient_norm(opt_state)
+    def finish(updates: Any, whole: TokenAccumulationState) -> tuple[Any, jax.Array]:
+        norm = accumulation.gradient_norm(whole)
         return _apply(params, updates), norm
 
     (params, grad_norm), opt_state = accumulation.close(

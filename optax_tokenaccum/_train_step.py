@@ -1,7 +1,7 @@
 """A train step of one micro-batch a call, with no updates to discard."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,16 @@ from optax_tokenaccum import _arrays, _checks, _static
 from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
 from optax_tokenaccum._checks import is_concrete
 from optax_tokenaccum._compile_ahead import Progress, compile_all, distinct
+from optax_tokenaccum._data_parallel import (
+    DataParallel,
+    ReduceEvery,
+    make_data_parallel,
+    over_all,
+)
 from optax_tokenaccum._halves import AccumulateStep, CloseWindowStep
+from optax_tokenaccum._memo import MiniStepMemo
 from optax_tokenaccum._micro_batch import LossFn
-from optax_tokenaccum._mini_step_memo import MiniStepMemo
+from optax_tokenaccum._placement import PlacedJit, Placement, Placements
 from optax_tokenaccum._programs import Programs
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._step_state import StepMetrics, StepState, require_step_state
@@ -44,17 +51,27 @@ class TrainStep:
     """
 
     def __init__(
-        self, loss_fn: LossFn, accumulation: Accumulation, has_aux: bool, donate: bool
+        self,
+        loss_fn: LossFn,
+        accumulation: Accumulation,
+        has_aux: bool,
+        devices: DataParallel | None,
+        donate: bool,
     ):
         self._accumulation = accumulation
+        self._devices = devices
         self._memo = MiniStepMemo()
-        self._programs = Programs(loss_fn, accumulation, has_aux)
-        self.accumulate = AccumulateStep(self._programs, self._memo, donate)
-        self.close_window = CloseWindowStep(self._programs, self._memo, donate)
-        self._whole = jax.jit(
-            self._programs.whole,
+        self._placements = Placements()
+        programs = Programs(loss_fn, accumulation, has_aux, devices)
+        shared = programs, self._memo, self._placements, donate
+        self.accumulate = AccumulateStep(*shared)
+        self.close_window = CloseWindowStep(*shared)
+        self._whole = PlacedJit(
+            programs.whole,
+            lambda state: state,
+            programs.auto,
             static_argnames="static",
-            donate_argnames="state" if donate else None,
+            donate_argnums=0 if donate else None,
         )
 
     def init(self, params: Any) -> StepState:
@@ -69,8 +86,11 @@ class TrainStep:
           TypeError: a leaf of `params` is no array.
         """
         params = _arrays.owned(params)
+        if self._devices is not None:
+            params = self._devices.place_params(params)
+        accumulation = over_all(self._devices, self._accumulation)
         # An optimizer may hand out arrays of its own, the key of optax.add_noise say.
-        state = StepState(params, _arrays.owned(self._accumulation.init(params)))
+        state = StepState(params, _arrays.owned(accumulation.init(params)))
         self._memo.remember(state.opt_state.mini_step, 0)
         return state
 
@@ -109,7 +129,12 @@ class TrainStep:
             )
         k = schedule.every_k
         if not isinstance(k, int) or not self._host_knows(state):
-            return self._whole(state, batch, rng, *_static.split(loss_kwargs))
+            placement, arguments, static = self._arguments(
+                state, batch, rng, loss_kwargs
+            )
+            state, metrics = self._whole.at(placement)(*arguments, static=static)
+            self._placements.remember(state.opt_state.mini_step, placement)
+            return state, metrics
         if self._memo.get(state.opt_state.mini_step) is None:
             # Not made by this step: found out now, not after the sums were donated.
             _checks.check_inner_state(
@@ -174,7 +199,17 @@ class TrainStep:
     def _lower_whole(
         self, state: StepState, batch: Any, *, rng: Any, **loss_kwargs: Any
     ) -> jax.stages.Lowered:
-        return self._whole.lower(state, batch, rng, *_static.split(loss_kwargs))
+        placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
+        return self._whole.at(placement).lower(*arguments, static=static)
+
+    def _arguments(
+        self, state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
+    ) -> tuple[Placement | None, tuple[Any, ...], _static.StaticPart]:
+        if self._devices is not None:
+            batch = self._devices.place_rows(batch)
+        placement = self._placements.of(state, state.opt_state.mini_step)
+        traced, static = _static.split(loss_kwargs)
+        return placement, (state, batch, rng, traced), static
 
     def _host_knows(self, state: StepState) -> bool:
         return self._accumulation.should_skip_update_fn is None and is_concrete(
@@ -191,6 +226,9 @@ def make_train_step(
     has_aux: bool = False,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
     accumulator_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    reduce_every: ReduceEvery = "window",
     donate: bool = True,
 ) -> TrainStep:
     r"""Builds a jitted train step of one micro-batch a call.
@@ -218,6 +256,17 @@ def make_train_step(
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      mesh: the devices, see `data_axes`.
+      data_axes: the axis, or axes, of `mesh` over which the rows of a batch are spread.
+        `loss_fn` then sees one device's rows (and must not name these axes), each
+        device keeps a sum of its own, and they meet once, when the window closes. Other
+        axes of the mesh are left to the compiler. Without a mesh arrays that are spread
+        over devices are right too, and gradients meet in every micro-batch.
+      reduce_every: `"window"`, as above: parameters that are spread over the data axes
+        are gathered for every micro-batch, and every device needs room for all of a
+        gradient. `"micro_batch"`: the gradients of all rows meet in every micro-batch,
+        and the sums are spread over the data axes, like such parameters (FSDP), or
+        though the parameters are not (ZeRO-2). `loss_fn` then sees all rows.
       donate: update buffers in place. The state given to a call is gone after it.
 
     Returns:
@@ -251,4 +300,5 @@ def make_train_step(
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )
-    return TrainStep(loss_fn, accumulation, has_aux, donate)
+    devices = make_data_parallel(mesh, data_axes, reduce_every)
+    return TrainStep(loss_fn, accumulation, has_aux, devices, donate)

@@ -65,16 +65,19 @@ class Transformation:
         """
         inner, sums = self.accumulation.inner, state.acc_grads
         _checks.check_inner_state(inner, state.inner_opt_state, sums)
+        whole = state._replace(acc_grads=self.accumulation.sums.opened(sums))
         shapes, _ = jax.eval_shape(
             lambda: inner.update(
-                self.accumulation.window_gradient(state, like),
+                self.accumulation.window_gradient(whole, like),
                 state.inner_opt_state,
                 params,
                 **extra_args,
             )
         )
         _checks.check_same_tree(
-            shapes, sums, "The inner optimizer must return updates like the parameters"
+            shapes,
+            whole.acc_grads,
+            "The inner optimizer must return updates like the parameters",
         )
         in_place = jax.tree.map(_holds, sums, shapes)
         empty = jax.tree.map(
@@ -89,7 +92,7 @@ class Transformation:
             like,
             params,
             extra_args,
-            finish=lambda updates: _arrays.cast_like(updates, empty),
+            finish=lambda updates, _: _arrays.cast_like(updates, empty),
             otherwise=empty,
         )
 
@@ -105,6 +108,8 @@ class Transformation:
 
 def _holds(acc: jax.Array, update: jax.ShapeDtypeStruct) -> bool:
     """Whether the buffer of a sum holds an update to the last bit."""
+    if acc.shape != update.shape:  # a device's own sum, of another type than a total
+        return False
     if acc.dtype == update.dtype:
         return True
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (acc, update)):

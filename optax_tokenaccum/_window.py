@@ -103,7 +103,12 @@ def window_value_and_grad(
         **loss_kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
         state, num_tokens, _, aux = window.run(
-            params, micro_batches, rng, num_micro_batches, loss_kwargs
+            window.accumulation,
+            micro_batches,
+            params,
+            rng,
+            num_micro_batches,
+            loss_kwargs,
         )
         loss, _ = window.accumulation.window_so_far(state)
         gradient = window.accumulation.window_gradient(state, like=params)
@@ -173,30 +178,33 @@ class Window:
 
     def run(
         self,
-        params: Any,
+        accumulation: Accumulation,
         micro_batches: Any,
+        params: Any,
         rng: jax.Array | None,
         num_micro_batches: Any,
         loss_kwargs: dict[str, Any],
     ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
         """`(state before the close, num_tokens, whether any was skipped, aux)`."""
+        axes = accumulation.sums.axes
         capacity, groups = groups_of(micro_batches, num_micro_batches)
         loss_fn, has_aux, totals = self.loss_fn, self.has_aux, None
         if self.count_fn is not None:
             terms = LossTerms(loss_fn, self.count_fn, has_aux)
-            totals = terms.totals(groups)
+            totals = axes.sum(terms.totals(groups))
             loss_fn = terms.share_of(totals)
 
         def kwargs_at(i: Any) -> dict[str, Any]:
-            key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
-            return loss_kwargs | key
+            if rng is None:
+                return loss_kwargs
+            return loss_kwargs | {"rng": axes.fold_in(jax.random.fold_in(rng, i))}
 
         def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             state, any_skipped, auxes = carry
             (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
                 loss_fn, has_aux, params, pick(i), kwargs_at(i)
             )
-            state, skipped = self.accumulation.add(
+            state, skipped = accumulation.add(
                 gradient, state, params, num_tokens, loss_sum
             )
             auxes = jax.tree.map(
@@ -209,7 +217,7 @@ class Window:
             return loss[1][1]
 
         carry = (
-            self.accumulation.empty_window(params),
+            accumulation.empty_window(params),
             jnp.zeros((), jnp.bool_),
             jax.tree.map(
                 lambda x: jnp.zeros((capacity, *x.shape), x.dtype),
@@ -221,8 +229,8 @@ class Window:
             carry = jax.lax.fori_loop(group.start, group.stop, body, carry)
         state, any_skipped, auxes = carry
         if totals is None:
-            totals = self.accumulation.window_so_far(state)[1]
-        return state, totals, any_skipped, auxes
+            totals = accumulation.window_so_far(state)[1]
+        return state, totals, any_skipped, axes.beside(auxes, 1)
 
 
 def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:

@@ -1,18 +1,30 @@
 """A train step of one window a call."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from optax_tokenaccum import _arrays, _static
-from optax_tokenaccum._add_and_close import make_accumulation
+from optax_tokenaccum._add_and_close import (
+    Accumulation,
+    TokenAccumulationState,
+    make_accumulation,
+)
 from optax_tokenaccum._compile_ahead import Progress, compile_all, distinct
+from optax_tokenaccum._data_parallel import (
+    DataParallel,
+    ReduceEvery,
+    make_data_parallel,
+    over_all,
+    over_rows,
+)
 from optax_tokenaccum._groups import check_micro_batches
 from optax_tokenaccum._loss_terms import CountFn
 from optax_tokenaccum._micro_batch import LossFn
+from optax_tokenaccum._placement import PlacedJit, Placement, Placements, as_it_is
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._step_state import (
     StepMetrics,
@@ -39,12 +51,17 @@ class WindowStep:
       -5.0 4.0
     """
 
-    def __init__(self, window: Window, donate: bool):
+    def __init__(self, window: Window, devices: DataParallel | None, donate: bool):
         self._window = window
-        self._jitted = jax.jit(
+        self._devices = devices
+        self._placements = Placements()
+        auto = as_it_is if devices is None else functools.partial(devices.auto, axis=1)
+        self._jitted = PlacedJit(
             self._program,
+            lambda state: state,
+            auto,
             static_argnames="static",
-            donate_argnames="state" if donate else None,
+            donate_argnums=0 if donate else None,
         )
 
     def init(self, params: Any) -> StepState:
@@ -57,8 +74,10 @@ class WindowStep:
           TypeError: a leaf of `params` is no array.
         """
         params = _arrays.owned(params)
-        init = self._window.accumulation.init
-        return StepState(params, _arrays.owned(init(params).inner_opt_state))
+        if self._devices is not None:
+            params = self._devices.place_params(params)
+        inner_opt_state = self._window.accumulation.init(params).inner_opt_state
+        return StepState(params, _arrays.owned(inner_opt_state))
 
     def __call__(
         self,
@@ -82,9 +101,12 @@ class WindowStep:
           **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
             numbers are traced; bools, strings and functions are static.
         """
-        return self._jitted(
-            *_arguments(state, micro_batches, rng, num_micro_batches, loss_kwargs)
+        placement, arguments, static = self._arguments(
+            state, micro_batches, rng, num_micro_batches, loss_kwargs
         )
+        state, metrics = self._jitted.at(placement)(*arguments, static=static)
+        self._placements.remember(_tell_tale(state), placement)
+        return state, metrics
 
     def lower(
         self,
@@ -95,9 +117,10 @@ class WindowStep:
         num_micro_batches: Any = None,
         **loss_kwargs: Any,
     ) -> jax.stages.Lowered:
-        return self._jitted.lower(
-            *_arguments(state, micro_batches, rng, num_micro_batches, loss_kwargs)
+        placement, arguments, static = self._arguments(
+            state, micro_batches, rng, num_micro_batches, loss_kwargs
         )
+        return self._jitted.at(placement).lower(*arguments, static=static)
 
     def compile(
         self,
@@ -154,8 +177,26 @@ class WindowStep:
             progress,
         )
 
+    def _arguments(
+        self,
+        state: StepState,
+        micro_batches: Any,
+        rng: jax.Array | None,
+        num_micro_batches: Any,
+        loss_kwargs: dict[str, Any],
+    ) -> tuple[Placement | None, tuple[Any, ...], _static.StaticPart]:
+        require_step_state(state, accumulates=False)
+        check_micro_batches(micro_batches, num_micro_batches)
+        if self._devices is not None:
+            micro_batches = self._devices.place_rows(micro_batches, axis=1)
+        placement = self._placements.of(state, _tell_tale(state))
+        traced, static = _static.split(loss_kwargs)
+        arguments = state, micro_batches, rng, num_micro_batches, traced
+        return placement, arguments, static
+
     def _program(
         self,
+        placement: Placement | None,
         state: StepState,
         micro_batches: Any,
         rng: jax.Array | None,
@@ -163,15 +204,41 @@ class WindowStep:
         traced: list[Any],
         static: _static.StaticPart,
     ) -> tuple[StepState, StepMetrics]:
-        open_window, num_tokens, any_skipped, aux = self._window.run(
-            state.params,
+        def run(
+            accumulation: Accumulation,
+            _: None,
+            micro_batches: Any,
+            params: Any,
+            rng: jax.Array | None,
+            num_micro_batches: Any,
+            traced: list[Any],
+        ) -> tuple[TokenAccumulationState, Any, Any]:
+            state, num_tokens, any_skipped, aux = self._window.run(
+                accumulation,
+                micro_batches,
+                params,
+                rng,
+                num_micro_batches,
+                _static.join(traced, static),
+            )
+            return state, (num_tokens, any_skipped), aux
+
+        accumulation = self._window.accumulation
+        open_window, (num_tokens, any_skipped), aux = over_rows(
+            self._devices,
+            accumulation,
+            placement,
+            run,
+            None,
             micro_batches,
+            state.params,
             rng,
             num_micro_batches,
-            _static.join(traced, static),
+            traced,
+            axis=1,
         )
         params, closed, metrics = close_and_apply(
-            self._window.accumulation,
+            over_all(self._devices, accumulation, placement),
             open_window.mini_step > 0,
             state.params,
             open_window._replace(inner_opt_state=state.opt_state),
@@ -189,6 +256,9 @@ def make_window_step(
     count_fn: CountFn | None = None,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
     accumulator_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    reduce_every: ReduceEvery = "window",
     donate: bool = True,
 ) -> WindowStep:
     """Builds a jitted train step of a whole window a call: one program, one update.
@@ -209,6 +279,17 @@ def make_window_step(
         `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      mesh: the devices, see `data_axes`.
+      data_axes: the axis, or axes, of `mesh` over which the rows of a batch are spread.
+        `loss_fn` then sees one device's rows (and must not name these axes), each
+        device keeps a sum of its own, and they meet once, when the window closes. Other
+        axes of the mesh are left to the compiler. Without a mesh arrays that are spread
+        over devices are right too, and gradients meet in every micro-batch.
+      reduce_every: `"window"`, as above: parameters that are spread over the data axes
+        are gathered for every micro-batch, and every device needs room for all of a
+        gradient. `"micro_batch"`: the gradients of all rows meet in every micro-batch,
+        and the sums are spread over the data axes, like such parameters (FSDP), or
+        though the parameters are not (ZeRO-2). `loss_fn` then sees all rows.
       donate: update buffers in place. The state given to a call is gone after it.
 
     Raises:
@@ -242,17 +323,11 @@ def make_window_step(
         accumulator_dtype=accumulator_dtype,
         token_mean=count_fn is None,
     )
-    return WindowStep(Window(loss_fn, has_aux, count_fn, accumulation), donate)
+    devices = make_data_parallel(mesh, data_axes, reduce_every)
+    window = Window(loss_fn, has_aux, count_fn, accumulation)
+    return WindowStep(window, devices, donate)
 
 
-def _arguments(
-    state: StepState,
-    micro_batches: Any,
-    rng: jax.Array | None,
-    num_micro_batches: Any,
-    loss_kwargs: dict[str, Any],
-) -> tuple[Any, ...]:
-    require_step_state(state, accumulates=False)
-    check_micro_batches(micro_batches, num_micro_batches)
-    traced, static = _static.split(loss_kwargs)
-    return state, micro_batches, rng, num_micro_batches, traced, static
+def _tell_tale(state: StepState) -> Any:
+    """The array of the state by which its placement is remembered."""
+    return next(iter(jax.tree.leaves(state.params)), None)

@@ -1,0 +1,362 @@
+"""The transformation under `shard_map`, `pmap`, `vmap`: sums of each device's own."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    cut,
+    difference,
+    float64_gradient,
+    init_params,
+    loss_mean_fn,
+    loss_sum_fn,
+    ragged_batch,
+    relative_error,
+    signatures,
+)
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum import (
+    TokenAccumulationState,
+    close_window,
+    collectives,
+    token_accumulation,
+)
+
+K, DEVICES = 4, 8
+# Small gradients would drown in the parameters they are subtracted from.
+SCALE = 256.0
+SGD = optax.sgd(SCALE)
+AXES = [("data",), ("data", "fsdp")]
+STATE = TokenAccumulationState(P(), P(), P(), P("data"), P(), P(), P(), P())
+
+
+def mesh(names: tuple[str, ...] = ("data",)) -> jax.sharding.Mesh:
+    shape = {1: (DEVICES,), 2: (4, 2)}[len(names)]
+    auto = jax.sharding.AxisType.Auto
+    return jax.make_mesh(shape, names, axis_types=(auto,) * len(names))
+
+
+@pytest.fixture(scope="module")
+def batch() -> Any:
+    """64 ragged rows: those of device 3 hold no token, nor does any micro-batch 2."""
+    batch = ragged_batch(0, rows=64)
+    mask = batch["mask"].reshape(K, DEVICES, 2, -1)
+    mask[:, 3], mask[2] = 0, 0
+    return batch | {"mask": mask.reshape(batch["mask"].shape)}
+
+
+def stacked(batch: Any) -> Any:
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *cut(batch, K))
+
+
+def varying(params: Any, names: Any) -> Any:
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(params, names, to="varying")
+    return jax.lax.pvary(params, names)
+
+
+def gradient_of_each(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
+    """The gradient of this device's rows, whatever `shard_map` does by itself."""
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+    return grad(varying(params, names), batch)
+
+
+def window(
+    optimizer: Any, names: tuple[str, ...], of: Callable[..., Any], loss_fn: Any
+) -> Any:
+    """A function of parameters and this device's rows: those after a window."""
+
+    def run(params: Any, micro_batches: Any) -> Any:
+        def body(carry: Any, batch: Any) -> Any:
+            params, state = carry
+            (loss, n), grads = of(loss_fn, params, batch, names)
+            updates, state = optimizer.update(
+                grads, state, params, num_tokens=n, value=loss
+            )
+            return (optax.apply_updates(params, updates), state), state.acc_tokens
+
+        carry = params, optimizer.init(params)
+        (params, _), tokens = jax.lax.scan(body, carry, micro_batches)
+        return params, tokens
+
+    return run
+
+
+def applied(before: Any, after: Any) -> Any:
+    return jax.tree.map(lambda x: x / SCALE, difference(before, after))
+
+
+def exact(batch: Any) -> Any:
+    return float64_gradient(init_params(0), batch)
+
+
+def on_this_device(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
+    """Its rows' gradient, where types have no marks and nothing is done by itself."""
+    return jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+
+
+@pytest.mark.parametrize("names", AXES, ids=len)
+@pytest.mark.parametrize("of", [gradient_of_each, on_this_device])
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_window_is_that_of_the_whole_batch(
+    batch: Any, names: tuple[str, ...], of: Any, gradients: Any
+):
+    loss_fn = {"sum": loss_sum_fn, "mean": loss_mean_fn}[gradients]
+    optimizer = token_accumulation(SGD, K, gradients=gradients, axis_name=names)
+    run = jax.shard_map(
+        window(optimizer, names, of, loss_fn),
+        mesh=mesh(names),
+        in_specs=(P(), P(None, names)),
+        out_specs=P(),
+        check_vma=of is gradient_of_each,
+    )
+    params = init_params(0)
+    after, tokens = jax.jit(run)(params, stacked(batch))
+    assert relative_error(applied(params, after), exact(batch)) < 2e-6
+    assert tokens[-1] == batch["mask"].sum()
+
+
+def test_mean_over_devices_of_means_is_another_gradient(batch: Any):
+    params, parts = init_params(0), cut(batch, K * DEVICES)
+    grad = jax.jit(jax.grad(loss_mean_fn, has_aux=True))
+    means = [grad(params, part)[0] for part in parts if part["mask"].any()]
+    naive = jax.tree.map(lambda *gs: np.mean(gs, 0), *means)
+    assert relative_error(naive, exact(batch)) > 1e-2
+
+
+def test_gradients_that_were_reduced_already_count_once(batch: Any):
+    """`jax.grad` adds up the gradients of parameters that are alike on all devices."""
+    optimizer = token_accumulation(SGD, K, axis_name="data")
+    run = jax.shard_map(
+        window(optimizer, ("data",), on_this_device, loss_sum_fn),
+        mesh=mesh(),
+        in_specs=(P(), P(None, "data")),
+        out_specs=P(),
+    )
+    params = init_params(0)
+    after, tokens = jax.jit(run)(params, stacked(batch))
+    assert relative_error(applied(params, after), exact(batch)) < 2e-6
+    assert tokens[-1] == batch["mask"].sum()
+
+
+def test_count_that_was_reduced_already_goes_with_such_gradients(batch: Any):
+    def of(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
+        (loss, n), grads = on_this_device(loss_fn, params, batch, names)
+        return jax.lax.psum((loss, n), names), grads
+
+    optimizer = token_accumulation(SGD, K, axis_name="data")
+    run = jax.shard_map(
+        window(optimizer, ("data",), of, loss_sum_fn),
+        mesh=mesh(),
+        in_specs=(P(), P(None, "data")),
+        out_specs=P(),
+    )
+    params = init_params(0)
+    after, tokens = jax.jit(run)(params, stacked(batch))
+    assert relative_error(applied(params, after), exact(batch)) < 2e-6
+    assert tokens[-1] == batch["mask"].sum()
+
+
+def test_state_lives_between_calls(batch: Any):
+    """With a scalar parameter, which has no axis that could be spread."""
+    optimizer = token_accumulation(optax.sgd(1.0), 3, axis_name="data")
+    over = functools.partial(jax.shard_map, mesh=mesh())
+
+    @jax.jit
+    @functools.partial(
+        over, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE, P())
+    )
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.sum(p * x))(varying(params, "data"))
+        n = jnp.sum(x != 0)
+        updates, state = optimizer.update(grads, state, params, num_tokens=n)
+        return optax.apply_updates(params, updates), state, state.has_updated
+
+    params = jnp.zeros(())
+    state = jax.jit(over(optimizer.init, in_specs=P(), out_specs=STATE))(params)
+    signature = signatures(state)
+    rows = np.array([[1, 0, 3, 0, 0, 7, 0, 2], [9] * 8, [0] * 8, [0, 5] + [0] * 6], "f")
+    for x in rows[:2]:
+        params, state, updated = step(params, state, x)
+        assert not updated and params == 0
+        assert signatures(state) == signature
+    np.testing.assert_array_equal(state.acc_grads, rows[0] + rows[1])
+    params, state, updated = step(params, state, rows[2])
+    assert updated and params == -np.float32(13 + 72) / 12
+    params, state, _ = step(params, state, rows[3])
+    assert state.mini_step == 1 and state.acc_tokens == 1
+    closed = jax.jit(
+        over(
+            lambda params, state: close_window(optimizer, state, params),
+            in_specs=(P(), STATE),
+            out_specs=(P(), STATE),
+        )
+    )
+    updates, state = closed(params, state)
+    assert updates == -5 and state.mini_step == 0 and state.gradient_step == 2
+
+
+def test_token_budget_counts_all_devices():
+    optimizer = token_accumulation(optax.sgd(1.0), every_n_tokens=20, axis_name="i")
+
+    def run(n: jax.Array) -> Any:
+        def body(state: Any, n: Any) -> Any:
+            _, state = optimizer.update(1.0 * n, state, num_tokens=n)
+            return state, (state.has_updated, state.acc_tokens)
+
+        return jax.lax.scan(body, optimizer.init(jnp.zeros(())), n)[1]
+
+    # 8 devices: 12 tokens, 24 in all: closes on every device at once.
+    tokens = jnp.array([[12, 12, 12], *[[0, 0, 0]] * 6, [0, 0, 30]], jnp.float32)
+    updated, counted = jax.vmap(run, axis_name="i")(tokens)
+    np.testing.assert_array_equal(updated, [[False, True, True]] * 8)
+    np.testing.assert_array_equal(counted, [[12, 24, 42]] * 8)
+
+
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_rejection_anywhere_rejects_everywhere(gradients: Any):
+    optimizer = token_accumulation(
+        optax.sgd(1.0),
+        2,
+        gradients=gradients,
+        should_skip_update_fn=optax.skip_not_finite,
+        axis_name="data",
+    )
+    over = functools.partial(jax.shard_map, mesh=mesh())
+
+    @jax.jit
+    @functools.partial(over, in_specs=(P(), P(None, "data")), out_specs=(P(), P()))
+    def run(params: Any, rows: Any) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            params, state = carry
+            mean = jnp.mean if gradients == "mean" else jnp.sum
+            grads = jax.grad(lambda p: mean(p * x))(varying(params, "data"))
+            n = varying(jnp.float32(x.size), "data")
+            updates, state = optimizer.update(grads, state, params, num_tokens=n)
+            record = state.skip_state | {"mini_step": state.mini_step}
+            return (optax.apply_updates(params, updates), state), record
+
+        carry, records = jax.lax.scan(body, (params, optimizer.init(params)), rows)
+        return carry[0], records
+
+    rows = np.ones((3, 16), np.float32)
+    rows[1, 5] = np.inf  # on device 2 alone
+    params, records = run(jnp.zeros(()), rows)
+    np.testing.assert_array_equal(records["mini_step"], [1, 1, 0])
+    np.testing.assert_array_equal(records["should_skip"], [False, True, False])
+    np.testing.assert_array_equal(records["num_not_finite"], [0, 1, 0])
+    assert params == -1
+
+
+def test_pmap(batch: Any):
+    """A state made outside and replicated, as loops around `pmap` do."""
+    optimizer = token_accumulation(SGD, K, axis_name="data")
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        (_, n), grads = on_this_device(loss_sum_fn, params, batch, "data")
+        updates, state = optimizer.update(grads, state, params, num_tokens=n)
+        return optax.apply_updates(params, updates), state
+
+    params = init_params(0)
+    carry = jax.tree.map(
+        lambda x: jnp.stack([x] * DEVICES), (params, optimizer.init(params))
+    )
+    run = jax.pmap(step, axis_name="data")
+    for part in cut(batch, K):
+        rows = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), part)
+        carry = run(*carry, rows)
+    for device in range(DEVICES):
+        after = jax.tree.map(operator.itemgetter(device), carry[0])
+        assert relative_error(applied(params, after), exact(batch)) < 2e-6
+
+
+def test_one_reduction_when_the_window_closes(batch: Any):
+    optimizer = token_accumulation(optax.adamw(1e-3), K, axis_name="data")
+    params = init_params(0)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        (_, n), grads = gradient_of_each(loss_sum_fn, params, batch, "data")
+        updates, state = optimizer.update(grads, state, params, num_tokens=n)
+        return optax.apply_updates(params, updates), state
+
+    def naive(params: Any, state: Any, batch: Any) -> Any:
+        (_, n), grads = on_this_device(loss_sum_fn, params, batch, "data")
+        updates, state = optimizer.update(grads, state, params, num_tokens=n)
+        return optax.apply_updates(params, updates), state
+
+    def report(step: Any) -> Any:
+        over = functools.partial(jax.shard_map, mesh=mesh())
+        init = over(optimizer.init, in_specs=P(), out_specs=STATE)
+        mapped = over(step, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE))
+        state = jax.eval_shape(init, params)
+        return collectives(jax.jit(mapped).lower(params, state, batch).compile())
+
+    gradient = 4 * optax.tree.size(params)
+    assert report(step).bytes(path="conditional") == gradient
+    assert report(step).bytes(path="always") < 100
+    assert report(naive).bytes(path="always") > gradient
+
+
+MISTAKES = {
+    "a count that is alike on all devices": (
+        "sum",
+        lambda x, p: (jax.grad(lambda p: jnp.sum(p * x))(varying(p, "data")), 8),
+        r"num_tokens must be of the same tokens .* differ along \['data'\]",
+    ),
+    "a mean that was reduced already": (
+        "mean",
+        lambda x, p: (jax.grad(lambda p: jnp.mean(p * x))(p), jnp.sum(x)),
+        r'gradients="mean" needs the gradients of each device',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_tokens_that_cannot_be_behind_the_gradients(name: str):
+    gradients, of, message = MISTAKES[name]
+    optimizer = token_accumulation(
+        optax.sgd(1.0), 2, gradients=gradients, axis_name="data"
+    )
+
+    def step(params: Any, x: Any) -> Any:
+        grads, n = of(x, params)
+        return optimizer.update(grads, optimizer.init(params), params, num_tokens=n)[0]
+
+    run = jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, jnp.zeros(()), jnp.ones(8))
+
+
+def test_update_outside_of_any_map():
+    optimizer = token_accumulation(optax.sgd(1.0), 2, axis_name="data")
+    state = optimizer.init(jnp.zeros(()))
+    with pytest.raises(ValueError, match="'data' must be axes of a shard_map"):
+        optimizer.update(jnp.zeros(()), state, num_tokens=1)
+
+
+def test_sums_that_are_not_spread():
+    optimizer = token_accumulation(optax.sgd(1.0), 2, axis_name="data")
+
+    def step(x: Any) -> Any:
+        state = optimizer.init(jnp.zeros(3))._replace(acc_grads=jnp.zeros((8, 3)))
+        return optimizer.update(x, state, num_tokens=jnp.sum(x))[0]
+
+    run = jax.shard_map(step, mesh=mesh(), in_specs=P("data"), out_specs=P())
+    with pytest.raises(ValueError, match=r"its own sum .* got shape \(8, 3\)"):
+        jax.eval_shape(run, jnp.ones(24))
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "kind"), [(0, TypeError), ((), ValueError), (("a", "a"), ValueError)]
+)
+def test_axis_name_that_names_no_axes(axis_name: Any, kind: type[Exception]):
+    with pytest.raises(kind, match="axis_name must be the name of a mesh axis"):
+        token_accumulation(optax.sgd(1.0), 2, axis_name=axis_name)
