@@ -78,6 +78,10 @@ class Accumulation:
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
         """The state before the first micro-batch, the inner optimizer's within."""
+        return self.empty_window(params, self.init_inner(params))
+
+    def init_inner(self, params: optax.Params) -> Any:
+        """The inner optimizer's state; `ValueError` if that accumulates already."""
         _checks.check_are_numbers(params)
         inner_opt_state = self.inner.init(params)
         if nodes_of((TokenAccumulationState, optax.MultiStepsState), inner_opt_state):
@@ -85,7 +89,7 @@ class Accumulation:
                 "The inner optimizer already accumulates: a micro-batch would be "
                 "counted by two windows. Pass the plain optimizer."
             )
-        return self.empty_window(params, inner_opt_state)
+        return _arrays.stable(params, inner_opt_state)
 
     def empty_window(
         self, params: optax.Params, inner_opt_state: Any = None

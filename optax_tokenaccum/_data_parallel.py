@@ -1,9 +1,8 @@
 """Rows spread over devices: each sums the gradients of its own, and they meet once."""
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -13,16 +12,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import _checks
-from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
-from optax_tokenaccum._axes import Axes, as_names
+from optax_tokenaccum._axes import as_names
 from optax_tokenaccum._placement import (
-    Placement,
     is_explicit,
     is_sharding,
-    sharding_of,
 )
+from optax_tokenaccum._planned_window import PlannedWindow
+from optax_tokenaccum._processes import Agreement
+from optax_tokenaccum._specs import entries_of, entry_of, names_in
 from optax_tokenaccum._step_state import StepMetrics
-from optax_tokenaccum._sums import Sums, SumsPerDevice
 
 ReduceEvery = Literal["window", "micro_batch"]
 
@@ -35,11 +33,13 @@ class DataParallel:
       mesh: all devices, with axes for other kinds of parallelism perhaps.
       names: of the axes over which rows are spread.
       reduce_every: `"window"` if every device keeps a sum of its own.
+      agreement: of the processes that have these devices.
     """
 
     mesh: Mesh
     names: tuple[str, ...]
     reduce_every: ReduceEvery
+    agreement: Agreement
 
     @property
     def size(self) -> int:
@@ -49,7 +49,7 @@ class DataParallel:
     @property
     def entry(self) -> Any:
         """What a spec has for an axis that is spread over the devices."""
-        return _entry(self.names)
+        return entry_of(self.names)
 
     @property
     def keeps_sums_apart(self) -> bool:
@@ -90,6 +90,24 @@ class DataParallel:
         metrics = StepMetrics(*[everywhere] * 8)._replace(aux=self.sharding(*aux))
         return jax.sharding.auto_axes(f, out_sharding=(state, metrics))
 
+    def spread(self, x: Any, sharding: NamedSharding | None) -> list[Any]:
+        """The spec of `x` with the data axes on the longest axis that they divide.
+
+        Args:
+          x: a parameter or its sum.
+          sharding: of the parameter.
+        """
+        shape = jnp.shape(x)
+        spec = entries_of(sharding, len(shape))
+        taken = {name for entry in spec for name in names_in(entry)}
+        free = tuple(name for name in self.names if name not in taken)
+        parts = math.prod(self.mesh.shape[name] for name in free)
+        for axis in np.argsort([-n for n in shape], kind="stable"):
+            if free and not spec[axis] and shape[axis] % parts == 0:
+                spec[axis] = entry_of(free)
+                break
+        return spec
+
     def place_params(self, params: Any) -> Any:
         """The parameters on the mesh, as they are where they are on it already.
 
@@ -119,35 +137,58 @@ class DataParallel:
           batch: a tree of arrays, or of their shapes; those with no such axis go to
             all devices.
           axis: that of the rows.
-        """
 
-        def place(x: Any) -> Any:
-            if isinstance(getattr(x, "sharding", None), NamedSharding):
+        Raises:
+          ValueError: arrays of one process among several.
+        """
+        if all(map(_is_spread, jax.tree.leaves(batch))):
+            return batch
+
+        def place(x: Any, spec: P) -> Any:
+            if _is_spread(x) or not _checks.is_concrete(x):
                 return x
-            sharding = self.sharding(*self.rows_of(x, axis))
+            sharding = self.sharding(*spec)
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            return jax.device_put(x, sharding) if _checks.is_concrete(x) else x
+            if not sharding.is_fully_addressable:
+                raise ValueError(
+                    "A batch for the devices of several processes must be made of "
+                    "arrays over all of them: got one of this process alone, of shape "
+                    f"{jnp.shape(x)}. Let each process give its rows to "
+                    "jax.make_array_from_process_local_data."
+                )
+            return jax.device_put(x, sharding)
 
-        return jax.tree.map(place, batch)
+        return jax.tree.map(place, batch, self.rows(batch, axis))
 
-    def rows_of(self, x: Any, axis: int = 0) -> P:
-        """The spec that spreads the rows of `x`.
+    def rows(self, batch: Any, axis: int = 0) -> Any:
+        """The specs that spread the rows of a batch.
 
         Raises:
           ValueError: there are not equally many for each device.
         """
-        shape = jnp.shape(x)
-        if len(shape) <= axis:
-            return P()
-        if shape[axis] % self.size:
+        if isinstance(batch, PlannedWindow) and batch.parts % self.size:
             raise ValueError(
-                "The rows of a micro-batch must be a multiple of the "
-                f"{self.size} devices of data_axes {self.names}: got {shape[axis]} in "
-                f"an array of shape {shape}. Add rows without tokens (pad_micro_batch "
-                f"with num_rows, or batch_multiple={self.size} in a plan)."
+                "A PlannedWindow must be in as many parts as there are devices, or a "
+                f"multiple: got batch_multiple {batch.parts} and {self.size} devices "
+                f"of data_axes {self.names}. Give pad_window that number."
             )
-        return P(*[None] * axis, self.entry)
+
+        def spec(path: str, x: Any) -> P:
+            shape = jnp.shape(x)
+            if len(shape) <= axis:
+                return P()
+            if shape[axis] % self.size:
+                raise ValueError(
+                    "The rows of a micro-batch must be a multiple of the "
+                    f"{self.size} devices of data_axes {self.names}: got {shape[axis]} "
+                    f"in an array of shape {shape} at {path}. Add rows without tokens, "
+                    f"plan with batch_multiple={self.size} say."
+                )
+            return P(*[None] * axis, self.entry)
+
+        specs = [spec(path, x) for path, x in _checks.named_leaves(batch)]
+        return jax.tree.unflatten(jax.tree.structure(batch), specs)
 
 
 def make_data_parallel(
@@ -185,211 +226,8 @@ def make_data_parallel(
             f"data_axes must be axes of the mesh: got {unknown}, the mesh has "
             f"{list(mesh.axis_names)}."
         )
-    return DataParallel(mesh, names, reduce_every)
+    return DataParallel(mesh, names, reduce_every, Agreement(mesh))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumsOfDevices(Sums):
-    """A sum of each device's own, seen from outside: `[devices, ...]`.
-
-    Attributes:
-      devices: over which they are spread.
-      shardings: of the parameters, where known: a total is spread as they are.
-    """
-
-    devices: DataParallel
-    shardings: Any = None
-
-    def zeros(self, params: Any, dtypes: Any) -> Any:
-        names, size = self.devices.names, self.devices.size
-
-        def zero(p: Any, dtype: Any) -> jax.Array:
-            other = _without(names, _spec(sharding_of(p), jnp.ndim(p)))
-            shape = (size, *jnp.shape(p))
-            sharding = self.devices.sharding(self.devices.entry, *other)
-            return _zeros(shape, dtype, sharding, p)
-
-        return jax.tree.map(zero, params, dtypes)
-
-    def total(self, stored: Any) -> Any:
-        names = self.devices.names
-        leaves, structure = jax.tree.flatten(stored)
-        if self.shardings is None:
-            specs = [P()] * len(leaves)
-        else:
-            shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
-            specs = [
-                P(*_only(names, _spec(sharding, x.ndim - 1)))
-                for sharding, x in zip(shardings, leaves, strict=True)
-            ]
-
-        def add_up(sums: list[jax.Array]) -> list[jax.Array]:
-            return [
-                _reduce(jax.lax.squeeze(x, (0,)), names, spec)
-                for x, spec in zip(sums, specs, strict=True)
-            ]
-
-        over_devices = P(self.devices.entry)
-        total = self.devices.map(add_up, in_specs=over_devices, out_specs=specs)(leaves)
-        return jax.tree.unflatten(structure, total)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedSums(Sums):
-    """One sum for each parameter, spread over the devices as well as it can be.
-
-    Attributes:
-      devices: over which they are spread.
-      shardings: of the parameters, where known.
-    """
-
-    devices: DataParallel
-    shardings: Any = None
-
-    def zeros(self, params: Any, dtypes: Any) -> Any:
-        def zero(p: Any, dtype: Any) -> jax.Array:
-            spec = self._spread(sharding_of(p), jnp.shape(p))
-            return _zeros(jnp.shape(p), dtype, self.devices.sharding(*spec), p)
-
-        return self.stored(jax.tree.map(zero, params, dtypes))
-
-    def stored(self, opened: Any) -> Any:
-        leaves, structure = jax.tree.flatten(opened)
-        if self.shardings is None or all(map(_checks.is_concrete, leaves)):
-            return opened
-        shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
-        mesh = self.devices.mesh
-        if is_explicit(mesh):
-            mesh = jax.sharding.get_abstract_mesh()
-        placed = [
-            jax.lax.with_sharding_constraint(
-                x, NamedSharding(mesh, P(*self._spread(sharding, x.shape)))
-            )
-            for x, sharding in zip(leaves, shardings, strict=True)
-        ]
-        return jax.tree.unflatten(structure, placed)
-
-    def _spread(self, sharding: Any, shape: tuple[int, ...]) -> list[Any]:
-        """The parameter's spec, with the data axes on the longest axis they divide."""
-        spec = _spec(sharding, len(shape))
-        sizes = self.devices.mesh.shape
-        taken = {name for entry in spec for name in _names(entry)}
-        free = tuple(name for name in self.devices.names if name not in taken)
-        if not free:
-            return spec
-        parts = math.prod(sizes[name] for name in free)
-        for axis in np.argsort([-n for n in shape], kind="stable"):
-            if not spec[axis] and shape[axis] % parts == 0:
-                spec[axis] = _entry(free)
-                break
-        return spec
-
-
-def over_rows(
-    devices: DataParallel | None,
-    accumulation: Accumulation,
-    placement: Placement | None,
-    f: Callable[..., tuple[TokenAccumulationState | Any, Any, Any]],
-    opt_state: TokenAccumulationState | None,
-    batch: Any,
-    *shared: Any,
-    axis: int = 0,
-) -> Any:
-    """`f(accumulation, opt_state, batch, *shared)` of every device's rows.
-
-    Args:
-      devices: over which the rows are spread, if any.
-      accumulation: handed to `f` as it is seen from a device.
-      placement: of the state.
-      f: returns a state, what is alike on all devices, and what each has, `beside` the
-        others along `axis`.
-      opt_state: with or without sums.
-      batch: leaves with the rows along `axis`.
-      *shared: whole on each device.
-      axis: that of the rows.
-    """
-    if devices is None or not devices.keeps_sums_apart:
-        accumulation = over_all(devices, accumulation, placement)
-        return f(accumulation, opt_state, batch, *shared)
-    on_each = replace(accumulation, sums=SumsPerDevice(Axes(devices.names)))
-    everywhere: Any = P()
-    state = TokenAccumulationState(*[everywhere] * 8)
-    state = state._replace(acc_grads=P(devices.entry))
-    rows = jax.tree.map(lambda x: devices.rows_of(x, axis), batch)
-    return devices.map(
-        functools.partial(f, on_each),
-        in_specs=(state if opt_state is not None else P(), rows, *[P()] * len(shared)),
-        out_specs=(state, P(), P(*[None] * axis, devices.entry)),
-    )(opt_state, batch, *shared)
-
-
-def over_all(
-    devices: DataParallel | None,
-    accumulation: Accumulation,
-    placement: Placement | None = None,
-) -> Accumulation:
-    """The accumulation as it is seen from outside of `over_rows`."""
-    if devices is None:
-        return accumulation
-    params = None if placement is None else placement.shardings.params
-    kind = SumsOfDevices if devices.keeps_sums_apart else ShardedSums
-    return replace(accumulation, sums=kind(devices=devices, shardings=params))
-
-
-def check_layout(acc_grads: Any, params: Any, devices: DataParallel | None) -> None:
-    """Raises `ValueError` where the sums are of another number of devices."""
-    lead = (devices.size,) if devices is not None and devices.keeps_sums_apart else ()
-    sums = _checks.named_leaves(acc_grads)
-    for (path, acc), p in zip(sums, jax.tree.leaves(params), strict=False):
-        got, own = jnp.shape(acc), jnp.shape(p)
-        if got != (*lead, *own) and own in (got, got[1:]):
-            raise ValueError(
-                "The sums of the open window must be laid out for this step's devices: "
-                f"at {path} of acc_grads expected shape {(*lead, *own)}, got {got}. "
-                "Take over the state of a run on others with regroup_sums(state, "
-                "step.init(params))."
-            )
-
-
-def _spec(sharding: Any, ndim: int) -> list[Any]:
-    """An entry for every axis."""
-    given = [] if sharding is None else list(sharding.spec)
-    return given + [None] * (ndim - len(given))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _only(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
-    kept = [tuple(n for n in _names(entry) if n in names) for entry in spec]
-    return [_entry(entry) for entry in kept]
-
-
-def _without(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
-    kept = [tuple(n for n in _names(entry) if n not in names) for entry in spec]
-    return [_entry(entry) for entry in kept]
-
-
-def _entry(names: tuple[str, ...]) -> Any:
-    """Of a spec; older jax does not take one name in a tuple for itself."""
-    return (names[0] if len(names) == 1 else names) if names else None
-
-
-def _zeros(shape: Any, dtype: Any, sharding: NamedSharding, like: Any) -> jax.Array:
-    """Never on one device first, where they may not fit."""
-    if _checks.is_concrete(like):
-        return jnp.zeros(shape, dtype, device=sharding)
-    return jnp.zeros(shape, dtype)
-
-
-def _reduce(x: jax.Array, names: tuple[str, ...], spec: P) -> jax.Array:
-    """The sum over the devices, each with the part of it that `spec` says."""
-    scattered = [(axis, entry) for axis, entry in enumerate(spec) if entry]
-    gone = {name for _, entry in scattered for name in _names(entry)}
-    rest = tuple(name for name in names if name not in gone)
-    for axis, entry in scattered:
-        x = jax.lax.psum_scatter(x, entry, scatter_dimension=axis, tiled=True)
-    return jax.lax.psum(x, rest) if rest else x
+def _is_spread(x: Any) -> bool:
+    return isinstance(getattr(x, "sharding", None), NamedSharding)

@@ -50,6 +50,8 @@ class AccumulateStep:
         **loss_kwargs: Any,
     ) -> tuple[StepState, StepMetrics]:
         placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
+        if self._devices is not None:
+            self._devices.agreement.check(arguments[2])
         known = self._memo.get(state.opt_state.mini_step)
         opt_state, metrics = self._jitted.at(placement)(*arguments, static=static)
         if known is not None and self._keeps_count:

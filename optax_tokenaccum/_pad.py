@@ -48,12 +48,12 @@ def pad_micro_batch(
     reader = Sequences(sequences, pad_values)
     shape = plan.num_rows, plan.length
     arrays = [leaf.padding(*shape[: 1 + leaf.per_token]) for leaf in reader.leaves]
-    fill(arrays, plan, reader)
+    fill([array[None] for array in arrays], plan, reader)
     return jax.tree.unflatten(reader.structure, arrays)
 
 
 def fill(arrays: list[np.ndarray], plan: MicroBatchPlan, reader: Sequences) -> None:
-    """Writes the sequences of `plan` into arrays of padding, a row each."""
+    """Writes the sequences of `plan`, a row each, into arrays `[parts, rows, ...]`."""
     if len(plan.indices) > plan.num_rows:
         raise ValueError(
             "A micro-batch must have a row for each of its sequences: got "
@@ -77,7 +77,8 @@ def fill(arrays: list[np.ndarray], plan: MicroBatchPlan, reader: Sequences) -> N
                 "that were planned."
             )
         for array, x in zip(arrays, values, strict=True):
+            place = divmod(row, array.shape[1])
             if x.ndim:
-                array[row, :length] = x
+                array[place][:length] = x
             else:
-                array[row] = x
+                array[place] = x

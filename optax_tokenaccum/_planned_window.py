@@ -27,11 +27,14 @@ class PlannedWindow:
     Attributes:
       micro_batches: the tree of a sequence. A leaf of tokens is `[capacity, most tokens
         of any shape, ...]`, a micro-batch `[num_rows, length, ...]` of it flat in the
-        beginning of a row; a leaf of scalars `[capacity, most rows of any shape]`.
+        beginning of a row; a leaf of scalars `[capacity, most rows of any shape]`. With
+        several parts each is so in its part of the row.
       counts: how many micro-batches have each shape, int32 `[len(shapes)]`; they stand
         in the order of `shapes`.
       shapes: every `(num_rows, length)` that the settings allow, the longest first.
       per_token: of each leaf, whether it is one of tokens.
+      parts: equal parts that the rows of a micro-batch are in, `batch_multiple`: so
+        devices that divide them can share the window, along its second axis.
 
     Example:
       >>> import numpy as np
@@ -47,6 +50,7 @@ class PlannedWindow:
     counts: Any
     shapes: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
     per_token: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -58,11 +62,14 @@ class PlannedWindow:
         num_rows, length = shape
 
         def read(x: Any, per_token: bool) -> Any:
+            # One device of several sees some parts of the micro-batch.
+            here = self.parts * x.shape[1] // _most(self.shapes, per_token)
+            size = num_rows // self.parts * (length if per_token else 1)
+            x = x.reshape(len(x), here, -1, *x.shape[2:])
             # A slice of all micro-batches would be copied before the loop.
-            size = num_rows * length if per_token else num_rows
             first = (i, *[jnp.zeros_like(i)] * (x.ndim - 1))
-            flat = jax.lax.dynamic_slice(x, first, (1, size, *x.shape[2:]))
-            return flat.reshape(*shape[: 1 + per_token], *x.shape[2:])
+            flat = jax.lax.dynamic_slice(x, first, (1, here, size, *x.shape[3:]))
+            return flat.reshape(-1, *[length] * per_token, *x.shape[3:])
 
         leaves, structure = jax.tree.flatten(self.micro_batches)
         return jax.tree.unflatten(structure, map(read, leaves, self.per_token))
@@ -89,7 +96,8 @@ def pad_window(
       max_tokens: see `plan_window`.
       length_buckets: see `plan_window`; each is a loop of the program, to be compiled,
         so give the few that `choose_length_buckets` finds.
-      batch_multiple: see `plan_window`.
+      batch_multiple: see `plan_window`; the rows are in so many parts, for the devices
+        of a step with `data_axes`.
       max_sequences: the most sequences that a window of the run has; by default as many
         as here. Windows with fewer go through the same program only if it is given.
 
@@ -125,6 +133,7 @@ def pad_window(
             f"{max_sequences} and a window of {len(reader)}. Raise it, or put fewer "
             "into a window."
         )
+    parts = as_count(batch_multiple, "batch_multiple")
     settings: Any = {
         "max_tokens": max_tokens,
         "length_buckets": length_buckets,
@@ -136,22 +145,18 @@ def pad_window(
     # Every micro-batch of a plan but the last is full, and none has fewer rows than
     # those of the longest bucket: so there are never more than this.
     capacity = math.ceil(max_sequences / shapes[0][0])
-    most_tokens = max(num_rows * length for num_rows, length in shapes)
-    most_rows = max(num_rows for num_rows, _ in shapes)
     leaves = [
-        leaf.padding(capacity, most_tokens if leaf.per_token else most_rows)
-        for leaf in reader.leaves
+        leaf.padding(capacity, _most(shapes, leaf.per_token)) for leaf in reader.leaves
     ]
     plans.sort(key=lambda plan: shapes.index((plan.num_rows, plan.length)))
     for i, plan in enumerate(plans):
-        views = [
-            x[i, : plan.num_rows * plan.length].reshape(
-                plan.num_rows, plan.length, *x.shape[2:]
-            )
-            if leaf.per_token
-            else x[i]
-            for x, leaf in zip(leaves, reader.leaves, strict=True)
-        ]
+        rows = plan.num_rows // parts
+        views = []
+        for x, leaf in zip(leaves, reader.leaves, strict=True):
+            of_each = x[i].reshape(parts, -1, *x.shape[2:])
+            row = (plan.length,) if leaf.per_token else ()
+            used = of_each[:, : rows * math.prod(row)]
+            views.append(used.reshape(parts, rows, *row, *x.shape[2:]))
         fill(views, plan, reader)
     found = [(plan.num_rows, plan.length) for plan in plans]
     return PlannedWindow(
@@ -159,4 +164,10 @@ def pad_window(
         np.array([found.count(shape) for shape in shapes], np.int32),
         shapes,
         tuple(leaf.per_token for leaf in reader.leaves),
+        parts,
     )
+
+
+def _most(shapes: tuple[tuple[int, int], ...], per_token: bool) -> int:
+    """The tokens, or the rows, of the largest of the shapes."""
+    return max(rows * length if per_token else rows for rows, length in shapes)

@@ -6,13 +6,9 @@ import jax
 
 from optax_tokenaccum import _static
 from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
-from optax_tokenaccum._data_parallel import (
-    DataParallel,
-    check_layout,
-    over_all,
-    over_rows,
-)
+from optax_tokenaccum._data_parallel import DataParallel
 from optax_tokenaccum._micro_batch import LossFn, key_of_position, sums_and_gradient
+from optax_tokenaccum._over_rows import check_layout, over_all, over_rows
 from optax_tokenaccum._placement import Placement, as_it_is
 from optax_tokenaccum._step_state import (
     StepMetrics,

@@ -100,7 +100,7 @@ def close_and_apply(
 
     def finish(updates: Any, whole: TokenAccumulationState) -> tuple[Any, jax.Array]:
         norm = accumulation.gradient_norm(whole)
-        return _apply(params, updates), norm
+        return accumulation.sums.settled(_apply(params, updates)), norm
 
     (params, grad_norm), opt_state = accumulation.close(
         opt_state,

@@ -32,6 +32,10 @@ class Sums:
         """The sums over all devices: run once, when the window closes."""
         return stored
 
+    def settled(self, params: Any) -> Any:
+        """Parameters after an update, where they were before it."""
+        return params
+
 
 @dataclass(frozen=True)
 class SumsPerDevice(Sums):

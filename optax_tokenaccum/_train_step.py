@@ -15,11 +15,11 @@ from optax_tokenaccum._data_parallel import (
     DataParallel,
     ReduceEvery,
     make_data_parallel,
-    over_all,
 )
 from optax_tokenaccum._halves import AccumulateStep, CloseWindowStep
 from optax_tokenaccum._memo import MiniStepMemo
 from optax_tokenaccum._micro_batch import LossFn
+from optax_tokenaccum._over_rows import init_on, over_all
 from optax_tokenaccum._placement import PlacedJit, Placement, Placements
 from optax_tokenaccum._programs import Programs
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
@@ -86,11 +86,10 @@ class TrainStep:
           TypeError: a leaf of `params` is no array.
         """
         params = _arrays.owned(params)
-        if self._devices is not None:
-            params = self._devices.place_params(params)
         accumulation = over_all(self._devices, self._accumulation)
+        params, opt_state = init_on(self._devices, params, accumulation.init)
         # An optimizer may hand out arrays of its own, the key of optax.add_noise say.
-        state = StepState(params, _arrays.owned(accumulation.init(params)))
+        state = StepState(params, _arrays.owned(opt_state))
         self._memo.remember(state.opt_state.mini_step, 0)
         return state
 
@@ -132,6 +131,8 @@ class TrainStep:
             placement, arguments, static = self._arguments(
                 state, batch, rng, loss_kwargs
             )
+            if self._devices is not None:
+                self._devices.agreement.check(arguments[1])
             state, metrics = self._whole.at(placement)(*arguments, static=static)
             self._placements.remember(state.opt_state.mini_step, placement)
             return state, metrics

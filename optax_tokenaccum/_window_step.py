@@ -18,12 +18,11 @@ from optax_tokenaccum._data_parallel import (
     DataParallel,
     ReduceEvery,
     make_data_parallel,
-    over_all,
-    over_rows,
 )
 from optax_tokenaccum._groups import check_micro_batches
 from optax_tokenaccum._loss_terms import CountFn
 from optax_tokenaccum._micro_batch import LossFn
+from optax_tokenaccum._over_rows import init_on, over_all, over_rows
 from optax_tokenaccum._placement import PlacedJit, Placement, Placements, as_it_is
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._step_state import (
@@ -74,9 +73,8 @@ class WindowStep:
           TypeError: a leaf of `params` is no array.
         """
         params = _arrays.owned(params)
-        if self._devices is not None:
-            params = self._devices.place_params(params)
-        inner_opt_state = self._window.accumulation.init(params).inner_opt_state
+        init = self._window.accumulation.init_inner
+        params, inner_opt_state = init_on(self._devices, params, init)
         return StepState(params, _arrays.owned(inner_opt_state))
 
     def __call__(
@@ -104,6 +102,9 @@ class WindowStep:
         placement, arguments, static = self._arguments(
             state, micro_batches, rng, num_micro_batches, loss_kwargs
         )
+        if self._devices is not None:
+            number = num_micro_batches if isinstance(num_micro_batches, int) else None
+            self._devices.agreement.check(arguments[1], number)
         state, metrics = self._jitted.at(placement)(*arguments, static=static)
         self._placements.remember(_tell_tale(state), placement)
         return state, metrics

@@ -1,0 +1,102 @@
+"""Processes that run one program must give it the same shapes."""
+
+import itertools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+TIMEOUT_SECONDS = 300
+_comparisons = itertools.count()
+
+
+class Agreement:
+    """Compares what the processes of a mesh give to a step, once for each new shape.
+
+    Processes that disagree run different programs on one wire: they compute garbage, or
+    wait for each other for ever. So before a shape is used for the first time it is
+    compared, over the channel that `jax.distributed` has between processes, on which no
+    program waits.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._processes = sorted({d.process_index for d in mesh.devices.flat})
+        self._agreed: set[Any] = set()
+
+    def check(self, batch: Any, *others: Any) -> None:
+        """Raises where another process gives something else.
+
+        Args:
+          batch: a tree of arrays or of their shapes.
+          *others: numbers that must be alike, if they are known.
+
+        Raises:
+          ValueError: the processes disagree.
+          TimeoutError: another process did not come to a new shape.
+        """
+        if len(self._processes) == 1:
+            return
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = tuple((x.shape, x.dtype) for x in leaves)
+        signature = structure, shapes, others
+        if signature not in self._agreed:
+            _compare(self._processes, _describe(batch, *others))
+            self._agreed.add(signature)
+
+
+def _describe(batch: Any, *others: Any) -> str:
+    """The shapes of a batch as text."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    shapes = [
+        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in leaves
+    ]
+    return ", ".join([*shapes, *(str(x) for x in others if x is not None)])
+
+
+def _compare(processes: list[int], mine: str) -> None:
+    # jax has no public name for this; Orbax uses it too.
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:  # not started by jax.distributed: nothing to ask over
+        return
+    key = f"optax_tokenaccum/{next(_comparisons)}"
+    leader, *others = processes
+    if jax.process_index() == leader:
+        verdict = _AGREED
+        for process in others:
+            theirs = _read(client, f"{key}/{process}", process, mine)
+            if theirs != mine:
+                verdict = _disagreement(leader, mine, process, theirs)
+                break
+        client.key_value_set(f"{key}/verdict", verdict)
+    else:
+        client.key_value_set(f"{key}/{jax.process_index()}", mine)
+        verdict = _read(client, f"{key}/verdict", leader, mine)
+    if verdict != _AGREED:
+        raise ValueError(verdict)
+
+
+def _read(client: Any, key: str, process: int, mine: str) -> str:
+    try:
+        return client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000)
+    except Exception as error:
+        raise TimeoutError(
+            "All processes must give a step the same shapes in the same order: process "
+            f"{jax.process_index()} came to a new one, {mine}, and process {process} "
+            f"did not in {TIMEOUT_SECONDS} s. {_ADVICE}"
+        ) from error
+
+
+def _disagreement(leader: int, mine: str, process: int, theirs: str) -> str:
+    return (
+        "All processes must give a step the same shapes in the same order: process "
+        f"{leader} gave {mine}; process {process} gave {theirs}. {_ADVICE}"
+    )
+
+
+_AGREED = "agreed"
+_ADVICE = (
+    "Make plans from the lengths of the sequences of all processes, and let each take "
+    "its rows of every micro-batch."
+)
