@@ -144,21 +144,26 @@ class DataParallel:
         if all(map(_is_spread, jax.tree.leaves(batch))):
             return batch
 
-        def place(x: Any, spec: P) -> Any:
-            if _is_spread(x) or not _checks.is_concrete(x):
-                return x
-            sharding = self.sharding(*spec)
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            if not sharding.is_fully_addressable:
+        reaches_all = self.sharding().is_fully_addressable
+
+        def check(x: Any) -> None:
+            if not (_is_spread(x) or reaches_all or not hasattr(x, "__array__")):
                 raise ValueError(
                     "A batch for the devices of several processes must be made of "
                     "arrays over all of them: got one of this process alone, of shape "
                     f"{jnp.shape(x)}. Let each process give its rows to "
                     "jax.make_array_from_process_local_data."
                 )
+
+        def place(x: Any, spec: P) -> Any:
+            if _is_spread(x) or not _checks.is_concrete(x):
+                return x
+            sharding = self.sharding(*spec)
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             return jax.device_put(x, sharding)
 
+        jax.tree.map(check, batch)
         return jax.tree.map(place, batch, self.rows(batch, axis))
 
     def rows(self, batch: Any, axis: int = 0) -> Any:

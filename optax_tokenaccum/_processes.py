@@ -48,7 +48,8 @@ def _describe(batch: Any, *others: Any) -> str:
     """The shapes of a batch as text."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = [
-        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in leaves
+        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}".strip()
+        for path, x in leaves
     ]
     return ", ".join([*shapes, *(str(x) for x in others if x is not None)])
 

@@ -86,7 +86,9 @@ def _on_devices_of(like: Any, acc: Any) -> Any:
 
 def _put(x: Any, like: Any) -> Any:
     sharding = _sharding(like)
-    return jnp.asarray(x) if sharding is None else jax.device_put(x, sharding)
+    if sharding is not None:
+        return jax.device_put(x, sharding)
+    return jnp.asarray(jax.device_get(x) if getattr(x, "committed", False) else x)
 
 
 def _sharding(like: Any) -> Any:

@@ -7,111 +7,64 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    cut,
-    difference,
-    float64_gradient,
-    init_params,
-    loss_mean_fn,
-    loss_sum_fn,
-    ragged_batch,
-    relative_error,
+from devices import (
+    GRADIENT,
+    LAYOUTS,
+    SCALE,
+    TYPES,
+    WAYS,
+    K,
+    applied,
+    exact,
+    make_batch,
+    make_mesh,
+    make_step,
+    placed,
+    run,
+    stacked,
 )
-from jax.sharding import AxisType, NamedSharding
+from helpers import count_compilations, cut, init_params, loss_mean_fn, relative_error
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum import (
-    make_train_step,
-    make_window_step,
-)
+from optax_tokenaccum import CollectiveReport, collectives
 
-K, ROWS = 4, 64
-# Small gradients would drown in the parameters they are subtracted from.
-SCALE = 256.0
-GRADIENT = 4 * (32 * 16 + 16 * 16 + 16 * 32)  # bytes
-# Of each parameter, over which axis of the mesh.
-WHOLE = {"embed": P(), "hidden": P(), "out": P()}
-TENSOR_PARALLEL = {"embed": P(), "hidden": P(None, "model"), "out": P("model", None)}
-FSDP = {"embed": P("data"), "hidden": P(None, "data"), "out": P("data", None)}
-BOTH = {"embed": P("data"), "hidden": P("data", "model"), "out": P("model", "data")}
-LAYOUTS = {
-    "data parallel": ((8,), WHOLE),
-    "tensor parallel": ((4, 2), TENSOR_PARALLEL),
-    "fsdp": ((8,), FSDP),
-    "fsdp and tensor parallel": ((4, 2), BOTH),
-}
-TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-WAYS = ["two programs", "one program", "window"]
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+# What the window's reduction and the other way need of (layout, type of axes, way).
+WINDOW = [
+    *[(layout, kind, way) for layout in LAYOUTS for kind in TYPES for way in WAYS],
+]
+MICRO_BATCH = [
+    *[(layout, "auto", way) for layout in LAYOUTS for way in WAYS[1:]],
+    ("fsdp", "explicit", "two programs"),
+    ("data parallel", "explicit", "window"),
+]
 
 
-def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:
-    names = ("data", "model")[: len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(TYPES[kind],) * len(shape))
-
-
-def placed(mesh: Any, specs: dict[str, P]) -> Any:
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
-        for name, x in init_params(0).items()
-    }
-
-
-def make_batch(devices: int) -> Any:
-    """64 ragged rows of which device 1 has none with a token, in any micro-batch."""
-    batch = ragged_batch(0, rows=ROWS)
-    mask = batch["mask"].reshape(K, devices, ROWS // K // devices, -1)
-    mask[:, 1] = 0
-    return batch | {"mask": mask.reshape(batch["mask"].shape)}
-
-
-def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
-    options = {"mesh": mesh, "data_axes": "data", "loss_fn": loss_sum_fn} | options
-    loss_fn = options.pop("loss_fn")
-    if way == "window":
-        return make_window_step(loss_fn, optimizer, **options)
-    schedule = K if way == "two programs" else (lambda _: K)
-    return make_train_step(loss_fn, optimizer, schedule, **options)
-
-
-def run(way: str, step: Any, state: Any, batch: Any, **kwargs: Any) -> Any:
-    """One window; the batch is cut so that each device's rows are those of `cut`."""
-    parts = cut(batch, K)
-    if way == "window":
-        return step(state, jax.tree.map(lambda *xs: np.stack(xs), *parts), **kwargs)
-    for part in parts:
-        state, metrics = step(state, part, **kwargs)
-    return state, metrics
-
-
-@functools.cache
-def exact(devices: int) -> Any:
-    return float64_gradient(init_params(0), make_batch(devices))
-
-
-def applied(state: Any) -> Any:
-    change = difference(init_params(0), state.params)
-    return jax.tree.map(lambda x: x / SCALE, change)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
-def test_gradient_is_that_of_the_full_batch(
-    layout: str, kind: str, way: str, reduce_every: Any
-):
+def check_update(layout: str, kind: str, way: str, reduce_every: Any) -> None:
     shape, specs = LAYOUTS[layout]
     mesh = make_mesh(shape, kind)
     batch = make_batch(shape[0])
     step = make_step(way, optax.sgd(SCALE), mesh, reduce_every=reduce_every)
-    state = step.init(placed(mesh, specs))
-    state, metrics = run(way, step, state, batch)
+    state, metrics = run(way, step, step.init(placed(mesh, specs)), batch)
     assert relative_error(applied(state), exact(shape[0])) < 2e-6
     assert metrics.updated and metrics.num_tokens == batch["mask"].sum()
     norm = optax.tree.norm(jax.tree.map(np.float64, exact(shape[0])))
     np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
     for name, x in state.params.items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim)
+
+
+@pytest.mark.parametrize(("layout", "kind", "way"), WINDOW)
+def test_gradient_is_that_of_the_full_batch(layout: str, kind: str, way: str):
+    check_update(layout, kind, way, "window")
+
+
+@pytest.mark.parametrize(("layout", "kind", "way"), MICRO_BATCH)
+def test_gradient_of_sharded_sums_is_that_of_the_full_batch(
+    layout: str, kind: str, way: str
+):
+    check_update(layout, kind, way, "micro_batch")
 
 
 @pytest.mark.parametrize("devices", [8, 4])
@@ -122,3 +75,159 @@ def test_mean_over_devices_of_means_is_another_gradient(devices: int):
     means = [grad(init_params(0), part)[0] for part in parts]
     naive = jax.tree.map(lambda *gs: np.mean(gs, 0), *means)
     assert relative_error(naive, exact(devices)) > 1e-2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["data parallel", "tensor parallel"])
+def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
+    """Sums are where the parameters are, and stay there."""
+    shape, specs = LAYOUTS[layout]
+    mesh, batch = make_mesh(shape), make_batch(shape[0])
+    options = {"mesh": None, "data_axes": None}
+    step = make_step(way, optax.sgd(SCALE), **options)
+    rows = NamedSharding(mesh, P(None, "data") if way == "window" else P("data"))
+    parts = [stacked(batch)] if way == "window" else cut(batch, K)
+    state = step.init(placed(mesh, specs))
+    with count_compilations() as compilations:
+        for part in parts:
+            state, _ = step(state, jax.device_put(part, rows))
+    assert len(compilations) == (2 if way == "two programs" else 1)
+    assert relative_error(applied(state), exact(shape[0])) < 2e-6
+    if way != "window":
+        for name, x in state.opt_state.acc_grads.items():
+            assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), 2)
+
+
+# An optimizer whose state is not shaped like its parameters: the compiler would place
+# it elsewhere than init did.
+FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("layout", "kind", "optimizer", "reduce_every"),
+    [
+        ("data parallel", "auto", ADAMW, "window"),
+        ("data parallel", "auto", ADAMW, "micro_batch"),
+        ("tensor parallel", "explicit", FACTORED, "window"),
+        ("fsdp and tensor parallel", "auto", FACTORED, "window"),
+    ],
+    ids=["data parallel", "ZeRO-2", "explicit", "fsdp"],
+)
+def test_compilations_of_20_windows_from_the_first_call_on(
+    layout: str, kind: str, optimizer: Any, way: str, reduce_every: Any
+):
+    shape, specs = LAYOUTS[layout]
+    mesh, batch = make_mesh(shape, kind), make_batch(shape[0])
+    step = make_step(way, optimizer, mesh, reduce_every=reduce_every)
+    state = step.init(placed(mesh, specs))
+    where = jax.tree.map(lambda x: x.sharding, state)
+    with count_compilations() as compilations:
+        for _ in range(20):
+            state, _ = run(way, step, state, batch)
+    assert len(compilations) == (2 if way == "two programs" else 1)
+    jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{s}"),
+        state,
+        where,
+    )
+
+
+@functools.cache
+def reports(
+    layout: str, kind: str, reduce_every: Any
+) -> dict[str, tuple[CollectiveReport, Any]]:
+    """Of accumulate, close, and of a whole window: what is sent, and the memory."""
+    shape, specs = LAYOUTS[layout]
+    mesh, batch = make_mesh(shape, kind), make_batch(shape[0])
+    step = make_step("two programs", ADAMW, mesh, reduce_every=reduce_every)
+    state = step.init(placed(mesh, specs))
+    lowered = {
+        "accumulate": step.accumulate.lower(state, cut(batch, K)[0]),
+        "close": step.close_window.lower(state),
+    }
+    step = make_step("window", ADAMW, mesh, reduce_every=reduce_every)
+    state = step.init(placed(mesh, specs))
+    lowered["window"] = step.lower(state, stacked(batch))
+    compiled = {name: program.compile() for name, program in lowered.items()}
+    return {
+        name: (collectives(program), program.memory_analysis())
+        for name, program in compiled.items()
+    }
+
+
+def gradients_sent(layout: str, kind: str, reduce_every: Any) -> list[float]:
+    """Over the data axis, in gradients that a device has: all but the gathers."""
+    shape, specs = LAYOUTS[layout]
+    split = {name: 2 if "model" in spec else 1 for name, spec in specs.items()}
+    sizes = {"embed": 32 * 16, "hidden": 16 * 16, "out": 16 * 32}
+    gradient = sum(4 * sizes[name] // split[name] for name in sizes)
+    return [
+        sum(
+            report.bytes(kind=kind, axes="data")
+            for kind in ("all-reduce", "reduce-scatter", "all-to-all")
+        )
+        / gradient
+        for report, _ in reports(layout, kind, reduce_every).values()
+    ]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("layout", ["data parallel", "tensor parallel", "fsdp"])
+def test_gradients_meet_once_a_window(layout: str, kind: str):
+    accumulate, close, window = gradients_sent(layout, kind, "window")
+    assert accumulate < 0.01
+    assert 1 <= close < 1.01
+    assert 1 <= window < 1.02  # with K losses and counts
+
+
+@pytest.mark.parametrize("layout", ["data parallel", "fsdp"])
+def test_sharded_sums_meet_in_every_micro_batch(layout: str):
+    accumulate, close, window = gradients_sent(layout, "auto", "micro_batch")
+    assert 1 <= accumulate < 1.01
+    assert close < 0.01
+    assert K <= window < K + 0.02  # with K losses and counts
+
+
+def test_plain_jit_sends_a_gradient_for_every_micro_batch():
+    mesh, batch = make_mesh((8,)), make_batch(8)
+    step = make_step("window", ADAMW, None, data_axes=None)
+    rows = NamedSharding(mesh, P(None, "data"))
+    state = step.init(placed(mesh, LAYOUTS["data parallel"][1]))
+    lowered = step.lower(state, jax.device_put(stacked(batch), rows))
+    sent = collectives(lowered.compile()).bytes(axes="data") / GRADIENT
+    assert K <= sent < K + 0.01
+
+
+def test_whole_sums_of_sharded_parameters_are_reduced_to_the_parts():
+    report, _ = reports("fsdp", "auto", "window")["close"]
+    assert report.bytes(kind="reduce-scatter") == GRADIENT
+    assert report.bytes(kind="all-reduce") < 100
+    assert report.bytes(kind="all-gather") == 0
+
+
+def test_sums_live_in_place():
+    """Per device: its own sum, and no more; a part of one where sums are sharded."""
+    scalars = 64
+    for reduce_every, own in (("window", GRADIENT), ("micro_batch", GRADIENT // 8)):
+        _, memory = reports("data parallel", "auto", reduce_every)["accumulate"]
+        assert own <= memory.alias_size_in_bytes < own + scalars
+        outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        assert outputs < GRADIENT / 8
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_inside_an_outer_jit(kind: str, way: str):
+    mesh, batch = make_mesh((4, 2), kind), make_batch(4)
+    step = make_step(way, optax.sgd(SCALE), mesh)
+    state = step.init(placed(mesh, LAYOUTS["tensor parallel"][1]))
+    outer = jax.jit(lambda state, batch: run(way, step, state, batch)[0])
+    assert relative_error(applied(outer(state, batch)), exact(4)) < 2e-6
+
+
+def test_parameters_of_one_device_are_put_on_all():
+    step = make_step("two programs", optax.sgd(SCALE), make_mesh((8,)))
+    state, _ = run("two programs", step, step.init(init_params(0)), make_batch(8))
+    assert relative_error(applied(state), exact(8)) < 2e-6
+    assert len(state.params["out"].sharding.device_set) == 8

@@ -1,0 +1,89 @@
+"""Steps over 8 devices: layouts of the parameters, ragged rows, windows."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from helpers import (
+    cut,
+    difference,
+    float64_gradient,
+    init_params,
+    loss_sum_fn,
+    ragged_batch,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum import make_train_step, make_window_step
+
+K, ROWS = 4, 64
+# Small gradients would drown in the parameters they are subtracted from.
+SCALE = 256.0
+GRADIENT = 4 * (32 * 16 + 16 * 16 + 16 * 32)  # bytes
+# Of each parameter, over which axis of the mesh.
+WHOLE = {"embed": P(), "hidden": P(), "out": P()}
+TENSOR_PARALLEL = {"embed": P(), "hidden": P(None, "model"), "out": P("model", None)}
+FSDP = {"embed": P("data"), "hidden": P(None, "data"), "out": P("data", None)}
+BOTH = {"embed": P("data"), "hidden": P("data", "model"), "out": P("model", "data")}
+LAYOUTS = {
+    "data parallel": ((8,), WHOLE),
+    "tensor parallel": ((4, 2), TENSOR_PARALLEL),
+    "fsdp": ((8,), FSDP),
+    "fsdp and tensor parallel": ((4, 2), BOTH),
+}
+TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+WAYS = ["two programs", "one program", "window"]
+
+
+def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:
+    names = ("data", "model")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(TYPES[kind],) * len(shape))
+
+
+def placed(mesh: Any, specs: dict[str, P]) -> Any:
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+        for name, x in init_params(0).items()
+    }
+
+
+def make_batch(devices: int) -> Any:
+    """64 ragged rows of which device 1 has none with a token, in any micro-batch."""
+    batch = ragged_batch(0, rows=ROWS)
+    mask = batch["mask"].reshape(K, devices, ROWS // K // devices, -1)
+    mask[:, 1] = 0
+    return batch | {"mask": mask.reshape(batch["mask"].shape)}
+
+
+def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
+    options = {"mesh": mesh, "data_axes": "data", "loss_fn": loss_sum_fn} | options
+    loss_fn = options.pop("loss_fn")
+    if way == "window":
+        return make_window_step(loss_fn, optimizer, **options)
+    schedule = K if way == "two programs" else (lambda _: K)
+    return make_train_step(loss_fn, optimizer, schedule, **options)
+
+
+def stacked(batch: Any) -> Any:
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *cut(batch, K))
+
+
+def run(way: str, step: Any, state: Any, batch: Any, **kwargs: Any) -> Any:
+    """One window."""
+    if way == "window":
+        return step(state, stacked(batch), **kwargs)
+    for part in cut(batch, K):
+        state, metrics = step(state, part, **kwargs)
+    return state, metrics
+
+
+@functools.cache
+def exact(devices: int) -> Any:
+    return float64_gradient(init_params(0), make_batch(devices))
+
+
+def applied(state: Any) -> Any:
+    change = difference(init_params(0), state.params)
+    return jax.tree.map(lambda x: x / SCALE, change)

@@ -1,0 +1,366 @@
+"""Devices that hold different numbers of tokens, none at all, or what is rejected."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from devices import WAYS, make_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    pad_window,
+    plan_window,
+    regroup_sums,
+)
+
+DEVICES = 8
+SGD = optax.sgd(1.0)
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    """Tokens are what is not 0. A mean of each row first: 0/0 where it has none."""
+    n = jnp.sum(x != 0, axis=-1)
+    means = jnp.sum(w * x, axis=-1) / n
+    return jnp.sum(jnp.where(n > 0, means * n, 0)), jnp.sum(n)
+
+
+def mean_first(w: Any, x: Any) -> Any:
+    """The gradient of a device without tokens is NaN."""
+    n = jnp.sum(x != 0)
+    return jnp.sum(w * x) / n * n, n
+
+
+def make_step(way: str, loss_fn: Any, optimizer: Any = SGD, **options: Any) -> Any:
+    options = {"mesh": make_mesh((DEVICES,)), "data_axes": "data"} | options
+    if way == "window":
+        return make_window_step(loss_fn, optimizer, **options)
+    schedule = 3 if way == "two programs" else (lambda _: 3)
+    return make_train_step(loss_fn, optimizer, schedule, **options)
+
+
+def run(way: str, step: Any, state: Any, window: Any, **kwargs: Any) -> Any:
+    if way == "window":
+        return step(state, window, **kwargs)
+    for micro_batch in window:
+        state, metrics = step(state, micro_batch, **kwargs)
+    return state, metrics
+
+
+def ragged(*, rows: int = DEVICES) -> np.ndarray:
+    """3 micro-batches `[rows, 4]` of numbers, 0 where there is no token."""
+    rng = np.random.default_rng(0)
+    window = rng.integers(1, 9, (3, rows, 4)).astype(np.float32)
+    return np.where(np.arange(4) < rng.integers(1, 5, (3, rows, 1)), window, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_devices_and_micro_batches_without_tokens(way: str):
+    window = ragged()
+    window[:, 2], window[1, 4:], window[2] = 0, 0, 0
+    step = make_step(way, mean_first)
+    state, metrics = run(way, step, step.init(jnp.zeros(())), window)
+    tokens = (window != 0).sum()
+    assert metrics.num_tokens == tokens and metrics.updated
+    np.testing.assert_allclose(state.params, -window.sum() / tokens, rtol=1e-6)
+    means = [d[d != 0].mean() for d in window.swapaxes(0, 1) if (d != 0).any()]
+    assert abs(np.mean(means) - window.sum() / tokens) > 1e-2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_window_without_tokens_anywhere_changes_nothing(way: str):
+    step = make_step(way, mean_first, optax.adam(1.0))
+    before = step.init(jnp.ones(()))
+    inner = before.opt_state if way == "window" else before.opt_state.inner_opt_state
+    expected = jax.device_get((before.params, inner))
+    after, metrics = run(way, step, before, np.zeros((3, DEVICES, 4), np.float32))
+    inner = after.opt_state if way == "window" else after.opt_state.inner_opt_state
+    assert not metrics.updated and metrics.num_tokens == 0
+    jax.tree.map(np.testing.assert_array_equal, (after.params, inner), expected)
+
+
+@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
+@pytest.mark.parametrize("way", ["one program", "window"])
+def test_rejection_on_one_device_rejects_on_all(way: str, reduce_every: Any):
+    window = ragged()
+    step = make_step(
+        way,
+        loss_fn,
+        should_skip_update_fn=optax.skip_not_finite,
+        reduce_every=reduce_every,
+    )
+    bad = window.copy()
+    bad[1, 5, 0] = np.inf
+    state = step.init(jnp.zeros(()))
+    if way == "window":
+        state, metrics = step(state, bad)
+        assert metrics.skipped
+        left = window[[0, 2]]
+    else:
+        skips = []
+        for micro_batch in (bad[0], bad[1], bad[2], window[1]):
+            state, metrics = step(state, micro_batch)
+            skips.append((bool(metrics.skipped), int(metrics.mini_step)))
+        assert skips == [(False, 1), (True, 1), (False, 2), (False, 0)]
+        left = window
+    assert metrics.num_tokens == (left != 0).sum()
+    exact = -left.sum() / (left != 0).sum()
+    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
+
+
+def test_token_budget_counts_all_devices():
+    step = make_train_step(
+        loss_fn,
+        SGD,
+        every_n_tokens=40,
+        mesh=make_mesh((DEVICES,)),
+        data_axes="data",
+    )
+    state, closed = step.init(jnp.zeros(())), []
+    for row in ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]):  # 8, 24, 56 tokens
+        state, metrics = step(state, np.tile(np.float32(row), (DEVICES, 1)))
+        closed.append((bool(metrics.updated), float(metrics.num_tokens)))
+    assert closed == [(False, 8), (False, 24), (True, 56)]
+
+
+def test_partial_window():
+    step, window = make_step("two programs", loss_fn), ragged()
+    state = step.init(jnp.zeros(()))
+    state, _ = step.accumulate(state, window[0])
+    state, metrics = step.close_window(state)
+    assert metrics.updated
+    exact = -window[0].sum() / (window[0] != 0).sum()
+    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_two_devices_or_micro_batches_share_a_key(way: str):
+    def loss_fn(w: Any, x: Any, rng: Any) -> Any:
+        return jnp.sum(w * x), (x.size, jax.random.bits(rng))
+
+    step = make_step(way, loss_fn, has_aux=True)
+    state, window, key = step.init(jnp.zeros(())), ragged(), jax.random.key(0)
+    if way == "window":
+        bits = step(state, window, rng=key)[1].aux
+    else:
+        bits = []
+        for micro_batch in window:
+            state, metrics = step(state, micro_batch, rng=key)
+            bits.append(metrics.aux)
+    bits = np.stack(bits)
+    assert bits.shape == (3, DEVICES) and len(np.unique(bits)) == bits.size
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_aux_of_every_device_and_shared_arguments(way: str):
+    def loss_fn(w: Any, x: Any, frozen: Any, sign: str) -> Any:
+        loss = jnp.sum(w * x) * frozen * (-1 if sign == "minus" else 1)
+        return loss, (x.size, {"first": x[0], "sum": jnp.sum(x)})
+
+    step = make_step(way, loss_fn, has_aux=True)
+    window, kwargs = ragged(), {"frozen": jnp.float32(2), "sign": "minus"}
+    state, metrics = run(way, step, step.init(jnp.zeros(())), window, **kwargs)
+    aux, of = metrics.aux, window if way == "window" else window[-1]
+    np.testing.assert_array_equal(aux["first"], of)
+    np.testing.assert_array_equal(aux["sum"], of.sum(-1))
+    np.testing.assert_allclose(state.params, 2 * window.mean(), rtol=1e-6)
+
+
+def test_several_losses_are_divided_by_the_counts_of_all_devices():
+    def losses(w: Any, x: Any) -> Any:
+        return {"small": jnp.sum(w * x * (x < 4)), "all": jnp.sum(w * x)}
+
+    def counts(x: Any) -> Any:
+        return {"small": jnp.sum((x < 4) & (x > 0)), "all": jnp.sum(x > 0)}
+
+    step, window = make_step("window", losses, count_fn=counts), ragged()
+    state, metrics = step(step.init(jnp.zeros(())), window)
+    small = window[(window < 4) & (window > 0)]
+    expected = small.mean() + window[window > 0].mean()
+    np.testing.assert_allclose(-state.params, expected, rtol=1e-6)
+    assert metrics.num_tokens["small"] == small.size
+
+
+def test_only_the_first_micro_batches():
+    step, window = make_step("window", loss_fn), ragged()
+    state, metrics = step(step.init(jnp.zeros(())), window, num_micro_batches=2)
+    exact = -window[:2].sum() / (window[:2] != 0).sum()
+    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [8, 4])
+def test_planned_window_is_shared_by_the_devices(devices: int):
+    """Sequences of many lengths, in micro-batches of two shapes and 8 parts."""
+    rng = np.random.default_rng(0)
+    sequences = [
+        {"x": rng.integers(1, 9, n).astype(np.float32), "weight": np.float32(n % 3)}
+        for n in rng.integers(1, 17, 50)
+    ]
+    settings = {"max_tokens": 128, "length_buckets": [4, 16], "batch_multiple": 8}
+    window = pad_window(sequences, pad_values=0, **settings)
+    plans = plan_window([len(s["x"]) for s in sequences], **settings)
+    assert {plan.num_rows for plan in plans} == {8, 32}
+
+    def loss_fn(w: Any, batch: Any) -> Any:
+        weights = (batch["x"] != 0) * batch["weight"][:, None]
+        rows = batch["x"].shape[0]
+        assert rows in (8 // devices, 32 // devices)
+        return jnp.sum(w * batch["x"] * weights), jnp.sum(weights)
+
+    step = make_window_step(
+        loss_fn,
+        SGD,
+        mesh=make_mesh((devices,)) if devices == 8 else make_mesh((4, 2)),
+        data_axes="data",
+    )
+    state, metrics = step(step.init(jnp.zeros(())), window)
+    total = sum(float(s["x"].sum() * s["weight"]) for s in sequences)
+    tokens = sum(float(s["x"].size * s["weight"]) for s in sequences)
+    assert metrics.num_tokens == tokens
+    np.testing.assert_allclose(state.params, -total / tokens, rtol=1e-6)
+
+
+def layouts() -> dict[str, Any]:
+    options = {"data_axes": "data"}
+    four = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    three = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3])
+    return {
+        "8": options | {"mesh": make_mesh((8,))},
+        "4 x 2": options | {"mesh": make_mesh((4, 2))},
+        "4": options | {"mesh": four},
+        "3": options | {"mesh": three},
+        "sharded sums": options
+        | {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
+        "1": {"mesh": None, "data_axes": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("8", "4"), ("8", "4 x 2"), ("4", "8"), ("8", "3"), ("8", "1"), ("1", "8")]
+    + [("8", "sharded sums"), ("sharded sums", "8"), ("8", "8")],
+)
+def test_open_window_goes_on_with_other_devices(before: str, after: str):
+    window = ragged(rows=24)
+    params = {"w": jnp.zeros(()), "unused": jnp.zeros((4, 8))}
+
+    def loss(params: Any, x: Any) -> Any:
+        return loss_fn(params["w"], x)
+
+    steps = [make_step("two programs", loss, **layouts()[n]) for n in (before, after)]
+    state, _ = steps[0](steps[0].init(params), window[0])
+    like = steps[1].init(params)
+    saved = jax.device_get(state)  # as a checkpoint has it
+    for held in (saved, state):
+        state = regroup_sums(held, like)
+        same = jax.tree.map(lambda x, y: x.sharding == y.sharding, state, like)
+        assert all(jax.tree.leaves(same))
+        assert state.opt_state.mini_step == 1
+        for micro_batch in window[1:]:
+            state, metrics = steps[1](state, micro_batch)
+        assert metrics.updated and metrics.num_tokens == (window != 0).sum()
+        exact = -window.sum() / (window != 0).sum()
+        np.testing.assert_allclose(state.params["w"], exact, rtol=1e-6)
+
+
+def test_same_devices_get_the_same_sums_bit_for_bit():
+    step, window = make_step("two programs", loss_fn), ragged()
+    state, _ = step(step.init(jnp.zeros(())), window[0])
+    saved = jax.device_get(state)
+    jax.tree.map(
+        np.testing.assert_array_equal, regroup_sums(saved, state), jax.device_get(state)
+    )
+
+
+MISTAKES = {
+    "rows that the devices do not divide": (
+        lambda: make_step("window", loss_fn)(
+            make_step("window", loss_fn).init(jnp.zeros(())), ragged(rows=9)
+        ),
+        r"rows of a micro-batch must be a multiple of the 8 devices .* got 9",
+    ),
+    "a plan in too few parts": (
+        lambda: make_step("window", loss_fn)(
+            make_step("window", loss_fn).init(jnp.zeros(())),
+            pad_window([np.ones(3)] * 8, pad_values=0, max_tokens=24),
+        ),
+        "batch_multiple 1 and 8 devices",
+    ),
+    "sums of other devices": (
+        lambda: make_step("two programs", loss_fn)(
+            make_train_step(loss_fn, SGD, 3).init(jnp.zeros(())), ragged()[0]
+        ),
+        r"laid out for this step's devices: .* expected shape \(8,\), got \(\)",
+    ),
+    "sums of devices in a step without": (
+        lambda: make_train_step(loss_fn, SGD, 3)(
+            make_step("two programs", loss_fn).init(jnp.zeros(())), ragged()[0]
+        ),
+        r"laid out for this step's devices: .* expected shape \(\), got \(8,\)",
+    ),
+    "parameters of another mesh": (
+        lambda: make_step("two programs", loss_fn).init(
+            jax.device_put(
+                jnp.zeros(()), NamedSharding(make_mesh((4, 2), "explicit"), P())
+            )
+        ),
+        "parameters must be on the mesh given to the step",
+    ),
+    "a mesh without data axes": (
+        lambda: make_train_step(loss_fn, SGD, 2, mesh=make_mesh((8,))),
+        "mesh and data_axes go together",
+    ),
+    "data axes without a mesh": (
+        lambda: make_window_step(loss_fn, SGD, data_axes="data"),
+        "mesh and data_axes go together",
+    ),
+    "axes that the mesh has not": (
+        lambda: make_train_step(
+            loss_fn, SGD, 2, mesh=make_mesh((8,)), data_axes=("data", "fsdp")
+        ),
+        r"data_axes must be axes of the mesh: got \['fsdp'\]",
+    ),
+    "another word for when sums meet": (
+        lambda: make_step("window", loss_fn, reduce_every="step"),
+        "reduce_every must be 'window' or 'micro_batch'",
+    ),
+    "when sums meet, without devices": (
+        lambda: make_train_step(loss_fn, SGD, 2, reduce_every="micro_batch"),
+        "reduce_every needs mesh and data_axes",
+    ),
+    "states of different training": (
+        lambda: regroup_sums(
+            make_train_step(loss_fn, optax.adam(1.0), 3).init(jnp.zeros(())),
+            make_train_step(loss_fn, SGD, 3).init(jnp.zeros(())),
+        ),
+        "The states must be of the same training",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str):
+    mistake, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        mistake()
+
+
+def test_mesh_that_is_none():
+    with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh"):
+        make_train_step(loss_fn, SGD, 2, mesh="data", data_axes="data")  # type: ignore[arg-type]
+
+
+def test_nothing_is_lost_by_a_bad_batch():
+    step, window = make_step("two programs", loss_fn), ragged()
+    state, _ = step(step.init(jnp.zeros(())), window[0])
+    with pytest.raises(ValueError, match="multiple of the 8 devices"):
+        step(state, ragged(rows=9)[1])
+    for micro_batch in window[1:]:
+        state, metrics = step(state, micro_batch)
+    exact = -window.sum() / (window != 0).sum()
+    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
