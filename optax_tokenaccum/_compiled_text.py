@@ -29,6 +29,8 @@ CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 STARTED = re.compile(r'%?([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
 TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([^\]]*)\]")
+# A TPU's reduce-scatter is a fusion of an all-reduce and of the slice that it keeps.
+SCATTERING = "all-reduce-scatter"
 READABLE = "The text of a compiled program must be HLO that is known"
 NEWER = "It is a newer XLA's: please report it."
 BRANCHES = {"branch_computations", "false_computation", "true_computation"}
@@ -122,6 +124,8 @@ class Program:
                 if is_start or channels.isdisjoint(self._split_channels):
                     groups = groups_of(kind, rest, self.replicas, self.partitions)
                     num_bytes = _bytes_of(kind, opcode, result, groups)
+                    if computation.startswith(SCATTERING):
+                        kind = "reduce-scatter"
                     yield Operation(kind, groups, num_bytes, times, conditional)
             elif not opcode.endswith(("-done", "-update")):  # what its start has called
                 for role, called in CALLED.findall(rest):

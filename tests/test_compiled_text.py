@@ -124,6 +124,29 @@ kind=kCustom, calls=%fused_computation.35
 }
 """
 
+# The same libtpu's reduce-scatter, which it makes of an all-reduce and a slice.
+SCATTER = """\
+HloModule jit_program, is_scheduled=true, num_partitions=8
+
+%all-reduce-scatter.clone.1 (input.4: f32[1024,1024]) -> f32[128,1024] {
+  %input.4 = f32[1024,1024]{1,0:T(8,128)S(1)} parameter(0)
+  %all-reduce.12 = f32[1024,1024]{1,0:T(8,128)} all-reduce(%input.4), channel_id=6, \
+replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%add.1.clone
+  ROOT %dynamic-slice.46 = f32[128,1024]{1,0:T(8,128)S(1)} \
+dynamic-slice(%all-reduce.12, %multiply.14, %constant.193), \
+dynamic_slice_sizes={128,1024}
+}
+
+%add.1.clone (x: f32[], y: f32[]) -> f32[] {
+  ROOT %add.34 = f32[]{:T(128)} add(%x.3, %y.3)
+}
+
+ENTRY %main_spmd (param.4: f32[1024,1024]) -> f32[128,1024] {
+  ROOT %fusion.53 = f32[128,1024]{1,0:T(8,128)S(1)} fusion(%param.4), kind=kCustom, \
+calls=%all-reduce-scatter.clone.1
+}
+"""
+
 STORED = {
     "in a loop": (LOOP, [GRADIENTS]),
     "in a loop of unknown length": (
@@ -143,6 +166,10 @@ STORED = {
             "true_computation=%region_1.0_spmd, false_computation=%region_0.0_spmd",
         ),
         [Operation("all-gather", ALL, 512, 1, True)],
+    ),
+    "a reduce-scatter in a fusion": (
+        SCATTER,
+        [Operation("reduce-scatter", ALL, 4 * 1024 * 1024, 1, False)],
     ),
     "split over fusions": (
         SPLIT,
