@@ -38,7 +38,7 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
       >>> from optax_tokenaccum import make_train_step, regroup_sums
       >>> def loss_fn(params, x):
       ...     return jnp.sum(params * x), x.size
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "data")
       >>> many = make_train_step(
       ...     loss_fn, optax.sgd(1.0), 2, mesh=mesh, data_axes="data")
       >>> state = many.init(jnp.zeros(()))

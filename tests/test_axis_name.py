@@ -305,55 +305,6 @@ def test_one_reduction_when_the_window_closes(batch: Any):
     assert report(naive).bytes(path="always") > gradient
 
 
-MISTAKES = {
-    "a count that is alike on all devices": (
-        "sum",
-        lambda x, p: (jax.grad(lambda p: jnp.sum(p * x))(varying(p, "data")), 8),
-        r"num_tokens must be of the same tokens .* differ along \['data'\]",
-    ),
-    "a mean that was reduced already": (
-        "mean",
-        lambda x, p: (jax.grad(lambda p: jnp.mean(p * x))(p), jnp.sum(x)),
-        r'gradients="mean" needs the gradients of each device',
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_tokens_that_cannot_be_behind_the_gradients(name: str):
-    gradients, of, message = MISTAKES[name]
-    optimizer = token_accumulation(
-        optax.sgd(1.0), 2, gradients=gradients, axis_name="data"
-    )
-
-    def step(params: Any, x: Any) -> Any:
-        grads, n = of(x, params)
-        return optimizer.update(grads, optimizer.init(params), params, num_tokens=n)[0]
-
-    run = jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(run, jnp.zeros(()), jnp.ones(8))
-
-
-def test_update_outside_of_any_map():
-    optimizer = token_accumulation(optax.sgd(1.0), 2, axis_name="data")
-    state = optimizer.init(jnp.zeros(()))
-    with pytest.raises(ValueError, match="'data' must be axes of a shard_map"):
-        optimizer.update(jnp.zeros(()), state, num_tokens=1)
-
-
-def test_sums_that_are_not_spread():
-    optimizer = token_accumulation(optax.sgd(1.0), 2, axis_name="data")
-
-    def step(x: Any) -> Any:
-        state = optimizer.init(jnp.zeros(3))._replace(acc_grads=jnp.zeros((8, 3)))
-        return optimizer.update(x, state, num_tokens=jnp.sum(x))[0]
-
-    run = jax.shard_map(step, mesh=mesh(), in_specs=P("data"), out_specs=P())
-    with pytest.raises(ValueError, match=r"its own sum .* got shape \(8, 3\)"):
-        jax.eval_shape(run, jnp.ones(24))
-
-
 @pytest.mark.parametrize(
     ("axis_name", "kind"), [(0, TypeError), ((), ValueError), (("a", "a"), ValueError)]
 )

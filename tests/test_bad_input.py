@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import mistakes_in_arguments
 import mistakes_in_planning
+import mistakes_with_devices
 import mistakes_with_programs
 import mistakes_with_states
 import pytest
@@ -22,6 +23,7 @@ ROWS = [
     *mistakes_with_states.CARRYING,
     *mistakes_with_states.STEPPING,
     *mistakes_in_planning.PLANNING,
+    *mistakes_with_devices.ON_DEVICES,
     *mistakes_with_programs.READING,
 ]
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "bad_input.md"

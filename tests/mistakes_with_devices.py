@@ -1,0 +1,181 @@
+"""Rows of docs/bad_input.md: more than one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from devices import make_mesh
+from jax.sharding import NamedSharding, PartitionSpec
+from mistakes import ADAM, SGD, Row
+
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    pad_window,
+    regroup_sums,
+    token_accumulation,
+)
+
+W, BATCH = jnp.zeros(()), jnp.ones((9, 2))
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    return jnp.sum(w * x), x.size
+
+
+def spread(make: Any = make_train_step, **options: Any) -> Any:
+    options = {"mesh": make_mesh((8,)), "data_axes": "data"} | options
+    return make(loss_fn, SGD, **options)
+
+
+def accumulated(keep: Any, step: Any, state: Any, batch: Any = BATCH) -> Any:
+    return step.accumulate(keep(state), batch)
+
+
+def ran(keep: Any, micro_batches: Any) -> Any:
+    step = spread(make_window_step)
+    return step(keep(step.init(W)), micro_batches)
+
+
+def under_shard_map(gradients: Any, gradient_and_tokens: Any) -> Any:
+    """A traced update over 8 devices."""
+    optimizer = token_accumulation(SGD, 2, gradients=gradients, axis_name="data")
+
+    def step(w: Any, x: Any) -> Any:
+        gradient, n = gradient_and_tokens(w, x)
+        return optimizer.update(gradient, optimizer.init(w), w, num_tokens=n)[0]
+
+    spec = PartitionSpec
+    over = jax.shard_map(
+        step, mesh=make_mesh((8,)), in_specs=(spec(), spec("data")), out_specs=spec()
+    )
+    return jax.eval_shape(over, W, jnp.ones(8))
+
+
+def mean_gradient(w: Any, x: Any) -> Any:
+    return jax.grad(lambda w: jnp.mean(w * x))(w)
+
+
+def whole_sums(_: Any) -> Any:
+    optimizer = token_accumulation(SGD, 2, axis_name="data")
+    state = optimizer.init(jnp.zeros(3))._replace(acc_grads=jnp.zeros((8, 3)))
+    return jax.vmap(
+        lambda x: optimizer.update(x, state, num_tokens=1)[0], axis_name="data"
+    )(jnp.ones((8, 3)))
+
+
+ON_DEVICES: list[Row] = [
+    (
+        "`mesh` without `data_axes`, or the other way round",
+        ValueError,
+        [
+            lambda _: spread(data_axes=None),
+            lambda _: spread(make_window_step, mesh=None),
+        ],
+    ),
+    ("a `mesh` that is none", TypeError, [lambda _: spread(mesh="data")]),
+    (
+        "`data_axes` that the mesh does not have",
+        ValueError,
+        [lambda _: spread(data_axes=("data", "fsdp"))],
+    ),
+    (
+        "`data_axes` that are no names",
+        TypeError,
+        [lambda _: spread(data_axes=0), lambda _: spread(data_axes=("data", 0))],
+    ),
+    (
+        "an axis twice, or none",
+        ValueError,
+        [lambda _: spread(data_axes=("data", "data")), lambda _: spread(data_axes=())],
+    ),
+    (
+        "another word in `reduce_every`",
+        ValueError,
+        [lambda _: spread(reduce_every="step")],
+    ),
+    (
+        "`reduce_every` without a mesh",
+        ValueError,
+        [
+            lambda _: make_train_step(loss_fn, SGD, reduce_every="micro_batch"),
+            lambda _: make_window_step(loss_fn, SGD, reduce_every="micro_batch"),
+        ],
+    ),
+    (
+        "parameters on another mesh than the step",
+        ValueError,
+        [
+            lambda _: spread().init(
+                jax.device_put(
+                    W, NamedSharding(make_mesh((4, 2), "explicit"), PartitionSpec())
+                )
+            )
+        ],
+    ),
+    (
+        "rows that the devices do not divide",
+        ValueError,
+        [
+            lambda keep: accumulated(keep, spread(), spread().init(W)),
+            lambda keep: ran(keep, jnp.ones((2, 9))),
+        ],
+    ),
+    (
+        "a `PlannedWindow` in too few parts",
+        ValueError,
+        [lambda keep: ran(keep, pad_window([np.ones(3)], pad_values=0, max_tokens=24))],
+    ),
+    (
+        "a state of a run on other devices",
+        ValueError,
+        [
+            lambda keep: accumulated(
+                keep, spread(), make_train_step(loss_fn, SGD).init(W), BATCH[:8]
+            )
+        ],
+    ),
+    (
+        "`regroup_sums` of states of different training",
+        ValueError,
+        [
+            lambda keep: regroup_sums(
+                keep(make_train_step(loss_fn, ADAM).init(W)),
+                keep(make_train_step(loss_fn, SGD).init(W)),
+            )
+        ],
+    ),
+    (
+        "`axis_name` outside of `shard_map`",
+        ValueError,
+        [
+            lambda _: (tx := token_accumulation(SGD, 2, axis_name="data")).update(
+                W, tx.init(W), num_tokens=1
+            )
+        ],
+    ),
+    (
+        "sums that `shard_map` did not spread",
+        ValueError,
+        [whole_sums],
+    ),
+    (
+        "a count that is alike on all devices, with gradients that are not",
+        ValueError,
+        [
+            lambda _: under_shard_map(
+                "sum", lambda w, x: (jax.grad(lambda w: loss_fn(w, x)[0])(w * x[0]), 8)
+            )
+        ],
+    ),
+    (
+        "means that were reduced already",
+        ValueError,
+        [
+            lambda _: under_shard_map(
+                "mean", lambda w, x: (mean_gradient(w, x), jnp.sum(x))
+            )
+        ],
+    ),
+]
