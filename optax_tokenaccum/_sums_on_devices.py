@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum import _checks
 from optax_tokenaccum._data_parallel import DataParallel
 from optax_tokenaccum._placement import is_explicit, is_sharding, sharding_of
-from optax_tokenaccum._specs import entries_of, names_in, only, without
+from optax_tokenaccum._specs import entries_of, entry_of, names_in, only, without
 from optax_tokenaccum._sums import Sums
 
 
@@ -40,25 +40,33 @@ class SumsOfDevices(Sums):
         return jax.tree.map(zero, params, dtypes)
 
     def total(self, stored: Any) -> Any:
-        names = self.devices.names
+        names, mesh = self.devices.names, self.devices.mesh
         leaves, structure = jax.tree.flatten(stored)
-        if self.shardings is None:
-            specs = [P()] * len(leaves)
-        else:
+        shardings = [None] * len(leaves)
+        if self.shardings is not None:
             shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
-            specs = [
-                P(*only(names, entries_of(sharding, x.ndim - 1)))
-                for sharding, x in zip(shardings, leaves, strict=True)
-            ]
+        specs = [
+            entries_of(sharding, x.ndim - 1)
+            for sharding, x in zip(shardings, leaves, strict=True)
+        ]
+        scattered = [P(*only(names, spec)) for spec in specs]
 
         def add_up(sums: list[jax.Array]) -> list[jax.Array]:
             return [
                 _reduce(jax.lax.squeeze(x, (0,)), names, spec)
-                for x, spec in zip(sums, specs, strict=True)
+                for x, spec in zip(sums, scattered, strict=True)
             ]
 
-        over_devices = P(self.devices.entry)
-        total = self.devices.map(add_up, in_specs=over_devices, out_specs=specs)(leaves)
+        # Over all axes: XLA gathers what is spread over an axis left to it, before it
+        # scatters over another.
+        total = jax.shard_map(
+            add_up,
+            mesh=None if is_explicit(mesh) else mesh,
+            axis_names={*mesh.axis_names},
+            in_specs=([P(self.devices.entry, *without(names, s)) for s in specs],),
+            out_specs=[P(*_innermost(names, spec)) for spec in specs],
+            check_vma=False,
+        )(leaves)
         return jax.tree.unflatten(structure, total)
 
 
@@ -104,6 +112,14 @@ class ShardedSums(Sums):
             for x, sharding in zip(leaves, shardings, strict=True)
         ]
         return jax.tree.unflatten(structure, placed)
+
+
+def _innermost(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
+    """The spec with these axes behind others of an entry, where a scatter puts them."""
+    return [
+        entry_of(tuple(sorted(names_in(entry), key=lambda name: name in names)))
+        for entry in spec
+    ]
 
 
 def _zeros(shape: Any, dtype: Any, sharding: NamedSharding, like: Any) -> jax.Array:

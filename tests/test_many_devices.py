@@ -122,6 +122,7 @@ def test_compilations_of_20_windows_from_the_first_call_on(
     step = make_step(way, optimizer, mesh, reduce_every=reduce_every)
     state = step.init(placed(mesh, specs))
     where = jax.tree.map(lambda x: x.sharding, state)
+    stacked(batch)  # compiles too, once
     with count_compilations() as compilations:
         for _ in range(20):
             state, _ = run(way, step, state, batch)
@@ -203,6 +204,14 @@ def test_whole_sums_of_sharded_parameters_are_reduced_to_the_parts():
     report, _ = reports("fsdp", "auto", "window")["close"]
     assert report.bytes(kind="reduce-scatter") == GRADIENT
     assert report.bytes(kind="all-reduce") < 100
+    assert report.bytes(kind="all-gather") == 0
+
+
+def test_close_scatters_only_what_tensor_parallelism_leaves_to_a_device():
+    report, _ = reports("fsdp and tensor parallel", "auto", "window")["close"]
+    # "embed" is not split over "model", the others are.
+    own = 4 * (32 * 16 + (16 * 16 + 16 * 32) // 2)
+    assert report.bytes(kind="reduce-scatter") == own
     assert report.bytes(kind="all-gather") == 0
 
 
