@@ -73,19 +73,26 @@ def loss_mean_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     return loss_sum / num_tokens, num_tokens
 
 
+def in_float64(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`f(params, batch)`, computed in float64 and compiled once for each shape."""
+    jitted = jax.jit(f)
+
+    def wrapped(params: Any, batch: Any) -> Any:
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+        with jax.enable_x64(True):
+            return jax.tree.map(np.asarray, jitted(wide, batch))
+
+    return wrapped
+
+
+@in_float64
+@jax.grad
 def float64_gradient(params: Any, batch: Any) -> Any:
     """The gradient of the token mean over the whole batch, computed in float64."""
-
-    def loss(params: Any) -> jax.Array:
-        losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-            logits_of(params, batch["tokens"]), batch["labels"]
-        )
-        return jnp.sum(jnp.where(batch["mask"], losses, 0)) / batch["mask"].sum()
-
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    with jax.enable_x64(True):
-        gradient = jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, wide))
-        return jax.tree.map(np.asarray, gradient)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+        logits_of(params, batch["tokens"]), batch["labels"]
+    )
+    return jnp.sum(jnp.where(batch["mask"], losses, 0)) / jnp.sum(batch["mask"])
 
 
 def relative_error(got: Any, expected: Any) -> float:
@@ -136,8 +143,13 @@ def run_window(
 
 def quick_to_compile() -> dict[str, str]:
     """The environment of a command whose programs may be slow: most run once."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    return os.environ | {"XLA_FLAGS": flags}
+    flags = (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+    return os.environ | {"XLA_FLAGS": " ".join(flags)}
 
 
 _compilations: list[str] = []

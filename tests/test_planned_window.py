@@ -19,29 +19,31 @@ from optax_tokenaccum import (
 )
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
+SGD = optax.sgd(1.0, momentum=0.0)
+TRAIN_STEP, WINDOW_STEP = (
+    make(helpers.loss_sum_fn, SGD) for make in (make_train_step, make_window_step)
+)
+value_and_gradient = jax.jit(window_value_and_grad(helpers.loss_sum_fn))
+mean_gradient = jax.jit(jax.grad(helpers.loss_mean_fn, has_aux=True))
 
 
 def by_window_value_and_grad(params: Any, sequences: list[Any]) -> Any:
     window = pad_window(sequences, pad_values=PADS, **CUT)
-    (_, (num_tokens, _)), gradient = jax.jit(
-        window_value_and_grad(helpers.loss_sum_fn)
-    )(params, window)
+    (_, (num_tokens, _)), gradient = value_and_gradient(params, window)
     return gradient, num_tokens
 
 
 def by_window_step(params: Any, sequences: list[Any]) -> Any:
-    step = make_window_step(helpers.loss_sum_fn, optax.sgd(1.0, momentum=0.0))
     window = pad_window(sequences, pad_values=PADS, **CUT)
-    state, metrics = step(step.init(params), window)
+    state, metrics = WINDOW_STEP(WINDOW_STEP.init(params), window)
     return optax.tree.get(state.opt_state, "trace"), metrics.num_tokens
 
 
 def by_train_step(params: Any, sequences: list[Any]) -> Any:
-    step = make_train_step(helpers.loss_sum_fn, optax.sgd(1.0, momentum=0.0))
-    state = step.init(params)
+    state = TRAIN_STEP.init(params)
     for batch in planned(sequences):
-        state, _ = step.accumulate(state, batch)
-    state, metrics = step.close_window(state)
+        state, _ = TRAIN_STEP.accumulate(state, batch)
+    state, metrics = TRAIN_STEP.close_window(state)
     return optax.tree.get(state.opt_state, "trace"), metrics.num_tokens
 
 
@@ -62,8 +64,7 @@ def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(
     assert float(num_tokens) == batch["mask"].sum()
     micro_batches = planned(sequences)
     assert len({batch["mask"].shape for batch in micro_batches}) > 1
-    mean_grad = jax.grad(helpers.loss_mean_fn, has_aux=True)
-    means = [mean_grad(params, batch)[0] for batch in micro_batches]
+    means = [mean_gradient(params, batch)[0] for batch in micro_batches]
     naive = jax.tree.map(lambda *gs: sum(gs) / len(gs), *means)
     assert helpers.relative_error(naive, reference) > 0.01
 

@@ -19,6 +19,8 @@ from optax_tokenaccum import (
 
 KS = [1, 2, 4, 8, 16, 32]
 
+full_batch = jax.jit(jax.value_and_grad(helpers.loss_mean_fn, has_aux=True))
+
 
 def stacked(batch: Any, k: int) -> Any:
     return jax.tree.map(lambda *xs: np.stack(xs), *helpers.cut(batch, k))
@@ -36,17 +38,16 @@ def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(
 ):
     f = window_value_and_grad(helpers.loss_sum_fn)
     f = jax.jit(f) if mode == "jit" else f
-    full = jax.jit(jax.value_and_grad(helpers.loss_mean_fn, has_aux=True))
     errors, full_errors, naive_errors = [], [], []
     for seed in range(seeds):
         params, batch = helpers.init_params(seed), helpers.ragged_batch(seed)
         reference = helpers.float64_gradient(params, batch)
         (loss, (num_tokens, aux)), grads = f(params, stacked(batch, k))
-        (full_loss, _), full_grads = full(params, batch)
+        (full_loss, _), full_grads = full_batch(params, batch)
         np.testing.assert_allclose(loss, full_loss, rtol=1e-6)
         assert float(num_tokens) == batch["mask"].sum()
         assert aux is None
-        means = [full(params, micro_batch)[1] for micro_batch in helpers.cut(batch, k)]
+        means = [full_batch(params, part)[1] for part in helpers.cut(batch, k)]
         naive = jax.tree.map(lambda *gs: sum(gs) / k, *means)
         for gradient, collected in (
             (grads, errors),
