@@ -1,5 +1,6 @@
 """What every way in shares: add a micro-batch, close a window, divide once."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -134,7 +135,7 @@ class Accumulation:
         micro-batch that one device rejects enters the sums of none.
         """
         _checks.check_state(state, TokenAccumulationState)
-        totals, axes = self.sums.opened(state.acc_grads), self.sums.axes
+        totals, axes = self.sums.opened(state.acc_grads), self.sums.axes.here()
         _checks.check_same_tree(
             updates,
             totals,
@@ -148,8 +149,12 @@ class Accumulation:
         value = _checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
         usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
         num_tokens = jax.lax.select(usable, num_tokens, jnp.zeros_like(num_tokens))
-        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens)
+        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens, axes)
         is_first = (state.mini_step == 0) & ~skipped
+
+        @functools.cache
+        def counts_of(reduced: tuple[str, ...]) -> jax.Array:
+            return axes.adds(reduced, num_tokens) & ~skipped
 
         def add_to(total: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
             # Not jnp.where: a call of its own for every leaf, traced and lowered.
@@ -161,11 +166,11 @@ class Accumulation:
             return x * num_tokens if weighted else x
 
         def add_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
-            counts = axes.adds(x, num_tokens) & ~skipped
+            counts = counts_of(axes.reduced(x))
             return add_to(total, weigh(x, total.dtype), counts)
 
         def add_scalar(total: jax.Array, x: jax.Array) -> jax.Array:
-            counts = axes.adds(x, num_tokens) & ~skipped
+            counts = counts_of(axes.reduced(x))
             of_all = axes.sum(jax.lax.select(counts, x, jnp.zeros_like(x)))
             return add_to(total, of_all, jnp.ones_like(is_first))
 
@@ -270,14 +275,15 @@ class Accumulation:
         state: TokenAccumulationState,
         params: optax.Params | None,
         num_tokens: jax.Array,
+        axes: Axes,
     ) -> tuple[jax.Array, Any]:
         if self.should_skip_update_fn is None:
             return jnp.zeros((), jnp.bool_), state.skip_state
-        axes, mean = self.sums.axes, updates
+        mean = updates
         if self.gradients == "sum":
 
             def divided(g: jax.Array) -> jax.Array:
-                n = axes.behind(g, num_tokens)
+                n = axes.behind(axes.reduced(g), num_tokens)
                 return (g / jnp.where(n > 0, n, 1)).astype(jnp.result_type(g))
 
             mean = jax.tree.map(divided, updates)

@@ -1,8 +1,8 @@
 """Mesh axes that a program names itself: what differs along them, and its sum."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ class Axes:
 
     Attributes:
       names: of the axes.
+      marked: those that types tell of, once `here` has looked.
     """
 
     names: tuple[str, ...] = ()
+    marked: tuple[str, ...] | None = None
 
     @property
     def are_bound(self) -> bool:
@@ -35,23 +37,30 @@ class Axes:
             return False
         return True
 
-    def of(self, x: Any) -> tuple[str, ...]:
-        """The axes along which `x` may differ.
+    def here(self) -> Self:
+        """The axes as they are where this is called.
 
         Raises:
-          ValueError: nothing maps over the axes.
+          ValueError: nothing maps over them.
         """
-        if self.names and not self.are_bound:
+        if not self.names:
+            return self
+        if not self.are_bound:
             raise ValueError(
                 f"{', '.join(map(repr, self.names))} must be axes of a shard_map (or "
                 "pmap) around the call: got a call outside of it. Call update there, "
                 "or leave axis_name out where jit spreads the work by itself."
             )
-        return tuple(
-            name
-            for name in self.names
-            if name not in _marks(jax.lax.axis_index(name)) or name in _marks(x)
-        )
+        marked = [n for n in self.names if n in _marks(jax.lax.axis_index(n))]
+        return replace(self, marked=tuple(marked))
+
+    def of(self, x: Any) -> tuple[str, ...]:
+        """The axes along which `x` may differ."""
+        marked = self.here().marked if self.marked is None else self.marked
+        if not marked:
+            return self.names
+        marks = _marks(x)
+        return tuple(n for n in self.names if n not in marked or n in marks)
 
     def reduced(self, x: Any) -> tuple[str, ...]:
         """The axes along which `x` is alike, being a sum over them."""
@@ -62,20 +71,19 @@ class Axes:
         """The sum over all devices of what each of them holds."""
         return jax.lax.psum(x, self.names) if self.names else x
 
-    def behind(self, x: Any, num_tokens: jax.Array) -> jax.Array:
-        """The tokens behind `x`: of this device, or of all that it is a sum over."""
-        meet = tuple(n for n in self.of(num_tokens) if n in self.reduced(x))
+    def behind(self, reduced: tuple[str, ...], num_tokens: jax.Array) -> jax.Array:
+        """The tokens behind what is a sum over the axes `reduced`."""
+        meet = tuple(n for n in self.of(num_tokens) if n in reduced)
         return jax.lax.psum(num_tokens, meet) if meet else num_tokens
 
-    def adds(self, x: Any, num_tokens: jax.Array) -> jax.Array:
-        """Whether this device is one that adds `x`, so that `sum` has it once.
+    def adds(self, reduced: tuple[str, ...], num_tokens: jax.Array) -> jax.Array:
+        """Whether this device is to add something, so that `sum` has it once.
 
         Args:
-          x: a gradient, a loss or a count.
+          reduced: the axes along which that is alike.
           num_tokens: behind it on this device, or on all; 0 where it is not to count.
         """
-        any_tokens = self.behind(x, num_tokens) > 0
-        reduced = self.reduced(x)
+        any_tokens = self.behind(reduced, num_tokens) > 0
         if not reduced:
             return any_tokens
         return any_tokens & (jax.lax.axis_index(reduced) == 0)
@@ -140,7 +148,7 @@ class Axes:
 
     def differing(self, x: jax.Array) -> jax.Array:
         """`x` with the type of what differs from device to device."""
-        names = tuple(n for n in self.names if n in _marks(jax.lax.axis_index(n)))
+        names = self.here().marked
         if not names:
             return x
         cast: Any = getattr(jax.lax, "pcast", None)
