@@ -91,6 +91,17 @@ def pad(
     return batch
 
 
+def fill_rows(batch: Batch, multiple: int) -> Batch:
+    """Adds rows without tokens, until there are equally many for each device."""
+    missing = -len(batch.inputs) % multiple
+    return Batch(
+        *(
+            np.pad(part, [(0, missing), (0, 0)], constant_values=nothing)
+            for part, nothing in zip(batch, PADDING, strict=True)
+        )
+    )
+
+
 def make_windows(
     sequences: Sequence[Batch],
     *,

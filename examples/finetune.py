@@ -18,7 +18,12 @@ Your own data: `--data FILE.jsonl`, a line an example, with `prompt` and `comple
 
 `--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. It can be
 killed at any moment and ends as if it never had been, see `resumable.py`. Started again
-with more `--updates`, it goes on for longer.
+with more `--updates`, it goes on for longer. It uses all devices that jax sees, and can
+go on on more or on fewer.
+
+`--coordinator HOST:PORT --num-processes N --process-id I` beside it trains on the
+devices of several processes, started with the same command but for `I`; on Slurm and on
+GKE `--distributed` alone is enough. See `processes.py` and `docs/many_processes.md`.
 """
 
 import sys
@@ -27,31 +32,39 @@ from pathlib import Path
 
 import jax
 import optax
+import processes
 import resumable
 from batches import (
-    PAD,
     VOCABULARY,
     Batch,
     Window,
     batches_in_order,
     encode,
+    fill_rows,
     make_windows,
     padded_lengths,
-    plan_settings,
 )
 from compare import Run, compare
 from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
+from jax.sharding import Mesh
 from lora import init_adapters
 from methods import REFERENCE, loss_fn
 from options import OPTIMIZERS, parse_options
 from planned import PLANNED
-from report import make_table, write_json, write_picture
+from processes import PeerError, on_every_device, spread_rows
+from report import (
+    describe,
+    describe_plans,
+    make_table,
+    write_json,
+    write_picture,
+)
 from resumable import CheckpointError, Settings, fingerprint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from transformer import Params, init
 
-from optax_tokenaccum import TrainStep, make_train_step, plan_window
+from optax_tokenaccum import TrainStep, make_train_step
 
 EVALUATION_ROWS = 32
 # What decides on the arithmetic or on the data. Not the number of updates: the windows
@@ -72,16 +85,33 @@ DECIDING = (
 def main() -> None:
     """Reads the command line and the data, and trains."""
     options = parse_options(sys.argv[1:])
-    console = Console(highlight=False, markup=False)
+    try:
+        if options.distributed:
+            processes.start(
+                options.coordinator, options.num_processes, options.process_id
+            )
+        run(options)
+    except (CheckpointError, DataError, OSError, PeerError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run(options: Namespace) -> None:
+    """Reads the data, and trains.
+
+    Raises:
+      CheckpointError: see `train_one_run`.
+      DataError: the data cannot be used as it is.
+      PeerError: another process cannot go on.
+    """
+    quiet = not processes.is_first()
+    console = Console(highlight=False, markup=False, quiet=quiet)
     # A GPU's default product of float32 matrices shortens the factors (TF32): its
     # rounding would drown the differences that are measured here.
     jax.config.update("jax_default_matmul_precision", "highest")
-    try:
-        if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+    with processes.together():
         train, validation = load(options.data, options.max_length, console)
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
     windows = make_windows(
         train,
         updates=options.updates,
@@ -95,11 +125,8 @@ def main() -> None:
         console.print(describe_plans(windows))
     if options.checkpoint_dir is None:
         compare_methods(options, windows, train, validation, console)
-        return
-    try:
+    else:
         train_one_run(options, windows, train, console)
-    except (CheckpointError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 def compare_methods(
@@ -156,9 +183,11 @@ def train_one_run(
 
     Raises:
       CheckpointError: the directory holds something else, or is damaged.
+      PeerError: another process cannot go on, or was given something else.
     """
+    mesh = processes.make_mesh()
     params, frozen = make_parameters(options)
-    step = make_step(options)
+    step = make_step(options, mesh)
     settings = settings_of(options, train)
     micro_batches = [batch for window in windows for batch in window.micro_batches]
     position = resumable.resume(options.checkpoint_dir, settings, step, params)
@@ -172,7 +201,8 @@ def train_one_run(
     opt_state = position.state.opt_state
     console.print(
         f"{'goes on' if done else 'begins'} after {done} of {total} micro-batches: "
-        f"gradient_step {opt_state.gradient_step}, mini_step {opt_state.mini_step}"
+        f"gradient_step {opt_state.gradient_step}, mini_step {opt_state.mini_step}; "
+        f"devices: {mesh.size}, processes: {jax.process_count()}"
     )
     with make_progress(console) as progress:
         bar = progress.add_task("training", total=total, completed=done)
@@ -184,7 +214,8 @@ def train_one_run(
             position,
             micro_batches,
             after_micro_batch=lambda done: progress.update(bar, completed=done),
-            frozen=frozen,
+            place=lambda batch: spread_rows(fill_rows(batch, mesh.size), mesh),
+            frozen=on_every_device(frozen, mesh),
         )
     console.print(
         f"done: gradient_step {state.opt_state.gradient_step}; the state is checkpoint "
@@ -192,10 +223,15 @@ def train_one_run(
     )
 
 
-def make_step(options: Namespace) -> TrainStep:
+def make_step(options: Namespace, mesh: Mesh) -> TrainStep:
     """Makes the step of the one run."""
-    optimizer = OPTIMIZERS[options.optimizer](options.learning_rate)
-    return make_train_step(loss_fn, optimizer, options.gradient_accumulation_steps)
+    return make_train_step(
+        loss_fn,
+        OPTIMIZERS[options.optimizer](options.learning_rate),
+        options.gradient_accumulation_steps,
+        mesh=mesh,
+        data_axes=processes.DATA,
+    )
 
 
 def settings_of(options: Namespace, train: list[Batch]) -> Settings:
@@ -259,39 +295,6 @@ def load(
         "no prompt is in both"
     )
     return [encode(pair) for pair in train], [encode(pair) for pair in validation]
-
-
-def describe(windows: list[Window], train_size: int) -> str:
-    """Says how much is trained on, and how ragged and how padded it is."""
-    micro_batches = [batch for window in windows for batch in window.micro_batches]
-    wholes = [window.whole for window in windows]
-    loss_tokens = [int(batch.mask.sum()) for batch in micro_batches]
-    rows = sum(len(whole.inputs) for whole in wholes)
-
-    def padding(batches: list[Batch]) -> float:
-        real = sum(int((batch.inputs != PAD).sum()) for batch in batches)
-        return 1 - real / sum(batch.inputs.size for batch in batches)
-
-    return (
-        f"{len(windows)} updates, {rows / train_size:.1f} epochs; a micro-batch holds "
-        f"{min(loss_tokens)} to {max(loss_tokens)} loss tokens; padding is "
-        f"{padding(micro_batches):.0%} of the micro-batches and {padding(wholes):.0%} "
-        "of the whole windows"
-    )
-
-
-def describe_plans(windows: list[Window]) -> str:
-    """Says how many planned micro-batches there are, of which shapes, how padded."""
-    settings = plan_settings(windows)
-    lengths = [[len(row.inputs) for row in window.sequences] for window in windows]
-    plans = [plan for window in lengths for plan in plan_window(window, **settings)]
-    shapes = sorted({(plan.num_rows, plan.length) for plan in plans}, reverse=True)
-    padded = sum(plan.num_rows * plan.length for plan in plans)
-    return (
-        f"planned: {len(plans)} micro-batches of "
-        f"{', '.join(f'{rows} x {length}' for rows, length in shapes)} tokens; padding "
-        f"is {1 - sum(map(sum, lengths)) / padded:.0%}"
-    )
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         type=Path,
         metavar="DIRECTORY",
         help="instead of comparing, train a single run by make_train_step that can be "
-        "killed: the same command goes on where the last checkpoint here stands",
+        "killed: the same command goes on where the last checkpoint here stands; on "
+        "all devices that there are, with rows to fill where ROWS is no multiple",
     )
     add(
         "--save-every",
@@ -130,10 +131,51 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         metavar="M",
         help=f"micro-batches from checkpoint to checkpoint ({SAVE_EVERY})",
     )
+    add(
+        "--distributed",
+        action="store_true",
+        help="train the single run on the devices of several processes, which jax "
+        "finds by itself on Slurm and on GKE; give all of them the same command",
+    )
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="elsewhere: where process 0 listens, in the commands of all processes",
+    )
+    add(
+        "--num-processes",
+        type=positive_int,
+        metavar="N",
+        help="how many processes there are",
+    )
+    add(
+        "--process-id",
+        type=natural,
+        metavar="I",
+        help="which of them this is, from 0",
+    )
     options = parser.parse_args(words)
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.optimizer]
+    by_hand = options.coordinator, options.num_processes, options.process_id
+    if set(by_hand) != {None}:
+        if None in by_hand:
+            parser.error(
+                "--coordinator, --num-processes and --process-id go together: give "
+                "all three, or --distributed where jax finds them"
+            )
+        if options.process_id >= options.num_processes:
+            parser.error(
+                f"--process-id must be below --num-processes {options.num_processes}, "
+                f"got {options.process_id}"
+            )
+        options.distributed = True
     if options.checkpoint_dir is None:
+        if options.distributed:
+            parser.error(
+                "several processes train a single run: give them a --checkpoint-dir "
+                "that they share"
+            )
         if options.save_every is not None:
             parser.error(
                 "--save-every needs a --checkpoint-dir to save to: give one, or leave "

@@ -1,4 +1,4 @@
-"""What a comparison found: as a table, as JSON and as a picture."""
+"""What is trained on; and what a comparison found: a table, JSON and a picture."""
 
 import json
 import platform
@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import optax
+from batches import PAD, Batch, Window, plan_settings
 from compare import Run
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from methods import NAIVE, REFERENCE
 from rich import box
 from rich.table import Table
+
+from optax_tokenaccum import plan_window
 
 _EXACT_LOOKS = [
     ("#1f6fb4", "o"),
@@ -24,6 +27,39 @@ _EXACT_LOOKS = [
     ("#52606d", "X"),
 ]
 _FLOOR = 1e-10  # where a distance of zero is drawn: a logarithmic axis has none
+
+
+def describe(windows: list[Window], train_size: int) -> str:
+    """Says how much is trained on, and how ragged and how padded it is."""
+    micro_batches = [batch for window in windows for batch in window.micro_batches]
+    wholes = [window.whole for window in windows]
+    loss_tokens = [int(batch.mask.sum()) for batch in micro_batches]
+    rows = sum(len(whole.inputs) for whole in wholes)
+
+    def padding(batches: list[Batch]) -> float:
+        real = sum(int((batch.inputs != PAD).sum()) for batch in batches)
+        return 1 - real / sum(batch.inputs.size for batch in batches)
+
+    return (
+        f"{len(windows)} updates, {rows / train_size:.1f} epochs; a micro-batch holds "
+        f"{min(loss_tokens)} to {max(loss_tokens)} loss tokens; padding is "
+        f"{padding(micro_batches):.0%} of the micro-batches and {padding(wholes):.0%} "
+        "of the whole windows"
+    )
+
+
+def describe_plans(windows: list[Window]) -> str:
+    """Says how many planned micro-batches there are, of which shapes, how padded."""
+    settings = plan_settings(windows)
+    lengths = [[len(row.inputs) for row in window.sequences] for window in windows]
+    plans = [plan for window in lengths for plan in plan_window(window, **settings)]
+    shapes = sorted({(plan.num_rows, plan.length) for plan in plans}, reverse=True)
+    padded = sum(plan.num_rows * plan.length for plan in plans)
+    return (
+        f"planned: {len(plans)} micro-batches of "
+        f"{', '.join(f'{rows} x {length}' for rows, length in shapes)} tokens; padding "
+        f"is {1 - sum(map(sum, lengths)) / padded:.0%}"
+    )
 
 
 def make_table(runs: list[Run]) -> Table:

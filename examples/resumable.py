@@ -12,35 +12,35 @@ each in a folder named after the micro-batches that were done.
 Bit for bit, because the whole state is saved, the sums of the open window within; the
 place in the data is the number of micro-batches done, and `micro_batches` depends on
 `settings` alone; and metrics are on disk before the checkpoint that covers them. What
-is left is to compute alike: the same device and versions, and on a GPU
+is left is to compute alike: the same devices and versions, and on a GPU
 `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
+
+A run may go on on more devices or on fewer, and then ends alike but for rounding: the
+sums that each device had of the open window are added up in as many groups as there are
+now. Where several processes train together, all call both functions, with a directory
+that they share, and the first one writes the settings and the metrics.
 """
 
-import contextlib
 import hashlib
 import json
-import logging
 import os
-import sys
-import textwrap
-from collections.abc import Callable, Generator, Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import processes
+from checksum import checksum
+from restore import checkpoints, groups_of, restore
+from run_directory import CheckpointError, Settings, is_of_run, write_settings
 
 from optax_tokenaccum import StepMetrics, StepState, TrainStep
 
-SETTINGS, METRICS = "settings.json", "metrics.jsonl"
-TEMPORARY_SETTINGS = f"{SETTINGS}.tmp"
+METRICS = "metrics.jsonl"
 KEPT = 3
-Settings = dict[str, str | int | float]
-
-
-class CheckpointError(Exception):
-    """The run cannot go on from here; the message says why and what to do."""
 
 
 class Position(NamedTuple):
@@ -75,17 +75,29 @@ def resume(
     Raises:
       CheckpointError: the directory is not of such a run, began with other settings,
         or its last checkpoint or its metrics are damaged.
+      processes.PeerError: another process cannot go on, or was given something else.
     """
-    if not _is_of_a_run(directory):
+    with processes.together():
+        numbers = checkpoints(directory) if is_of_run(directory, settings) else []
+    processes.agree(settings | {"the last checkpoint": max(numbers, default=None)})
+    if not numbers:
         return Position(step.init(params), 0, 0)
-    _check_settings(directory / SETTINGS, _read_settings(directory), settings)
-    # Leftovers of a save that was killed are cleared away by `train`, not here.
-    options = ocp.CheckpointManagerOptions(create=False)
-    with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
-        numbers = sorted(manager.all_steps())
-        if not numbers:
-            return Position(step.init(params), 0, 0)
-        return _restore(manager, directory, numbers, settings, step, params)
+    like = jax.tree.map(
+        # Not the arrays: there may be no room for a second state.
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        step.init(params),
+    )
+    state, record = restore(directory, numbers, settings, like)
+    done, metrics_bytes = record["micro_batches"], record["metrics_bytes"]
+    with processes.together():
+        log = directory / METRICS
+        if not log.is_file() or log.stat().st_size < metrics_bytes:
+            raise CheckpointError(
+                f"{log} must hold the {metrics_bytes} bytes of metrics that go with "
+                f"checkpoint {directory / str(done)}, and is missing or shorter: put "
+                "it back, or give another directory for a new run. Nothing was changed"
+            )
+    return Position(state, done, metrics_bytes)
 
 
 def train(
@@ -96,6 +108,7 @@ def train(
     position: Position,
     micro_batches: Sequence[Any],
     after_micro_batch: Callable[[int], None] = lambda done: None,
+    place: Callable[[Any], Any] = lambda batch: batch,
     **loss_kwargs: Any,
 ) -> StepState:
     """Trains on the micro-batches that are not done yet.
@@ -111,12 +124,18 @@ def train(
       position: from `resume`; its state is donated to the step.
       micro_batches: all of the run, the same ones in the same order at every start.
       after_micro_batch: called with the number of micro-batches done.
+      place: puts a micro-batch on the devices.
       **loss_kwargs: go to the step as they are.
 
     Returns:
       The state after the last micro-batch, which is also the last checkpoint.
+
+    Raises:
+      processes.PeerError: another process was given something else.
     """
-    _write_settings(directory, settings)
+    processes.agree({"save_every": save_every, "micro-batches": len(micro_batches)})
+    if processes.is_first():
+        write_settings(directory, settings)
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(KEPT),
         cleanup_tmp_directories=True,
@@ -128,7 +147,7 @@ def train(
         ocp.CheckpointManager(directory.absolute(), options=options) as manager,
     ):
         for batch in micro_batches[done:]:
-            state, metrics = step(state, batch, **loss_kwargs)
+            state, metrics = step(state, place(batch), **loss_kwargs)
             waiting.append(metrics)
             done += 1
             if done % save_every == 0 or done == len(micro_batches):
@@ -142,7 +161,8 @@ def train(
                 record = {
                     "micro_batches": done,
                     "metrics_bytes": log.tell(),
-                    "state_sha256": fingerprint(state),
+                    "state_checksum": checksum(state),
+                    "groups": groups_of(state),
                     "settings": settings,
                 }
                 manager.save(
@@ -158,7 +178,7 @@ def train(
 
 
 def fingerprint(tree: Any) -> str:
-    """The SHA-256 of every array's dtype, shape and bytes."""
+    """The SHA-256 of the dtype, shape and bytes of every array on the host."""
     sha256 = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         array = np.asarray(leaf)
@@ -179,122 +199,12 @@ def _line(number: int, batch: Any, metrics: StepMetrics) -> bytes:
 
 
 def _open_metrics(path: Path, size: int) -> BinaryIO:
-    """Opens the metrics file for appending, cut to what the checkpoint covers."""
+    """Opens the metrics file for appending, cut to what the checkpoint covers.
+
+    It is the first process's; what the others write goes nowhere.
+    """
+    if not processes.is_first():
+        return tempfile.TemporaryFile()
     log = path.open("ab")
     log.truncate(size)
     return log
-
-
-def _is_of_a_run(directory: Path) -> bool:
-    """Whether a run began here; False where there is nothing at all."""
-    if not directory.exists():
-        return False
-    if directory.is_dir():
-        names = {path.name for path in directory.iterdir()}
-        if SETTINGS in names:
-            return True
-        if names <= {TEMPORARY_SETTINGS}:
-            return False
-    raise CheckpointError(
-        f"{directory} must be a new or empty directory or that of a run, and has no "
-        f"{SETTINGS}: give another. Nothing was changed"
-    )
-
-
-def _read_settings(directory: Path) -> Any:
-    try:
-        return json.loads((directory / SETTINGS).read_bytes())
-    except ValueError:
-        return None
-
-
-def _write_settings(directory: Path, settings: Settings) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / SETTINGS).exists():
-        temporary = directory / TEMPORARY_SETTINGS
-        with temporary.open("w") as file:
-            json.dump(settings, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / SETTINGS)
-
-
-def _check_settings(path: Path, found: Any, settings: Settings) -> None:
-    if not isinstance(found, dict) or found.keys() != settings.keys():
-        raise CheckpointError(
-            f"{path} must hold the settings of a run, {', '.join(settings)}, and holds "
-            "something else: give another directory. Nothing was changed"
-        )
-    for name, value in settings.items():
-        if found[name] != value:
-            raise CheckpointError(
-                f"a run goes on with the settings that it began with: {name} is "
-                f"{found[name]} in {path}, and {value} was given. Give the former, or "
-                "another directory for a new run. Nothing was changed"
-            )
-
-
-@contextlib.contextmanager
-def _quiet_if_it_fails() -> Generator[None, None, None]:
-    """Hides the tracebacks of the reads that Orbax drops when another one fails.
-
-    Some are printed late, so after a failure this lasts: the program is to end.
-    """
-    logger = logging.getLogger("asyncio")
-    before = logger.disabled, sys.unraisablehook
-    logger.disabled, sys.unraisablehook = True, lambda _: None
-    yield
-    logger.disabled, sys.unraisablehook = before
-
-
-def _restore(
-    manager: ocp.CheckpointManager,
-    directory: Path,
-    numbers: list[int],
-    settings: Settings,
-    step: TrainStep,
-    params: Any,
-) -> Position:
-    """Reads the last checkpoint, and checks it against what it says of itself."""
-    number = numbers[-1]
-    path = directory / str(number)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-        jax.eval_shape(step.init, params),
-    )
-
-    def read(name: str, args: Any) -> Any:
-        return manager.restore(number, args=ocp.args.Composite(**{name: args}))[name]
-
-    try:
-        record = read("position", ocp.args.JsonRestore())
-        _check_settings(path, record["settings"], settings)
-        with _quiet_if_it_fails():
-            state = read("state", ocp.args.StandardRestore(target))
-        saved = record["micro_batches"], record["state_sha256"]
-        if (number, fingerprint(state)) != saved:
-            raise ValueError("this is not what was saved")
-        position = Position(state, number, int(record["metrics_bytes"]))
-    except CheckpointError:
-        raise
-    except Exception as error:  # Orbax raises many classes, Exception itself too.
-        then = (
-            f"goes on from {numbers[-2]}, the checkpoint before it"
-            if len(numbers) > 1
-            else "begins anew, since there is no checkpoint before it"
-        )
-        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise CheckpointError(
-            f"checkpoint {path} is damaged, or of another program "
-            f"({textwrap.shorten(cause, 120)}). Nothing was changed: move it out of "
-            f"{directory}, and the same command {then}"
-        ) from error
-    log = directory / METRICS
-    if not log.is_file() or log.stat().st_size < position.metrics_bytes:
-        raise CheckpointError(
-            f"{log} must hold the {position.metrics_bytes} bytes of metrics that go "
-            f"with checkpoint {path}, and is missing or shorter: put it back, or give "
-            "another directory for a new run. Nothing was changed"
-        )
-    return position

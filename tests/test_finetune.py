@@ -78,6 +78,18 @@ def test_padding_takes_the_first_length_that_fits_and_bears_no_loss():
     assert not batch.mask[2:].any()
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_rows_are_filled_with_such_as_bear_no_loss(rows):
+    batch = batches.pad(ragged_sequences(rows), [99])
+    filled = batches.fill_rows(batch, 4)
+    assert [len(part) for part in filled] == [4 if rows < 5 else 8] * 3
+    for part, given in zip(filled, batch, strict=True):
+        np.testing.assert_array_equal(part[:rows], given)
+        assert part.dtype == given.dtype
+    assert (filled.inputs[rows:] == batches.PAD).all()
+    assert not filled.mask[rows:].any()
+
+
 def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     sequences = ragged_sequences(12)
 

@@ -20,10 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import options
+import processes
 import pytest
 import resumable
+from checksum import checksum
 from directories import checkpoints, cut_to_half, snapshot, unfinished_saves
 from helpers import assert_trees_equal, relative_error
+from jax.sharding import Mesh
 from rich.console import Console
 
 from optax_tokenaccum import StepState
@@ -54,6 +57,7 @@ class Command(NamedTuple):
 
     def start(self, log, directory, *more, cached=True):
         environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
         if cached:
             environment["JAX_COMPILATION_CACHE_DIR"] = str(self.cache)
         words = [sys.executable, finetune.__file__, *self.words(directory, *more)]
@@ -116,7 +120,8 @@ def setting_of(command, directory):
     settings = json.loads((directory / "settings.json").read_text())
     assert settings["seed"] == chosen.seed == 0
     params, _ = finetune.make_parameters(chosen)
-    return Setting(settings, finetune.make_step(chosen), params)
+    mesh = Mesh(jax.devices()[:1], (processes.DATA,))
+    return Setting(settings, finetune.make_step(chosen, mesh), params)
 
 
 def assert_same_end(command, directory, expected):
@@ -126,7 +131,7 @@ def assert_same_end(command, directory, expected):
     assert want.state.opt_state.gradient_step == UPDATES
     assert_trees_equal(got.state, want.state)
     # To the last bit, where a comparison of numbers lets -0.0 be 0.0.
-    assert resumable.fingerprint(got.state) == resumable.fingerprint(want.state)
+    assert checksum(got.state) == checksum(want.state)
     metrics = (directory / "metrics.jsonl").read_bytes()
     assert metrics == (expected / "metrics.jsonl").read_bytes()
 
@@ -327,8 +332,16 @@ def test_with_a_damaged_checkpoint_out_of_the_way_the_one_before_it_goes_on(
         (["--checkpoint-dir=x", "--methods", "MultiSteps"], "--methods is of the"),
         (["--checkpoint-dir=x", "--out=y"], "--out is of the comparison"),
         (["--checkpoint-dir=x", "--plan"], "--plan is of the comparison"),
+        (["--distributed"], "several processes train a single run"),
+        (["--checkpoint-dir=x", "--process-id=0"], "--process-id go together"),
+        (
+            ["--checkpoint-dir=x", "--coordinator=h:1", "--num-processes=2"]
+            + ["--process-id=2"],
+            "--process-id must be below --num-processes 2, got 2",
+        ),
     ],
-    ids=["save-every alone", "methods", "out", "plan"],
+    ids=["save-every alone", "methods", "out", "plan"]
+    + ["distributed alone", "process-id alone", "process-id"],
 )
 def test_flags_that_do_not_go_together_are_refused(capsys, words, message):
     with pytest.raises(SystemExit) as error:

@@ -13,27 +13,39 @@ import orbax.checkpoint as ocp
 import pytest
 import resumable
 from directories import cut_to_half, snapshot, unfinished_saves
-from helpers import assert_trees_equal
+from helpers import RTOL, assert_trees_equal, relative_error
+from jax.sharding import Mesh
 
 from optax_tokenaccum import make_train_step
 
 SETTINGS = {"learning_rate": 0.1, "seed": 3, "data_sha256": "0f"}
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (24, 24)), "b": jnp.zeros(24)}
 DATA = np.random.default_rng(0).normal(size=(14, 8, 24)).astype(np.float32)
-STEP = make_train_step(
-    lambda params, x: (
-        jnp.sum((x @ params["w"] + params["b"]) ** 2),
-        x[:, 0] @ x[:, 0],
-    ),
-    optax.adamw(0.1),
-    every_k_schedule=4,
-)
 
 
-def run(directory, micro_batches=DATA, save_every=3, settings=SETTINGS):
-    position = resumable.resume(directory, settings, STEP, PARAMS)
+def make_step(optimizer, devices=None, **options):
+    """Over so many devices, or without a mesh."""
+    if devices:
+        mesh = Mesh(jax.devices()[:devices], ("data",))
+        options |= {"mesh": mesh, "data_axes": "data"}
+    return make_train_step(
+        lambda params, x: (
+            jnp.sum((x @ params["w"] + params["b"]) ** 2),
+            x[:, 0] @ x[:, 0],
+        ),
+        optimizer,
+        every_k_schedule=4,
+        **options,
+    )
+
+
+STEP = make_step(optax.adamw(0.1))
+
+
+def run(directory, micro_batches=DATA, save_every=3, settings=SETTINGS, step=STEP):
+    position = resumable.resume(directory, settings, step, PARAMS)
     return resumable.train(
-        directory, settings, save_every, STEP, position, micro_batches
+        directory, settings, save_every, step, position, micro_batches
     )
 
 
@@ -58,6 +70,40 @@ def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, first):
     assert [(parts / name).read_bytes() for name in names] == [
         (whole / name).read_bytes() for name in names
     ]
+
+
+LAYOUTS = {
+    "8 devices to 8": (8, 8),
+    "8 devices to 4": (8, 4),
+    "4 devices to 8": (4, 8),
+    "8 devices to 1": (8, 1),
+    "8 devices to no mesh": (8, None),
+    "no mesh to 8 devices": (None, 8),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_run_goes_on_in_the_middle_of_a_window_on_other_devices(tmp_path, case):
+    # Small gradients would drown in what AdamW makes of them.
+    before, after = (make_step(optax.sgd(0.01), n) for n in LAYOUTS[case])
+    whole = run(tmp_path / "whole", DATA[:8], step=before)
+    run(tmp_path / "parts", DATA[:6], step=before)
+    position = resumable.resume(tmp_path / "parts", SETTINGS, after, PARAMS)
+    assert position.state.opt_state.mini_step == 2
+    states = position.state, after.init(PARAMS)
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+        assert x.shape == y.shape and x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    got = run(tmp_path / "parts", DATA[:8], step=after)
+    if len({*LAYOUTS[case]}) == 1:
+        assert_trees_equal(got, whole)
+    assert relative_error(got.params, whole.params) < RTOL["float32"]
+
+    sums = jax.tree.map(jnp.zeros_like, position.state.opt_state.acc_grads)
+    opt_state = position.state.opt_state._replace(acc_grads=sums)
+    lost = position.state._replace(opt_state=opt_state)
+    for batch in DATA[6:8]:
+        lost, _ = after(lost, batch)
+    assert relative_error(lost.params, whole.params) > 1e-3
 
 
 def test_metrics_are_exact_and_fetched_only_with_a_checkpoint(tmp_path):

@@ -1,0 +1,286 @@
+"""Tests of `finetune.py` on two processes of four devices each."""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import batches
+import finetune
+import jax
+import methods
+import numpy as np
+import optax
+import options
+import orbax.checkpoint as ocp
+import pytest
+from directories import checkpoints, cut_to_half, snapshot
+from helpers import RTOL, assert_trees_equal, quick_to_compile, relative_error
+from rich.console import Console
+
+K, ROWS, UPDATES, SAVE_EVERY = 4, 6, 6, 5
+MICRO_BATCHES = K * UPDATES
+STOPPED = 10  # a checkpoint in the middle of a window
+ALONE = (((), {}),)  # a process without words or variables of its own
+
+
+class Command(NamedTuple):
+    """`finetune.py` on a small data set.
+
+    Attributes:
+      folder: for the data, and for what is printed.
+    """
+
+    folder: Path
+
+    def words(self, directory):
+        words = [
+            *("--checkpoint-dir", directory, "--save-every", SAVE_EVERY),
+            *("--updates", UPDATES, "--gradient-accumulation-steps", K),
+            *("--micro-batch-size", ROWS, "--data", self.folder / "data.jsonl"),
+            *("--max-length", 48, "--d-model", 32, "--layers", 1),
+        ]
+        return [*map(str, words)]
+
+    @contextlib.contextmanager
+    def start(self, directory, processes, devices):
+        """Processes, each with words and variables of its own; killed at the end."""
+        variables = quick_to_compile() | {"NPROC": "32"}
+        variables["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
+        started = []
+        try:
+            for number, (words, own) in enumerate(processes):
+                command = [sys.executable, finetune.__file__, *self.words(directory)]
+                with self.log(directory, number).open("wb") as log:
+                    started.append(
+                        subprocess.Popen(
+                            [*command, *map(str, words)],
+                            env=variables | own,
+                            stdout=log,
+                            stderr=log,
+                        )
+                    )
+            yield started
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+    def run(self, directory, processes=ALONE, devices=4):
+        """Runs to the end; the exit statuses, and what each process printed."""
+        with self.start(directory, processes, devices) as started:
+            statuses = [process.wait(timeout=150) for process in started]
+        numbers = range(len(started))
+        return statuses, [self.printed(directory, number) for number in numbers]
+
+    def log(self, directory, number):
+        return self.folder / f"{directory.name}.{number}.log"
+
+    def printed(self, directory, number):
+        """All but what gloo, which connects CPUs, says of itself."""
+        lines = self.log(directory, number).read_text().splitlines()
+        return " ".join(line.strip() for line in lines if "[Gloo]" not in line)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def two_by_hand():
+    where = "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2
+    return [((*where, "--process-id", i), {}) for i in range(2)]
+
+
+def two_on_slurm():
+    job = {
+        "JAX_COORDINATOR_PORT": str(free_port()),
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+    }
+    numbers = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
+    return [(["--distributed"], job | each) for each in numbers]
+
+
+def state_of(directory, number=MICRO_BATCHES):
+    """The arrays of a checkpoint, as they were saved."""
+    path, reader = directory / str(number) / "state", ocp.PyTreeCheckpointer()
+    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+    tree = reader.metadata(path).item_metadata.tree
+    return reader.restore(path, restore_args=jax.tree.map(lambda _: as_numpy, tree))
+
+
+def lines_of(directory):
+    return [*map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
+
+
+def assert_alike(directory, expected):
+    """The end of the same run on other devices: the same but for rounding."""
+    got, want = (state_of(path)["params"] for path in (directory, expected))
+    assert relative_error(got, want) < RTOL["float32"]
+    for line, like in zip(lines_of(directory), lines_of(expected), strict=True):
+        assert line.keys() == like.keys()
+        for name in line.keys() - {"loss", "grad_norm"}:
+            assert line[name] == like[name], name
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(like[name], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command")
+    lines = (
+        {"prompt": f"prompt {i}", "completion": "abcdefgh"[i % 8] * (1 + 7 * i % 29)}
+        for i in range(40)
+    )
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Command(folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(command):
+    """The directory of a run on two processes."""
+    directory = command.folder / "uninterrupted"
+    statuses, (first, second) = command.run(directory, two_by_hand())
+    assert statuses == [0, 0], (first, second)
+    assert "begins after 0 of" in first and "devices: 8, processes: 2" in first
+    assert f"done: gradient_step {UPDATES}" in first
+    assert not second
+    assert checkpoints(directory) == [15, 20, 24]
+    embedding = state_of(directory)["opt_state"]["acc_grads"]["embedding"]
+    assert embedding.shape == (8, batches.VOCABULARY, 32)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def on_one_device(command):
+    directory = command.folder / "on_one_device"
+    (status,), (printed,) = command.run(directory, devices=1)
+    assert status == 0, printed
+    assert "devices: 1, processes: 1" in printed
+    return directory
+
+
+def test_two_processes_give_the_answer_of_one_device(
+    command, uninterrupted, on_one_device
+):
+    assert_alike(uninterrupted, on_one_device)
+
+
+def test_the_mean_over_devices_of_their_means_is_another_answer(command, on_one_device):
+    chosen = options.parse_options(command.words(on_one_device))
+    train, _ = finetune.load(chosen.data, chosen.max_length, Console(quiet=True))
+    windows = batches.make_windows(
+        train,
+        updates=UPDATES,
+        # Each of six devices had a row of each micro-batch.
+        accumulation_steps=K * ROWS,
+        micro_batch_size=1,
+        lengths=[chosen.max_length],
+        seed=chosen.seed,
+    )
+    params, frozen = finetune.make_parameters(chosen)
+    inner = optax.adamw(chosen.learning_rate)
+    loop = methods.optax_multi_steps(params, frozen, windows, inner, K * ROWS)
+    *_, naive = loop
+    exact = state_of(on_one_device)["params"]
+    assert relative_error(naive, exact) > 1000 * RTOL["float32"]
+
+
+@pytest.fixture(scope="module")
+def killed(command):
+    """The directory of a run of which one process was killed, and the other ended."""
+    directory = command.folder / "killed"
+    with command.start(directory, two_by_hand(), devices=4) as (first, second):
+        deadline = time.monotonic() + 150
+        while STOPPED not in checkpoints(directory):
+            assert first.poll() is None, command.printed(directory, 0)
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        second.kill()
+        assert first.wait(timeout=100) != 0
+    printed = command.printed(directory, 0)
+    assert "done" not in printed
+    assert "The tasks have crashed" in printed or "Connection closed by" in printed
+    for number in checkpoints(directory):
+        if number > STOPPED:
+            shutil.rmtree(directory / str(number))
+    return directory
+
+
+def test_after_a_kill_the_same_devices_go_on_bit_for_bit(
+    command, uninterrupted, killed, tmp_path
+):
+    directory = Path(shutil.copytree(killed, tmp_path / "again"))
+    statuses, (first, second) = command.run(directory, two_on_slurm())
+    assert statuses == [0, 0], (first, second)
+    assert f"goes on after {STOPPED} of" in first and "mini_step 2;" in first
+    assert "devices: 8, processes: 2" in first
+    assert_trees_equal(state_of(directory), state_of(uninterrupted))
+    metrics = (directory / "metrics.jsonl").read_bytes()
+    assert metrics == (uninterrupted / "metrics.jsonl").read_bytes()
+
+
+def test_after_a_kill_fewer_devices_go_on_in_the_middle_of_the_window(
+    command, on_one_device, killed, tmp_path
+):
+    directory = Path(shutil.copytree(killed, tmp_path / "fewer"))
+    (status,), (printed,) = command.run(directory)
+    assert status == 0, printed
+    assert f"goes on after {STOPPED} of" in printed and "mini_step 2;" in printed
+    assert "devices: 4, processes: 1" in printed
+    embedding = state_of(directory)["opt_state"]["acc_grads"]["embedding"]
+    assert embedding.shape == (4, batches.VOCABULARY, 32)
+    assert_alike(directory, on_one_device)
+
+
+def largest_file(directory):
+    return max(directory.rglob("*"), key=lambda path: path.stat().st_size)
+
+
+def test_what_one_process_refuses_ends_both(command, killed, tmp_path):
+    directory = Path(shutil.copytree(killed, tmp_path / "damaged"))
+    cut_to_half(largest_file(directory / str(STOPPED)))
+    before = snapshot(directory)
+    statuses, printed = command.run(directory, two_by_hand())
+    assert statuses == [1, 1]
+    for text in printed:
+        assert f"checkpoint {directory}/{STOPPED} is damaged" in text
+        assert text.count("error: ") == 1 and "Traceback" not in text
+    assert snapshot(directory) == before
+
+
+DIFFERENT = {
+    "seed": (["--seed", 1], "seed is 0 on process 0 and 1 on process 1"),
+    "updates": (
+        ["--updates", 2],
+        f"micro-batches is {MICRO_BATCHES} on process 0 and 8 on process 1",
+    ),
+    "no data": (
+        ["--data", "missing"],
+        "cannot read missing: No such file or directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_processes_that_were_given_different_things_do_not_begin(
+    command, tmp_path, case
+):
+    more, message = DIFFERENT[case]
+    first, (words, variables) = two_by_hand()
+    directory = tmp_path / "different"
+    statuses, printed = command.run(directory, [first, ([*words, *more], variables)])
+    assert statuses == [1, 1]
+    for text in printed:
+        assert message in text
+        assert text.count("error: ") == 1 and "Traceback" not in text
+    assert not directory.exists()
