@@ -18,10 +18,12 @@ from optax_tokenaccum._sums import Sums, SumsPerDevice
 class TokenAccumulationState(NamedTuple):
     """State of `token_accumulation`.
 
-    Shapes, dtypes, weak types and placement are those of `init` for ever, so it goes
-    through `jax.lax.scan` and a donating `jax.jit` without a second trace. The three
-    `acc_*` mean something only while `mini_step > 0`: when a window closes they are not
-    zeroed, and may hold its updates; the first micro-batch of the next overwrites them.
+    Shapes, dtypes and weak types are those of `init` for ever, so it goes through
+    `jax.lax.scan` and a donating `jax.jit` without a second trace. So is the placement;
+    but over several devices a `jit` of your own needs `out_shardings` for that, if the
+    optimizer has state of other shapes than the parameters. The three `acc_*` mean
+    something only while `mini_step > 0`: when a window closes they are not zeroed, and
+    may hold its updates; the first micro-batch of the next overwrites them.
 
     Attributes:
       mini_step: micro-batches accumulated so far in the open window.

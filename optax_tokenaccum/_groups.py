@@ -42,7 +42,8 @@ def check_micro_batches(micro_batches: Any, num_micro_batches: Any) -> int:
             )
         return micro_batches.capacity
     k = _checks.leading_axis(micro_batches, "micro_batches")
-    if num_micro_batches is None or isinstance(num_micro_batches, jax.Array):
+    is_array = isinstance(num_micro_batches, jax.Array | jax.ShapeDtypeStruct)
+    if num_micro_batches is None or is_array:
         return k
     given = _checks.as_count(num_micro_batches, "num_micro_batches", least=0)
     if given > k:

@@ -49,9 +49,9 @@ class AccumulateStep:
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
     ) -> tuple[StepState, StepMetrics]:
-        placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
         if self._devices is not None:
-            self._devices.agreement.check(arguments[2])
+            self._devices.agreement.check(batch)
+        placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
         known = self._memo.get(state.opt_state.mini_step)
         opt_state, metrics = self._jitted.at(placement)(*arguments, static=static)
         if known is not None and self._keeps_count:

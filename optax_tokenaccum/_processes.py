@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 TIMEOUT_SECONDS = 300
@@ -37,7 +38,7 @@ class Agreement:
         if len(self._processes) == 1:
             return
         leaves, structure = jax.tree.flatten(batch)
-        shapes = tuple((x.shape, x.dtype) for x in leaves)
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
         signature = structure, shapes, others
         if signature not in self._agreed:
             _compare(self._processes, _describe(batch, *others))
@@ -48,7 +49,7 @@ def _describe(batch: Any, *others: Any) -> str:
     """The shapes of a batch as text."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = [
-        f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}".strip()
+        f"{jax.tree_util.keystr(path)} {jnp.result_type(x)}{list(jnp.shape(x))}".strip()
         for path, x in leaves
     ]
     return ", ".join([*shapes, *(str(x) for x in others if x is not None)])

@@ -57,12 +57,13 @@ class SumsOfDevices(Sums):
                 for x, spec in zip(sums, scattered, strict=True)
             ]
 
-        # Over all axes: XLA gathers what is spread over an axis left to it, before it
-        # scatters over another.
+        # Over all axes where shardings are known: XLA gathers what is spread over an
+        # axis left to it, before it scatters over another.
+        axes = names if self.shardings is None else mesh.axis_names
         total = jax.shard_map(
             add_up,
             mesh=None if is_explicit(mesh) else mesh,
-            axis_names={*mesh.axis_names},
+            axis_names={*axes},
             in_specs=([P(self.devices.entry, *without(names, s)) for s in specs],),
             out_specs=[P(*_innermost(names, spec)) for spec in specs],
             check_vma=False,

@@ -77,13 +77,16 @@ class TrainStep:
     def init(self, params: Any) -> StepState:
         """A state that holds a copy of `params`: donation never kills the caller's.
 
-        `jax.eval_shape(step.init, params)` is a target to restore a checkpoint into.
+        `jax.eval_shape(step.init, params)` is a target to restore a checkpoint into;
+        over several devices the state itself is, with its shardings.
 
         Args:
-          params: a pytree of arrays; integers among them are never updated.
+          params: a pytree of arrays; integers among them are never updated. On a step
+            with a mesh they stay where they are on it, and go to all devices otherwise.
 
         Raises:
           TypeError: a leaf of `params` is no array.
+          ValueError: they are on another mesh than the step's.
         """
         params = _arrays.owned(params)
         accumulation = over_all(self._devices, self._accumulation)
@@ -128,11 +131,11 @@ class TrainStep:
             )
         k = schedule.every_k
         if not isinstance(k, int) or not self._host_knows(state):
+            if self._devices is not None:
+                self._devices.agreement.check(batch)
             placement, arguments, static = self._arguments(
                 state, batch, rng, loss_kwargs
             )
-            if self._devices is not None:
-                self._devices.agreement.check(arguments[1])
             state, metrics = self._whole.at(placement)(*arguments, static=static)
             self._placements.remember(state.opt_state.mini_step, placement)
             return state, metrics

@@ -67,10 +67,12 @@ class WindowStep:
         """A state with a copy of `params` and the inner optimizer's own state.
 
         Args:
-          params: a pytree of arrays; integers among them are never updated.
+          params: a pytree of arrays; integers among them are never updated. On a step
+            with a mesh they stay where they are on it, and go to all devices otherwise.
 
         Raises:
           TypeError: a leaf of `params` is no array.
+          ValueError: they are on another mesh than the step's.
         """
         params = _arrays.owned(params)
         init = self._window.accumulation.init_inner
@@ -99,12 +101,12 @@ class WindowStep:
           **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
             numbers are traced; bools, strings and functions are static.
         """
+        if self._devices is not None:
+            number = num_micro_batches if isinstance(num_micro_batches, int) else None
+            self._devices.agreement.check(micro_batches, number)
         placement, arguments, static = self._arguments(
             state, micro_batches, rng, num_micro_batches, loss_kwargs
         )
-        if self._devices is not None:
-            number = num_micro_batches if isinstance(num_micro_batches, int) else None
-            self._devices.agreement.check(arguments[1], number)
         state, metrics = self._jitted.at(placement)(*arguments, static=static)
         self._placements.remember(_tell_tale(state), placement)
         return state, metrics

@@ -1,22 +1,14 @@
-"""Programs on 8 devices for tests/test_collectives.py: steps, sums per device, rows.
-
-Run as a script, since the number of devices is fixed when jax starts: compiles all and
-writes a report of each.
-"""
+"""Programs on 8 devices for tests/test_collectives.py: steps, sums per device, rows."""
 
 import functools
-import pathlib
-import pickle
-import sys
 from typing import Any
 
-import collective_operations
+import collective_operations  # noqa: F401, its programs too
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 from model_on_8_devices import (
-    PROGRAMS,
     ROWS,
     SHAPES,
     K,
@@ -33,7 +25,6 @@ from model_on_8_devices import (
 )
 
 from optax_tokenaccum import (
-    collectives,
     make_train_step,
     make_window_step,
     split_batch,
@@ -186,10 +177,3 @@ def rows_by_split_batch_over_two_axes() -> Any:
 
 def rows_of_micro_batches(axes: Any, on: Any = None) -> Any:
     return rows(None, axes, on=on)
-
-
-if __name__ == "__main__":
-    assert jax.device_count() == 8
-    assert collective_operations.psum in PROGRAMS.values()
-    reports = {name: collectives(make()) for name, make in PROGRAMS.items()}
-    pathlib.Path(sys.argv[1]).write_bytes(pickle.dumps(reports))

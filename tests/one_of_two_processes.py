@@ -1,6 +1,7 @@
 """What test_agreement.py runs twice: `python one_of_two_processes.py PORT PROCESS`."""
 
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,28 +11,18 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import _processes, make_train_step, make_window_step
 
-port, process = map(int, sys.argv[1:])
-jax.distributed.initialize(
-    f"127.0.0.1:{port}",
-    2,
-    process,
-    cluster_detection_method="deactivate",
-    initialization_timeout=60,
-)
-mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
-
-def rows(numbers: np.ndarray, *, micro_batches: int = 0) -> jax.Array:
+def rows(numbers: np.ndarray, mesh: Any, *, micro_batches: int = 0) -> jax.Array:
     """A global array, of which these are this process's half."""
     spec = P(None, "data") if micro_batches else P("data")
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), numbers)
 
 
-def loss_fn(w, x):  # noqa: ANN001, ANN202
+def loss_fn(w: Any, x: Any) -> Any:
     return (w * x).sum(), (x != 0).sum()
 
 
-def attempt(name: str, call, *args, **kwargs) -> None:  # noqa: ANN001, ANN002, ANN003
+def attempt(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
     try:
         state, _ = call(*args, **kwargs)
         print(f"{name}: {np.asarray(state.params)}", flush=True)
@@ -39,25 +30,39 @@ def attempt(name: str, call, *args, **kwargs) -> None:  # noqa: ANN001, ANN002, 
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
 
 
-step = make_train_step(loss_fn, optax.sgd(1.0), 1, mesh=mesh, data_axes="data")
-# One token of 2 in process 0, eight of 10 in process 1.
-mine = (
-    np.full((4, 2), 10, np.float32) if process else np.float32([[2, 0]] + [[0, 0]] * 3)
-)
-attempt("agree", step, step.init(np.zeros((), np.float32)), rows(mine))
-attempt("host array", step, step.init(np.zeros((), np.float32)), mine)
-other = np.ones((4, 3 + process), np.float32)
-attempt("another length", step, step.init(np.zeros((), np.float32)), rows(other))
-window = make_window_step(loss_fn, optax.sgd(1.0), mesh=mesh, data_axes="data")
-state, micro_batches = window.init(np.zeros((), np.float32)), np.stack([mine, mine])
-attempt(
-    "another number",
-    window,
-    state,
-    rows(micro_batches, micro_batches=2),
-    num_micro_batches=1 + process,
-)
-state = step.init(np.zeros((), np.float32))
-_processes.TIMEOUT_SECONDS = 3
-if process == 0:
-    attempt("alone", step, state, rows(np.ones((4, 5), np.float32)))
+def main(port: int, process: int) -> None:
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        2,
+        process,
+        cluster_detection_method="deactivate",
+        initialization_timeout=60,
+    )
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = make_train_step(loss_fn, optax.sgd(1.0), 1, mesh=mesh, data_axes="data")
+    # One token of 2 in process 0, eight of 10 in process 1.
+    mine = np.full((4, 2), 10 * process, np.float32)
+    mine[0, 0] += 2 * (1 - process)
+    attempt("agree", step, step.init(np.zeros((), np.float32)), rows(mine, mesh))
+    attempt("host array", step, step.init(np.zeros((), np.float32)), mine)
+    other = np.ones((4, 3 + process), np.float32)
+    attempt(
+        "another length", step, step.init(np.zeros((), np.float32)), rows(other, mesh)
+    )
+    window = make_window_step(loss_fn, optax.sgd(1.0), mesh=mesh, data_axes="data")
+    state, micro_batches = window.init(np.zeros((), np.float32)), np.stack([mine, mine])
+    attempt(
+        "another number",
+        window,
+        state,
+        rows(micro_batches, mesh, micro_batches=2),
+        num_micro_batches=1 + process,
+    )
+    state = step.init(np.zeros((), np.float32))
+    _processes.TIMEOUT_SECONDS = 3
+    if process == 0:
+        attempt("alone", step, state, rows(np.ones((4, 5), np.float32), mesh))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
