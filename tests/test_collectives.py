@@ -7,6 +7,7 @@ import collective_programs  # noqa: F401, makes them known
 import jax
 import jax.numpy as jnp
 import pytest
+from model_on_8_devices import PROGRAMS
 
 from optax_tokenaccum import CollectiveReport, collectives
 
@@ -71,9 +72,7 @@ EXPECTED: dict[str, list[tuple[Any, ...]]] = {
 @pytest.fixture(scope="module")
 def reports() -> Reports:
     """Of every program of collective_programs.py, by its name."""
-    return {
-        name: collectives(make()) for name, make in collective_programs.PROGRAMS.items()
-    }
+    return {name: collectives(make()) for name, make in PROGRAMS.items()}
 
 
 @pytest.mark.parametrize(("name", "expected"), EXPECTED.items(), ids=EXPECTED)
