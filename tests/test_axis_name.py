@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from devices import LAYOUTS, TYPES, make_batch, make_mesh, placed
+from devices import exact as exact_on
 from helpers import (
     cut,
     difference,
@@ -21,6 +23,7 @@ from helpers import (
     relative_error,
     signatures,
 )
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import (
@@ -121,6 +124,32 @@ def test_window_is_that_of_the_whole_batch(
     params = init_params(0)
     after, tokens = jax.jit(run)(params, stacked(batch))
     assert relative_error(applied(params, after), exact(batch)) < 2e-6
+    assert tokens[-1] == batch["mask"].sum()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_beside_tensor_parallelism(kind: str):
+    """Manual over the data axis alone; under Explicit axes, with `auto_axes` around."""
+    shape, specs = LAYOUTS["tensor parallel"]
+    on, batch = make_mesh(shape, kind), make_batch(shape[0])
+    optimizer = token_accumulation(SGD, K, axis_name="data")
+    is_explicit = kind == "explicit"
+    run = jax.shard_map(
+        window(optimizer, ("data",), on_this_device, loss_sum_fn),
+        mesh=None if is_explicit else on,
+        axis_names={"data"},
+        in_specs=(P(), P(None, "data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    if is_explicit:
+        where = {name: NamedSharding(on, spec) for name, spec in specs.items()}
+        out = where, NamedSharding(on, P())
+        run = jax.sharding.auto_axes(run, out_sharding=out)
+    params = placed(on, specs)
+    rows = jax.device_put(stacked(batch), NamedSharding(on, P(None, "data")))
+    after, tokens = jax.jit(run)(params, rows)
+    assert relative_error(applied(params, after), exact_on(shape[0])) < 2e-6
     assert tokens[-1] == batch["mask"].sum()
 
 

@@ -134,6 +134,20 @@ def test_compilations_of_20_windows_from_the_first_call_on(
     )
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_compiled_ahead_no_call_compiles(kind: str, way: str):
+    mesh, batch = make_mesh((8,), kind), make_batch(8)
+    step = make_step(way, ADAMW, mesh)
+    state = step.init(placed(mesh, LAYOUTS["data parallel"][1]))
+    given = [jax.device_get(stacked(batch))] if way == "window" else cut(batch, K)
+    step.compile(state, [jax.eval_shape(lambda: given[0])])
+    with count_compilations() as compilations:
+        for part in given:
+            state, metrics = step(state, part)
+    assert metrics.updated and not compilations
+
+
 @functools.cache
 def reports(
     layout: str, kind: str, reduce_every: Any
