@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from helpers import (
     cut,
     difference,
@@ -67,7 +68,12 @@ def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
 
 
 def stacked(batch: Any) -> Any:
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *cut(batch, K))
+    """The micro-batches of a window; of NumPy's arrays made without a compilation."""
+
+    def stack(*xs: Any) -> Any:
+        return (np if isinstance(xs[0], np.ndarray) else jnp).stack(xs)
+
+    return jax.tree.map(stack, *cut(batch, K))
 
 
 def run(way: str, step: Any, state: Any, batch: Any, **kwargs: Any) -> Any:
