@@ -12,6 +12,7 @@ import optax
 from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._audit_report import AuditReport, Group
 from optax_tokenaccum._audit_verdict import Evidence, judge
+from optax_tokenaccum._axes import Axes
 from optax_tokenaccum._micro_batch import LossFn, sums_and_gradient
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
@@ -127,7 +128,7 @@ def _token_sums(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sums(loss_fn: LossFn, params: Any, batch: Any) -> tuple[jax.Array, Any]:
-    (_, n, _), gradient = sums_and_gradient(loss_fn, False, params, batch, {})
+    (_, n, _), gradient = sums_and_gradient(loss_fn, False, params, batch, {}, Axes())
     return _checks.as_num_tokens(n), gradient
 
 

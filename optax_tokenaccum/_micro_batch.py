@@ -19,8 +19,10 @@ def sums_and_gradient(
     params: Any,
     batch: Any,
     loss_kwargs: dict[str, Any],
+    axes: Axes,
 ) -> tuple[tuple[jax.Array, Any, Any], Any]:
     """`((loss_sum, num_tokens, aux), gradient of loss_sum)` of one micro-batch."""
+    axes.check_stays(lambda: loss_fn(params, batch, **loss_kwargs))
     (loss_sum, (num_tokens, aux)), gradient = jax.value_and_grad(
         lambda params: loss_and_aux(loss_fn, has_aux, params, batch, loss_kwargs),
         has_aux=True,

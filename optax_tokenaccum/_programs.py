@@ -64,7 +64,7 @@ class Programs:
                 rng, opt_state.gradient_step, opt_state.mini_step, axes
             )
             (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
-                self.loss_fn, self.has_aux, params, batch, loss_kwargs
+                self.loss_fn, self.has_aux, params, batch, loss_kwargs, axes
             )
             opt_state, skipped = accumulation.add(
                 gradient, opt_state, params, num_tokens, loss_sum

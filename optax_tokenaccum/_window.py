@@ -202,7 +202,7 @@ class Window:
         def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             state, any_skipped, auxes = carry
             (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
-                loss_fn, has_aux, params, pick(i), kwargs_at(i)
+                loss_fn, has_aux, params, pick(i), kwargs_at(i), axes
             )
             state, skipped = accumulation.add(
                 gradient, state, params, num_tokens, loss_sum

@@ -38,6 +38,23 @@ def ran(keep: Any, micro_batches: Any) -> Any:
     return step(keep(step.init(W)), micro_batches)
 
 
+def summed_over_devices(w: Any, x: Any) -> Any:
+    return jax.lax.psum(loss_fn(w, x), "data")
+
+
+def averaged_in_a_loop(w: Any, x: Any) -> Any:
+    def add(_: Any, total: Any) -> Any:
+        return total + jax.lax.pmean(jnp.sum(w * x), "data")
+
+    return jax.lax.fori_loop(0, 2, add, jnp.zeros(())), x.size
+
+
+def named_axes(keep: Any, make: Any, loss_fn: Any, batch: Any) -> Any:
+    step = make(loss_fn, SGD, mesh=make_mesh((8,)), data_axes="data")
+    call = step if make is make_window_step else step.accumulate
+    return call(keep(step.init(W)), batch)
+
+
 def under_shard_map(gradients: Any, gradient_and_tokens: Any) -> Any:
     """A traced update over 8 devices."""
     optimizer = token_accumulation(SGD, 2, gradients=gradients, axis_name="data")
@@ -120,6 +137,18 @@ ON_DEVICES: list[Row] = [
         [
             lambda keep: accumulated(keep, spread(), spread().init(W)),
             lambda keep: ran(keep, jnp.ones((2, 9))),
+        ],
+    ),
+    (
+        "a `loss_fn` that names the data axes",
+        ValueError,
+        [
+            lambda keep: named_axes(
+                keep, make_train_step, summed_over_devices, BATCH[:8]
+            ),
+            lambda keep: named_axes(
+                keep, make_window_step, averaged_in_a_loop, jnp.ones((2, 8))
+            ),
         ],
     ),
     (
