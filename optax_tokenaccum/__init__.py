@@ -5,7 +5,7 @@ from optax_tokenaccum._accumulation import (
     has_updated,
     token_accumulation,
 )
-from optax_tokenaccum._add_and_close import TokenAccumulationState
+from optax_tokenaccum._accumulation_state import TokenAccumulationState
 from optax_tokenaccum._audit import audit
 from optax_tokenaccum._audit_report import AuditReport, Verdict
 from optax_tokenaccum._check_loss import LossReport, check_loss_fn

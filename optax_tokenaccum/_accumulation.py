@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum import _checks
-from optax_tokenaccum._add_and_close import (
-    TokenAccumulationState,
-    make_accumulation,
-    nodes_of,
-)
+from optax_tokenaccum._accumulation_state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._add_and_close import make_accumulation
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._transformation import Transformation
 

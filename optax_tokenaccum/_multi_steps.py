@@ -9,7 +9,8 @@ import optax
 
 from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._accumulation import has_updated
-from optax_tokenaccum._add_and_close import TokenAccumulationState, make_accumulation
+from optax_tokenaccum._accumulation_state import TokenAccumulationState
+from optax_tokenaccum._add_and_close import make_accumulation
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._transformation import Transformation
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import _checks
-from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
+from optax_tokenaccum._accumulation_state import TokenAccumulationState
+from optax_tokenaccum._add_and_close import Accumulation
 from optax_tokenaccum._axes import Axes
 from optax_tokenaccum._data_parallel import DataParallel
 from optax_tokenaccum._placement import Placement, is_explicit, sharding_of

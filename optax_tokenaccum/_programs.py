@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from optax_tokenaccum import _static
-from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
+from optax_tokenaccum._accumulation_state import TokenAccumulationState
+from optax_tokenaccum._add_and_close import Accumulation
 from optax_tokenaccum._data_parallel import DataParallel
 from optax_tokenaccum._micro_batch import LossFn, key_of_position, sums_and_gradient
 from optax_tokenaccum._over_rows import check_layout, over_all, over_rows

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum import _checks
-from optax_tokenaccum._add_and_close import Accumulation, TokenAccumulationState
+from optax_tokenaccum._accumulation_state import TokenAccumulationState
+from optax_tokenaccum._add_and_close import Accumulation
 
 
 class StepState(NamedTuple):

@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum import _checks
-from optax_tokenaccum._add_and_close import (
-    Accumulation,
-    TokenAccumulationState,
-    make_accumulation,
-)
+from optax_tokenaccum._accumulation_state import TokenAccumulationState
+from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
 from optax_tokenaccum._groups import Group, groups_of
 from optax_tokenaccum._loss_terms import CountFn, LossTerms
 from optax_tokenaccum._micro_batch import LossFn, loss_and_aux, sums_and_gradient

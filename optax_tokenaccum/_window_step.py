@@ -8,11 +8,8 @@ import jax
 import optax
 
 from optax_tokenaccum import _arrays, _static
-from optax_tokenaccum._add_and_close import (
-    Accumulation,
-    TokenAccumulationState,
-    make_accumulation,
-)
+from optax_tokenaccum._accumulation_state import TokenAccumulationState
+from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
 from optax_tokenaccum._compile_ahead import Progress, compile_all, distinct
 from optax_tokenaccum._data_parallel import (
     DataParallel,
