@@ -279,17 +279,10 @@ def make_window_step(
         `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
-      mesh: the devices, see `data_axes`.
-      data_axes: the axis, or axes, of `mesh` over which the rows of a batch are spread.
-        `loss_fn` then sees one device's rows (and must not name these axes), each
-        device keeps a sum of its own, and they meet once, when the window closes. Other
-        axes of the mesh are left to the compiler. Without a mesh arrays that are spread
-        over devices are right too, and gradients meet in every micro-batch.
-      reduce_every: `"window"`, as above: parameters that are spread over the data axes
-        are gathered for every micro-batch, and every device needs room for all of a
-        gradient. `"micro_batch"`: the gradients of all rows meet in every micro-batch,
-        and the sums are spread over the data axes, like such parameters (FSDP), or
-        though the parameters are not (ZeRO-2). `loss_fn` then sees all rows.
+      mesh: the devices, see `make_train_step`.
+      data_axes: the axis, or axes, of `mesh` over which the rows of micro-batches are
+        spread: the second axis of their leaves. The devices' sums meet after the last.
+      reduce_every: when they meet instead, see `make_train_step`.
       donate: update buffers in place. The state given to a call is gone after it.
 
     Raises:
