@@ -161,26 +161,17 @@ def test_mean_over_devices_of_means_is_another_gradient(batch: Any):
     assert relative_error(naive, exact(batch)) > 1e-2
 
 
-def test_gradients_that_were_reduced_already_count_once(batch: Any):
-    """`jax.grad` adds up the gradients of parameters that are alike on all devices."""
-    optimizer = token_accumulation(SGD, K, axis_name="data")
-    run = jax.shard_map(
-        window(optimizer, ("data",), on_this_device, loss_sum_fn),
-        mesh=mesh(),
-        in_specs=(P(), P(None, "data")),
-        out_specs=P(),
-    )
-    params = init_params(0)
-    after, tokens = jax.jit(run)(params, stacked(batch))
-    assert relative_error(applied(params, after), exact(batch)) < 2e-6
-    assert tokens[-1] == batch["mask"].sum()
+def with_all_tokens(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
+    (loss, n), grads = on_this_device(loss_fn, params, batch, names)
+    return jax.lax.psum((loss, n), names), grads
 
 
-def test_count_that_was_reduced_already_goes_with_such_gradients(batch: Any):
-    def of(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
-        (loss, n), grads = on_this_device(loss_fn, params, batch, names)
-        return jax.lax.psum((loss, n), names), grads
+@pytest.mark.parametrize("of", [on_this_device, with_all_tokens])
+def test_gradients_that_were_reduced_already_count_once(batch: Any, of: Any):
+    """`jax.grad` adds up the gradients of parameters that are alike on all devices.
 
+    The count that goes with them is each device's own, or reduced already too.
+    """
     optimizer = token_accumulation(SGD, K, axis_name="data")
     run = jax.shard_map(
         window(optimizer, ("data",), of, loss_sum_fn),
@@ -194,7 +185,7 @@ def test_count_that_was_reduced_already_goes_with_such_gradients(batch: Any):
     assert tokens[-1] == batch["mask"].sum()
 
 
-def test_state_lives_between_calls(batch: Any):
+def test_state_lives_between_calls():
     """With a scalar parameter, which has no axis that could be spread."""
     optimizer = token_accumulation(optax.sgd(1.0), 3, axis_name="data")
     over = functools.partial(jax.shard_map, mesh=mesh())

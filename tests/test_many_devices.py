@@ -220,6 +220,11 @@ def test_whole_sums_of_sharded_parameters_are_reduced_to_the_parts():
     assert report.bytes(kind="all-gather") == 0
 
 
+def test_window_step_gathers_sharded_parameters_once():
+    report, _ = reports("fsdp", "auto", "window")["window"]
+    assert report.bytes(kind="all-gather") == GRADIENT
+
+
 def test_close_scatters_only_what_tensor_parallelism_leaves_to_a_device():
     report, _ = reports("fsdp and tensor parallel", "auto", "window")["close"]
     # "embed" is not split over "model", the others are.
