@@ -50,7 +50,8 @@ def as_json(where: dict[str, Any], results: dict[str, Rows]) -> str:
 
 def markdown(where: dict[str, Any], results: dict[str, Rows]) -> str:
     """Every suite as a table; ratios are medians of pairs, least and greatest."""
-    parts = [", ".join(f"{name} {value}" for name, value in where.items()) + "\n"]
+    measured_on = ", ".join(f"{name} {value}" for name, value in where.items())
+    parts = [f"# Benchmarks\n\n{measured_on}\n"]
     for suite, rows in results.items():
         parts.append(f"## {suite}\n")
         kinds: dict[tuple[str, ...], Rows] = {}

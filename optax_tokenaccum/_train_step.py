@@ -35,8 +35,8 @@ class TrainStep:
       close_window: `close_window(state)` closes the window with the denominator it
         has; without any token in it no update is applied.
 
-    Both return `(state, StepMetrics)` and have `.lower` with the same arguments, which
-    may be `jax.ShapeDtypeStruct`s.
+    Both return `(state, StepMetrics)` and have `.lower` with the same arguments, whose
+    arrays may be `jax.ShapeDtypeStruct`.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -34,7 +34,7 @@ from optax_tokenaccum._window import Window
 class WindowStep:
     """What `make_window_step` returns: `step(state, micro_batches)`, one window a call.
 
-    `.lower` takes the same arguments, which may be `jax.ShapeDtypeStruct`s.
+    `.lower` takes the same arguments, whose arrays may be `jax.ShapeDtypeStruct`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -138,8 +138,8 @@ class WindowStep:
           state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`; the
             state itself where parameters were placed on devices: programs depend on it.
           windows: a list of what will be given as `micro_batches`, or of its shapes;
-            windows of the same shapes share a program. A run of `PlannedWindow`s of
-            the same settings has one.
+            windows of the same shapes share a program. A run of `PlannedWindow`,
+            all of the same settings, has one.
           rng: as for a call.
           num_micro_batches: as for a call; any number stands for all.
           progress: wraps the list of programs, to show how far it is: `tqdm.tqdm` or

@@ -1,0 +1,62 @@
+"""The documentation: `sphinx-build -W -j auto -c docs . site`, then `site/index.html`.
+
+The sources are the repository's own folders, so that a link works there and here.
+"""
+
+from typing import Any
+
+project = "optax_tokenaccum"
+author = "The optax_tokenaccum authors"
+copyright = "2026, " + author
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+include_patterns = [
+    "docs/**",
+    "notebooks/*.ipynb",
+    "benchmarks/results/**/*.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+]
+root_doc = "docs/index"
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_timeout = 300
+
+autodoc_class_signature = "separated"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+default_role = "code"
+napoleon_use_rtype = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+html_math_renderer = "mathml"
+
+html_theme = "furo"
+html_title = "optax_tokenaccum"
+html_additional_pages = {"index": "to_docs.html"}
+templates_path = ["templates"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+
+
+def setup(app: Any) -> None:
+    """Formulas as MathML, which browsers draw themselves: no script, no network."""
+    from docutils.nodes import SkipNode
+    from docutils.utils.math.latex2mathml import tex2mathml
+
+    def draw(writer: Any, node: Any) -> None:
+        is_block = node.tagname == "math_block"
+        writer.body.append(tex2mathml(node.astext(), as_block=is_block))
+        raise SkipNode
+
+    app.add_html_math_renderer("mathml", (draw, None), (draw, None))

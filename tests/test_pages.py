@@ -1,0 +1,107 @@
+"""README and docs: every block of code runs, every public name has an entry."""
+
+import ast
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import options
+import pytest
+
+import optax_tokenaccum
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+}
+BLOCK = re.compile(r"^```(\S*).*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    (page, language, code)
+    for page, text in PAGES.items()
+    for language, code in BLOCK.findall(text)
+]
+
+# What nobody runs: directives of the site, a difference, and an error that is shown.
+NOT_CODE = {"{eval-rst}", "{toctree}", "diff", "text"}
+# The lines of others, whose arithmetic tests/test_own_your_step.py runs in their place.
+QUOTED = {
+    "gradient_accumulation_loss_and_grad(",
+    "learner.forward_fn_transformation",
+    "grad_fn = microbatched(",
+}
+
+
+def test_there_are_blocks_of_every_kind():
+    assert {language for _, language, _ in BLOCKS} == NOT_CODE | {"python", "bash"}
+
+
+def test_python_runs_as_a_doctest_or_on_tunix():
+    others = [
+        code
+        for page, language, code in BLOCKS
+        if language == "python"
+        and not code.startswith(">>> ")
+        and page != "docs/tunix.md"  # tests_tunix runs its blocks
+    ]
+    assert len(others) == len(QUOTED)
+    for code in others:
+        ast.parse(code)
+        assert any(line in code for line in QUOTED)
+
+
+def commands() -> list[str]:
+    """Every command line of a block that starts a Python program of the repository."""
+    blocks = [code for _, language, code in BLOCKS if language == "bash"]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = (re.search(r"\bpython (examples/|-m benchmarks).*", line) for line in lines)
+    return [match[0] for match in found if match]
+
+
+def test_commands_are_ones_that_tests_run_or_that_finetune_takes():
+    programs = set()
+    for command in commands():
+        program, *words = shlex.split(command.removeprefix("python "), comments=True)
+        if program == "examples/finetune.py":
+            options.parse_options(words)
+        else:
+            programs.add(" ".join((program, *words)))
+    assert programs == {
+        "examples/published_figures.py",  # tests/test_published_figures.py
+        "examples/scaling.py",  # tests/test_scaling.py
+        "-m benchmarks --out results",  # tests/test_benchmarks.py, with --quick
+    }
+
+
+def documented() -> list[str]:
+    directive = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
+    return sorted(name for text in PAGES.values() for name in directive.findall(text))
+
+
+def public() -> list[str]:
+    names = [f"optax_tokenaccum.{name}" for name in optax_tokenaccum.__all__]
+    for module in (
+        "optax_tokenaccum.grain",
+        "optax_tokenaccum.linen",
+        "optax_tokenaccum.nnx",
+    ):
+        names += [
+            f"{module}.{name}"
+            for name, value in vars(importlib.import_module(module)).items()
+            if not name.startswith("_") and getattr(value, "__module__", "") == module
+        ]
+    return sorted(names)
+
+
+def test_every_public_name_has_an_entry_and_every_entry_is_public():
+    assert documented() == public()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    text = BLOCK.sub("", PAGES[page])
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    relative = [target for target in targets if not target.startswith("http")]
+    missing = [t for t in relative if not (ROOT / page).parent.joinpath(t).exists()]
+    assert not missing
