@@ -68,7 +68,7 @@ def test_commands_are_ones_that_tests_run_or_that_finetune_takes():
         else:
             programs.add(" ".join((program, *words)))
     assert programs == {
-        "examples/clipping.py --out clipping.png",  # tests/test_recipes_training.py
+        "examples/clipping.py --out docs/images/clipping.png",  # test_recipes_training
         "examples/published_figures.py",  # tests/test_published_figures.py
         "examples/scaling.py",  # tests/test_scaling.py
         "-m benchmarks --out results",  # tests/test_benchmarks.py, with --quick
