@@ -25,7 +25,7 @@ from optax_tokenaccum._train_step import TrainStep, make_train_step
 from optax_tokenaccum._window import split_batch, window_value_and_grad
 from optax_tokenaccum._window_step import WindowStep, make_window_step
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AuditReport",

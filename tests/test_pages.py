@@ -75,6 +75,16 @@ def test_commands_are_ones_that_tests_run_or_that_finetune_takes():
     }
 
 
+def test_the_changelog_has_the_version_and_room_for_the_next():
+    headings = re.findall(r"^## (.*)$", PAGES["CHANGELOG.md"], re.MULTILINE)
+    released = re.compile(r"(\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d").fullmatch
+    assert headings[0] == "Unreleased"
+    versions = [match[1] for match in map(released, headings[1:]) if match]
+    assert len(versions) == len(headings) - 1
+    if ".dev" not in optax_tokenaccum.__version__:
+        assert versions[0] == optax_tokenaccum.__version__
+
+
 def documented() -> list[str]:
     directive = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
     return sorted(name for text in PAGES.values() for name in directive.findall(text))
