@@ -87,10 +87,10 @@ def owned(tree: Any) -> Any:
         path, leaf = originals.pop()
         if not hasattr(_as_strong_array(leaf), "dtype"):
             raise TypeError(
-                "The parameters must be a pytree of arrays: at "
-                f"{jax.tree_util.keystr(path)} got {type(leaf).__name__}. Keep such "
-                "leaves out of them, with equinox.partition say, and hand them to "
-                "loss_fn as a keyword."
+                "Parameters and the optimizer's state must be pytrees of arrays: at "
+                f"{jax.tree_util.keystr(path)} got {type(leaf).__name__}. Keep other "
+                "leaves out of the parameters, with equinox.partition say, and hand "
+                "them to loss_fn as a keyword."
             )
         copies.append(_copy(leaf))
         del leaf

@@ -82,7 +82,7 @@ def audit(
     for name, function in (("run", run), ("loss_fn", loss_fn)):
         if not callable(function):
             raise TypeError(f"{name} must be a function: got {function!r}.")
-    micro_batches = list(micro_batches)
+    params, micro_batches = jax.tree.map(jnp.asarray, params), list(micro_batches)
     tokens, gradients = _token_sums(loss_fn, params, micro_batches)
     exact = gradients.sum(0) / tokens.sum()
     if not np.isfinite(exact).all() or not exact.any():
@@ -174,7 +174,7 @@ def _readable_scale(params: Any, exact: np.ndarray) -> float:
     would overflow there.
     """
     margin = 2.0**10
-    if any(x.dtype == jnp.float16 for x in map(jnp.asarray, jax.tree.leaves(params))):
+    if any(x.dtype == jnp.float16 for x in jax.tree.leaves(params)):
         margin = 4.0
     size = np.linalg.norm(_flat(params)) or np.linalg.norm(exact)
     return _power_of_2(margin * size / np.linalg.norm(exact))
@@ -185,8 +185,8 @@ def _power_of_2(x: Any) -> float:
 
 
 def _default_rtol(params: Any) -> float:
-    leaves = map(jnp.result_type, jax.tree.leaves(params))
-    units = [jnp.finfo(d).eps for d in leaves if jnp.issubdtype(d, jnp.inexact)]
+    dtypes = [x.dtype for x in jax.tree.leaves(params)]
+    units = [jnp.finfo(d).eps for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
     return max(1e-4, 4 * float(max(units, default=0)))
 
 
@@ -208,7 +208,7 @@ def _numbers(leaf: Any) -> np.ndarray:
 def _groups(params: Any, applied: np.ndarray, exact: np.ndarray) -> list[Group]:
     groups, start = [], 0
     for path, leaf in _checks.named_leaves(params):
-        end = start + _numbers(jnp.asarray(leaf)).size
+        end = start + _numbers(leaf).size
         if end > start:
             groups.append(Group.of(path, applied[start:end], exact[start:end]))
         start = end

@@ -244,6 +244,8 @@ def _check_masks(measure: Measure, batches: list[Any]) -> tuple[str | None, list
 
 def _value_of_nothing(leaf: jax.Array) -> Any:
     """What takes an entry of a mask away, or `None` where a leaf is no mask."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # keys
+        return None
     values = np.unique(np.asarray(leaf)) if leaf.ndim else np.zeros(0)
     if leaf.dtype == jnp.bool_ or set(values.tolist()) == {0, 1}:
         return np.zeros((), leaf.dtype)

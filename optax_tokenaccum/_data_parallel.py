@@ -147,7 +147,8 @@ class DataParallel:
         reaches_all = self.sharding().is_fully_addressable
 
         def check(x: Any) -> None:
-            if not (_is_spread(x) or reaches_all or not hasattr(x, "__array__")):
+            is_local = hasattr(x, "__array__") and _checks.is_concrete(x)
+            if is_local and not (_is_spread(x) or reaches_all):
                 raise ValueError(
                     "A batch for the devices of several processes must be made of "
                     "arrays over all of them: got one of this process alone, of shape "

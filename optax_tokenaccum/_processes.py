@@ -1,6 +1,8 @@
 """Processes that run one program must give it the same shapes."""
 
 import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 TIMEOUT_SECONDS = 300
-_comparisons = itertools.count()
+# Of each group of processes: those of another mesh may have made more or fewer.
+_comparisons: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class Agreement:
@@ -21,7 +24,7 @@ class Agreement:
     """
 
     def __init__(self, mesh: Mesh):
-        self._processes = sorted({d.process_index for d in mesh.devices.flat})
+        self._processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._agreed: set[Any] = set()
 
     def check(self, batch: Any, *others: Any) -> None:
@@ -55,14 +58,15 @@ def _describe(batch: Any, *others: Any) -> str:
     return ", ".join([*shapes, *(str(x) for x in others if x is not None)])
 
 
-def _compare(processes: list[int], mine: str) -> None:
+def _compare(processes: tuple[int, ...], mine: str) -> None:
     # jax has no public name for this; Orbax uses it too.
     from jax._src import distributed
 
     client = distributed.global_state.client
     if client is None:  # not started by jax.distributed: nothing to ask over
         return
-    key = f"optax_tokenaccum/{next(_comparisons)}"
+    group = "-".join(map(str, processes))
+    key = f"optax_tokenaccum/{group}/{next(_comparisons[processes])}"
     leader, *others = processes
     if jax.process_index() == leader:
         verdict = _AGREED

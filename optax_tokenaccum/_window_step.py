@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from optax_tokenaccum import _arrays, _static
@@ -99,7 +100,8 @@ class WindowStep:
             numbers are traced; bools, strings and functions are static.
         """
         if self._devices is not None:
-            number = num_micro_batches if isinstance(num_micro_batches, int) else None
+            is_known = isinstance(num_micro_batches, int | np.integer)
+            number = num_micro_batches if is_known else None
             self._devices.agreement.check(micro_batches, number)
         placement, arguments, static = self._arguments(
             state, micro_batches, rng, num_micro_batches, loss_kwargs

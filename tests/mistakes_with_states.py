@@ -44,6 +44,7 @@ ADAM_STEPS = train_step(ADAM, 2), train_step(ADAM, lambda _: 2)
 ADAM_STEP_STATE = ADAM_STEPS[0].init(PARAMS)
 UNSPLIT, KEY = WINDOW | {"x": jnp.ones((3, 1))}, jax.random.key(0)
 VALUE_AND_GRAD = window_value_and_grad(window_loss_fn)
+NAMED = SGD._replace(init=lambda params: {"name": "sgd"})
 
 CARRYING: list[Row] = [
     (
@@ -176,6 +177,14 @@ STEPPING: list[Row] = [
         [
             lambda _, step=step: step.init({**PARAMS, "act": jnp.tanh})
             for step in (*STEPS, WINDOWS)
+        ],
+    ),
+    (
+        "an optimizer's state that is no arrays",
+        TypeError,
+        [
+            lambda _, make=make: make(NAMED).init(PARAMS)
+            for make in (train_step, window_step)
         ],
     ),
     (

@@ -30,6 +30,13 @@ def attempt(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
 
 
+def compare_alone(state: Any, process: int) -> Any:
+    """In a group of this process, which in process 1 has compared once more."""
+    for _ in range(1 + process):
+        _processes._compare((process,), "")
+    return state, None
+
+
 def main(port: int, process: int) -> None:
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
@@ -43,21 +50,27 @@ def main(port: int, process: int) -> None:
     # One token of 2 in process 0, eight of 10 in process 1.
     mine = np.full((4, 2), 10 * process, np.float32)
     mine[0, 0] += 2 * (1 - process)
-    attempt("agree", step, step.init(np.zeros((), np.float32)), rows(mine, mesh))
+    state, batch = step.init(np.zeros((), np.float32)), rows(mine, mesh)
+    attempt("outer jit", jax.jit(step), state, batch)
+    attempt("agree", step, state, batch)
+    attempt("apart", compare_alone, step.init(np.zeros((), np.float32)), process)
     attempt("host array", step, step.init(np.zeros((), np.float32)), mine)
     other = np.ones((4, 3 + process), np.float32)
     attempt(
         "another length", step, step.init(np.zeros((), np.float32)), rows(other, mesh)
     )
     window = make_window_step(loss_fn, optax.sgd(1.0), mesh=mesh, data_axes="data")
-    state, micro_batches = window.init(np.zeros((), np.float32)), np.stack([mine, mine])
-    attempt(
-        "another number",
-        window,
-        state,
-        rows(micro_batches, mesh, micro_batches=2),
-        num_micro_batches=1 + process,
-    )
+    state = window.init(np.zeros((), np.float32))
+    micro_batches = rows(np.stack([mine, mine]), mesh, micro_batches=2)
+    attempt("window in outer jit", jax.jit(window), state, micro_batches)
+    for integer in (int, np.int64):
+        attempt(
+            f"another number, {integer.__name__}",
+            window,
+            state,
+            micro_batches,
+            num_micro_batches=integer(1 + process),
+        )
     state = step.init(np.zeros((), np.float32))
     _processes.TIMEOUT_SECONDS = 3
     if process == 0:

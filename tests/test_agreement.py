@@ -46,18 +46,20 @@ def said() -> list[dict[str, str]]:
     ]
 
 
-def test_rows_of_both_processes_are_one_batch(said: list[dict[str, str]]):
+@pytest.mark.parametrize("name", ["agree", "outer jit", "window in outer jit"])
+def test_rows_of_both_processes_are_one_batch(said: list[dict[str, str]], name: str):
     exact, mean_of_means = (2 + 8 * 10) / 9, (2 + 10) / 2
     for process in said:
-        assert -float(process["agree"]) == pytest.approx(exact, rel=1e-6)
-        assert -float(process["agree"]) != pytest.approx(mean_of_means, rel=0.1)
+        assert -float(process[name]) == pytest.approx(exact, rel=1e-6)
+        assert -float(process[name]) != pytest.approx(mean_of_means, rel=0.1)
 
 
 @pytest.mark.parametrize(
     ("name", "mine", "theirs"),
     [
         ("another length", "float32[8, 3]", "float32[8, 4]"),
-        ("another number", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
+        ("another number, int", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
+        ("another number, int64", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
     ],
 )
 def test_disagreement_is_an_error_on_both(
@@ -67,6 +69,10 @@ def test_disagreement_is_an_error_on_both(
         error = process[name]
         assert error.startswith("ValueError: All processes must give a step the same")
         assert f"process 0 gave {mine}; process 1 gave {theirs}." in error
+
+
+def test_groups_of_processes_are_not_in_each_others_way(said: list[dict[str, str]]):
+    assert [process["apart"] for process in said] == ["0.0", "0.0"]
 
 
 def test_array_of_one_process_is_an_error(said: list[dict[str, str]]):

@@ -27,7 +27,7 @@ from right_loops import (
     nnx_loss_fn,
 )
 
-from optax_tokenaccum import Verdict, audit, token_accumulation
+from optax_tokenaccum import Verdict, audit, make_train_step, token_accumulation
 
 SEEDS = int(os.environ.get("AUDIT_SEEDS", "2"))
 
@@ -169,6 +169,36 @@ def test_small_gradients_of_large_parameters_are_read(dtype: str):
         return params
 
     assert audit(run, small_loss_fn, params, micro_batches).passed
+
+
+@pytest.mark.parametrize("numbers", [np.array([1.3, 1.1]), [1.3, 1.1]], ids=type)
+def test_parameters_that_are_rounded_to_float32_are_read(numbers: Any):
+    def line_loss_fn(params: Any, batch: Any) -> Any:
+        (slope, offset), (x, mask) = params, batch
+        return jnp.sum(mask * (slope * x + offset) ** 2), jnp.sum(mask)
+
+    def mean_loss_fn(params: Any, batch: Any) -> Any:
+        loss_sum, num_tokens = line_loss_fn(params, batch)
+        return loss_sum / num_tokens, 1
+
+    def run_with(loss_fn: Any) -> Any:
+        def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+            step = make_train_step(loss_fn, optimizer, len(micro_batches))
+            state = step.init(params)
+            for batch in micro_batches:
+                state, _ = step(state, batch)
+            return state.params
+
+        return run
+
+    x = np.arange(4, dtype=np.float32)
+    micro_batches = [(x, x < 1), (x, x < 4)]
+    for given, verdict in (
+        (line_loss_fn, Verdict.EXACT),
+        (mean_loss_fn, Verdict.MEAN_OF_MEANS),
+    ):
+        report = audit(run_with(given), line_loss_fn, numbers, micro_batches)
+        assert report.verdict is verdict, str(report)
 
 
 # What cannot be told, and what cannot be audited.

@@ -40,6 +40,14 @@ def squared_errors(params: Any, batch: Any) -> Any:
     return jnp.sum(errors * batch["weight"]), jnp.sum(batch["weight"])
 
 
+def with_keys(params: Any, batch: Any) -> Any:
+    """Dropout that is a function of the row, by a key of its own."""
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (12,)))(batch["key"])
+    tokens = jnp.where(keep, batch["tokens"], 0)
+    return helpers.loss_sum_fn(params, batch | {"tokens": tokens})
+
+
+KEYS = BATCH | {"key": jax.random.split(jax.random.key(0), 6)}
 REGRESSION = {
     "x": np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32),
     "y": np.random.default_rng(1).integers(0, 2, (6, 1)),
@@ -54,8 +62,9 @@ REGRESSION = {
         (from_labels, LABELS, r"entry by entry of \['labels'\]"),
         (next_token, NO_MASK, "parameters of zero"),
         (squared_errors, REGRESSION, r"entry by entry of \['weight'\]"),
+        (with_keys, KEYS, r"entry by entry of \['mask'\]"),
     ],
-    ids=["mask", "ignore_index", "padding", "regression"],
+    ids=["mask", "ignore_index", "padding", "regression", "keys"],
 )
 def test_sums_pass(loss_fn: Any, batch: Any, how: str):
     report = check_loss_fn(loss_fn, PARAMS, [batch])
