@@ -1,10 +1,6 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
-from optax_tokenaccum._accumulation import (
-    close_window,
-    has_updated,
-    token_accumulation,
-)
+from optax_tokenaccum._accumulation import close_window, has_updated, token_accumulation
 from optax_tokenaccum._accumulation_state import TokenAccumulationState
 from optax_tokenaccum._audit import audit
 from optax_tokenaccum._audit_report import AuditReport, Verdict
@@ -13,11 +9,7 @@ from optax_tokenaccum._collectives import CollectiveReport, collectives
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._pad import pad_micro_batch
-from optax_tokenaccum._plan import (
-    MicroBatchPlan,
-    choose_length_buckets,
-    plan_window,
-)
+from optax_tokenaccum._plan import MicroBatchPlan, choose_length_buckets, plan_window
 from optax_tokenaccum._planned_window import PlannedWindow, pad_window
 from optax_tokenaccum._regroup import regroup_sums
 from optax_tokenaccum._step_state import StepMetrics, StepState

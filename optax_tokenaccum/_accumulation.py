@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum import _checks
 from optax_tokenaccum._accumulation_state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._add_and_close import make_accumulation
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
@@ -171,7 +170,12 @@ def close_window(
       >>> print(updates)
       -2.0
     """
-    _checks.check_accumulates(nodes_of(TokenAccumulationState, state), state)
+    if not nodes_of(TokenAccumulationState, state):
+        raise ValueError(
+            "close_window needs an optimizer that accumulates, and its state: got a "
+            f"{type(state).__name__} without a TokenAccumulationState. Any other "
+            "optimizer would take a step on a gradient of zeros."
+        )
     extra_args = {"value": 0.0} | extra_args
     no_gradients = jax.tree.map(jnp.zeros_like, params)
     return tx.update(

@@ -32,11 +32,11 @@ class Accumulation:
 
     inner: optax.GradientTransformationExtraArgs
     schedule: Schedule
-    gradients: Literal["sum", "mean"] = "sum"
-    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None
-    accumulator_dtype: Any = None
-    token_mean: bool = True
-    sums: Sums = Sums()
+    gradients: Literal["sum", "mean"]
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None
+    accumulator_dtype: Any
+    token_mean: bool
+    sums: Sums
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
         """The state before the first micro-batch, the inner optimizer's within."""

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_tokenaccum import _arrays, _checks
-from optax_tokenaccum._audit_report import AuditReport, Group
+from optax_tokenaccum._audit_report import AuditReport, Parameter
 from optax_tokenaccum._audit_verdict import Evidence, judge
 from optax_tokenaccum._axes import Axes
 from optax_tokenaccum._micro_batch import LossFn, sums_and_gradient
@@ -79,9 +79,8 @@ def audit(
       >>> audit(run, loss_fn, jnp.array(1.5), micro_batches).verdict
       <Verdict.MEAN_OF_MEANS: 'mean of means'>
     """
-    for name, function in (("run", run), ("loss_fn", loss_fn)):
-        if not callable(function):
-            raise TypeError(f"{name} must be a function: got {function!r}.")
+    _checks.check_function(run, "run")
+    _checks.check_function(loss_fn, "loss_fn")
     params, micro_batches = jax.tree.map(jnp.asarray, params), list(micro_batches)
     tokens, gradients = _token_sums(loss_fn, params, micro_batches)
     exact = gradients.sum(0) / tokens.sum()
@@ -105,7 +104,7 @@ def audit(
         _default_rtol(params) if rtol is None else rtol,
     )
     finding = judge(evidence)
-    return AuditReport(**finding, groups=_groups(params, first, exact))
+    return AuditReport(**finding, parameters=_parameters(params, first, exact))
 
 
 def _token_sums(
@@ -128,7 +127,7 @@ def _token_sums(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sums(loss_fn: LossFn, params: Any, batch: Any) -> tuple[jax.Array, Any]:
-    (_, n, _), gradient = sums_and_gradient(loss_fn, False, params, batch, {}, Axes())
+    (_, (n, _)), gradient = sums_and_gradient(loss_fn, False, params, batch, {}, Axes())
     return _checks.as_num_tokens(n), gradient
 
 
@@ -205,11 +204,11 @@ def _numbers(leaf: Any) -> np.ndarray:
     return flat.astype(np.float64)
 
 
-def _groups(params: Any, applied: np.ndarray, exact: np.ndarray) -> list[Group]:
-    groups, start = [], 0
+def _parameters(params: Any, applied: np.ndarray, exact: np.ndarray) -> list[Parameter]:
+    found, start = [], 0
     for path, leaf in _checks.named_leaves(params):
         end = start + _numbers(leaf).size
         if end > start:
-            groups.append(Group.of(path, applied[start:end], exact[start:end]))
+            found.append(Parameter.of(path, applied[start:end], exact[start:end]))
         start = end
-    return groups
+    return found

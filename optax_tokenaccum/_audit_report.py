@@ -26,7 +26,7 @@ class Verdict(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Group(NamedTuple):
+class Parameter(NamedTuple):
     """One array of the parameters.
 
     Attributes:
@@ -42,7 +42,7 @@ class Group(NamedTuple):
     error: float
 
     @classmethod
-    def of(cls, path: str, applied: np.ndarray, exact: np.ndarray) -> "Group":
+    def of(cls, path: str, applied: np.ndarray, exact: np.ndarray) -> "Parameter":
         norms = (np.linalg.norm(x) for x in (applied, exact, applied - exact))
         return cls(path, *map(float, norms))
 
@@ -61,7 +61,7 @@ class AuditReport:
       candidates: relative error of the applied gradient to each candidate.
       weights: what a token of each micro-batch counts for, relative to the exact mean,
         where the applied gradient is a sum of theirs; else `None`.
-      groups: one `Group` per array of the parameters.
+      parameters: one `Parameter` for each array of them.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -89,7 +89,7 @@ class AuditReport:
     rtol: float
     candidates: dict[Verdict, float]
     weights: tuple[float, ...] | None
-    groups: list[Group]
+    parameters: list[Parameter]
 
     @property
     def passed(self) -> bool:
@@ -117,12 +117,10 @@ class AuditReport:
             mark = "<-" if verdict is self.verdict else ""
             lines.append(f"  {error:14.1e}  {verdict.value} {mark}".rstrip())
         lines += ["", "     error   applied     exact  parameters, worst first"]
-        worst = sorted(self.groups, key=lambda group: -group.error)
-        for group in worst[:8]:
-            lines.append(
-                f"  {group.error:8.1e}  {group.applied:8.1e}  {group.exact:8.1e}  "
-                f"{group.path}"
-            )
+        worst = sorted(self.parameters, key=lambda p: -p.error)
+        for p in worst[:8]:
+            norms = f"{p.error:8.1e}  {p.applied:8.1e}  {p.exact:8.1e}"
+            lines.append(f"  {norms}  {p.path}")
         if len(worst) > 8:
             lines.append(f"  and {len(worst) - 8} more")
         return "\n".join(lines)
@@ -135,16 +133,17 @@ class AuditReport:
         """
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7, 1.5 + 0.3 * len(self.groups)), layout="constrained")
+        height = 1.5 + 0.3 * len(self.parameters)
+        figure = Figure(figsize=(7, height), layout="constrained")
         axes = figure.subplots()
-        places = np.arange(len(self.groups))
+        places = np.arange(len(self.parameters))
         for offset, name, color in (
             (-0.2, "applied", "tab:red"),
             (0.2, "exact", "tab:gray"),
         ):
-            norms = [getattr(group, name) for group in self.groups]
+            norms = [getattr(p, name) for p in self.parameters]
             axes.barh(places + offset, norms, height=0.4, label=name, color=color)
-        axes.set_yticks(places, [group.path for group in self.groups])
+        axes.set_yticks(places, [p.path for p in self.parameters])
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.set_xlabel("L2 norm of the gradient")

@@ -75,7 +75,8 @@ class Evidence(NamedTuple):
     def exact(self) -> np.ndarray:
         return self.gradients.sum(0) / self.tokens.sum()
 
-    def of(self, weights: np.ndarray) -> np.ndarray:
+    def weighted(self, weights: np.ndarray) -> np.ndarray:
+        """The sum of the micro-batches' gradients, each times its weight."""
         return weights @ self.gradients
 
     def is_near(self, got: np.ndarray, expected: np.ndarray) -> bool:
@@ -91,7 +92,7 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def judge(evidence: Evidence) -> dict[str, Any]:
-    """The fields of an `AuditReport`, but for its groups."""
+    """The fields of an `AuditReport`, but for its parameters."""
     applied, exact = evidence.first, evidence.exact
     stepped_again = bool(evidence.second.any())  # NaN is a movement too
     candidates = _candidates(evidence, stepped_again)
@@ -134,7 +135,7 @@ def _candidates(evidence: Evidence, stepped_again: bool) -> dict[Verdict, float]
     """Relative error of what was applied to the nearest form of each candidate."""
 
     def nearest(got: np.ndarray, forms: list[np.ndarray]) -> float:
-        return min(distance(got, evidence.of(weights)) for weights in forms)
+        return min(distance(got, evidence.weighted(weights)) for weights in forms)
 
     found = {
         verdict: nearest(evidence.first, forms)
@@ -172,10 +173,11 @@ def _conclude(
     within = [verdict for verdict, error in candidates.items() if error <= rtol]
     if Verdict.EXACT in within:
         return _exact_unless_ambiguous(evidence)
+    factor = _factor(evidence, evidence.exact)
     if within:
         verdict = min(within, key=candidates.__getitem__)
-        return verdict, _factor(evidence, evidence.exact), MENDS[verdict]
-    return Verdict.UNKNOWN, _factor(evidence, evidence.exact), _unknown(evidence)
+        return verdict, factor, MENDS[verdict]
+    return Verdict.UNKNOWN, factor, _unknown(evidence, factor)
 
 
 def _exact_unless_ambiguous(evidence: Evidence) -> tuple[Verdict, float | None, str]:
@@ -184,7 +186,7 @@ def _exact_unless_ambiguous(evidence: Evidence) -> tuple[Verdict, float | None, 
         verdict.value
         for verdict, forms in _forms(evidence).items()
         if verdict is not Verdict.EXACT
-        and any(distance(evidence.of(form), exact) <= 2 * rtol for form in forms)
+        and any(distance(evidence.weighted(form), exact) <= 2 * rtol for form in forms)
     ]
     if not same:
         return Verdict.EXACT, 1.0, MENDS[Verdict.EXACT]
@@ -196,15 +198,13 @@ def _exact_unless_ambiguous(evidence: Evidence) -> tuple[Verdict, float | None, 
     return Verdict.UNKNOWN, None, explanation
 
 
-def _unknown(evidence: Evidence) -> str:
+def _unknown(evidence: Evidence, factor: float | None) -> str:
     """What can be said of a gradient that has no name."""
-    factor = _factor(evidence, evidence.exact)
     if factor is not None:
         size = _name(factor, evidence)
         return f"the direction is right, the size is not: {size}."
-    n = evidence.tokens
-    inverse = np.divide(1, n, out=np.zeros(len(n)), where=n > 0)
-    factor = _factor(evidence, evidence.of(inverse / len(n)))
+    mean_of_means, *_ = _forms(evidence)[Verdict.MEAN_OF_MEANS]
+    factor = _factor(evidence, evidence.weighted(mean_of_means))
     if factor is not None:
         size = _name(factor, evidence)
         return (

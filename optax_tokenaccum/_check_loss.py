@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum import _checks
-from optax_tokenaccum._micro_batch import LossFn, loss_and_aux
+from optax_tokenaccum._micro_batch import LossFn, unpack
 
 # (loss_sum, num_tokens) of some rows.
 Measure = Callable[[Any], tuple[float, float]]
@@ -105,8 +105,7 @@ def check_loss_fn(
       >>> print(check_loss_fn(loss_fn, jnp.array(2.0), [batch]).findings[0])
       the loss is already a mean: rows counted twice leave it as it is. Return the sum.
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function: got {loss_fn!r}.")
+    _checks.check_function(loss_fn, "loss_fn")
     batches = [jax.tree.map(jnp.asarray, batch) for batch in micro_batches]
     sizes = [_checks.leading_axis(batch, "a micro-batch") for batch in batches]
     if max(sizes, default=0) < 2:
@@ -117,7 +116,7 @@ def check_loss_fn(
 
     @jax.jit
     def measured(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        loss_sum, (num_tokens, _) = loss_and_aux(loss_fn, False, params, batch, {})
+        loss_sum, (num_tokens, _) = unpack(loss_fn(params, batch), False)
         return loss_sum, _checks.as_num_tokens(num_tokens)
 
     def at(params: Any) -> Measure:

@@ -19,6 +19,12 @@ def is_zero(x: Any) -> bool:
     return is_concrete(x) and not np.any(x)
 
 
+def check_function(f: Any, name: str) -> None:
+    """Raises `TypeError` unless `f` can be called."""
+    if not callable(f):
+        raise TypeError(f"{name} must be a function: got {f!r}.")
+
+
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """An optax optimizer that takes extra arguments, from any optax optimizer."""
     if callable(getattr(inner, "init", None)) and callable(
@@ -129,16 +135,6 @@ def check_inner_state(inner: Any, inner_opt_state: Any, params: Any) -> None:
         "The inner optimizer's state must come from its own init (keep the optimizer "
         "that wrote the checkpoint, or begin with a new state)",
     )
-
-
-def check_accumulates(found: list[Any], state: Any) -> None:
-    """Raises `ValueError` if nothing that accumulates was `found` in `state`."""
-    if not found:
-        raise ValueError(
-            "close_window needs an optimizer that accumulates, and its state: got a "
-            f"{type(state).__name__} without a TokenAccumulationState. Any other "
-            "optimizer would take a step on a gradient of zeros."
-        )
 
 
 def check_alive(tree: Any) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from optax_tokenaccum._replica_groups import Groups, groups_of
+from optax_tokenaccum._replica_groups import Groups, connected_by
 
 KINDS = (
     "all-gather",
@@ -57,7 +57,7 @@ class Operation(NamedTuple):
 
     Attributes:
       kind: one of `KINDS`.
-      groups: of devices, see `groups_of`.
+      groups: of devices, see `connected_by`.
       num_bytes: of the array on one device, see `collectives`.
       times: how often it runs, the trips of the loops around it; `None` where the
         program does not say.
@@ -122,7 +122,7 @@ class Program:
                 channels = {*CHANNEL.findall(rest)}
                 is_start = (computation, name) in self._starting
                 if is_start or channels.isdisjoint(self._split_channels):
-                    groups = groups_of(kind, rest, self.replicas, self.partitions)
+                    groups = connected_by(kind, rest, self.replicas, self.partitions)
                     num_bytes = _bytes_of(kind, opcode, result, groups)
                     if computation.startswith(SCATTERING):
                         kind = "reduce-scatter"

@@ -13,10 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import _checks
 from optax_tokenaccum._axes import as_names
-from optax_tokenaccum._placement import (
-    is_explicit,
-    is_sharding,
-)
+from optax_tokenaccum._placement import is_explicit, is_sharding
 from optax_tokenaccum._planned_window import PlannedWindow
 from optax_tokenaccum._processes import Agreement
 from optax_tokenaccum._specs import entries_of, entry_of, names_in
@@ -87,7 +84,8 @@ class DataParallel:
         state = jax.tree.map(lambda s: s or self.sharding(), state, is_leaf=is_sharding)
         aux = [*[None] * axis, self.entry] if self.keeps_sums_apart else []
         everywhere: Any = self.sharding()
-        metrics = StepMetrics(*[everywhere] * 8)._replace(aux=self.sharding(*aux))
+        metrics = StepMetrics(*[everywhere] * len(StepMetrics._fields))
+        metrics = metrics._replace(aux=self.sharding(*aux))
         return jax.sharding.auto_axes(f, out_sharding=(state, metrics))
 
     def spread(self, x: Any, sharding: NamedSharding | None) -> list[Any]:

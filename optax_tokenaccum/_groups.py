@@ -74,9 +74,9 @@ def groups_of(micro_batches: Any, num_micro_batches: Any) -> tuple[int, list[Gro
             lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), micro_batches
         )
 
-    if num_micro_batches is None:
-        return capacity, [Group(0, capacity, pick)]
-    return capacity, [Group(0, _as_bound(num_micro_batches, capacity), pick)]
+    is_whole = num_micro_batches is None
+    stop = capacity if is_whole else _as_bound(num_micro_batches, capacity)
+    return capacity, [Group(0, stop, pick)]
 
 
 def _as_bound(num_micro_batches: Any, k: int) -> jax.Array:

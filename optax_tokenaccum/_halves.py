@@ -8,11 +8,7 @@ from optax_tokenaccum import _static
 from optax_tokenaccum._memo import MiniStepMemo
 from optax_tokenaccum._placement import PlacedJit, Placement, Placements
 from optax_tokenaccum._programs import Programs, with_acc_grads
-from optax_tokenaccum._step_state import (
-    StepMetrics,
-    StepState,
-    require_step_state,
-)
+from optax_tokenaccum._step_state import StepMetrics, StepState, require_step_state
 
 
 class AccumulateStep:
@@ -37,8 +33,7 @@ class AccumulateStep:
             programs.accumulate,
             lambda state: state.opt_state._replace(inner_opt_state=None),
             programs.auto,
-            static_argnames="static",
-            donate_argnums=0 if donate else None,
+            donate,
         )
 
     def __call__(
@@ -102,7 +97,7 @@ class CloseWindowStep:
             programs.close,
             lambda state: with_acc_grads(state, None),
             programs.auto,
-            donate_argnums=0 if donate else None,
+            donate,
         )
 
     def __call__(self, state: StepState) -> tuple[StepState, StepMetrics]:

@@ -20,43 +20,27 @@ def sums_and_gradient(
     batch: Any,
     loss_kwargs: dict[str, Any],
     axes: Axes,
-) -> tuple[tuple[jax.Array, Any, Any], Any]:
-    """`((loss_sum, num_tokens, aux), gradient of loss_sum)` of one micro-batch."""
+) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
+    """`((loss_sum, (num_tokens, aux)), gradient of loss_sum)` of one micro-batch."""
     axes.check_stays(lambda: loss_fn(params, batch, **loss_kwargs))
-    (loss_sum, (num_tokens, aux)), gradient = jax.value_and_grad(
-        lambda params: loss_and_aux(loss_fn, has_aux, params, batch, loss_kwargs),
+    return jax.value_and_grad(
+        lambda params: unpack(loss_fn(params, batch, **loss_kwargs), has_aux),
         has_aux=True,
         allow_int=True,
     )(params)
-    return (loss_sum, num_tokens, aux), gradient
 
 
-def loss_and_aux(
-    loss_fn: LossFn,
-    has_aux: bool,
-    params: Any,
-    batch: Any,
-    loss_kwargs: dict[str, Any],
-) -> tuple[jax.Array, tuple[Any, Any]]:
-    """`(loss_sum, (num_tokens, aux))`, checked; `aux` is `None` without `has_aux`."""
-    loss_sum, num_tokens, aux = unpack(loss_fn(params, batch, **loss_kwargs), has_aux)
-    return loss_sum, (num_tokens, aux)
-
-
-def key_of_position(
-    rng: jax.Array | None,
-    gradient_step: jax.Array,
-    mini_step: jax.Array,
-    axes: Axes,
-) -> dict[str, jax.Array]:
-    """The keyword `rng` of one micro-batch, from the one key of the run if any."""
+def key_at(rng: jax.Array | None, axes: Axes, *position: Any) -> dict[str, jax.Array]:
+    """The keyword `rng` of the micro-batch at a position, if there is a key."""
     if rng is None:
         return {}
-    rng = jax.random.fold_in(jax.random.fold_in(rng, gradient_step), mini_step)
+    for number in position:
+        rng = jax.random.fold_in(rng, number)
     return {"rng": axes.fold_in(rng)}
 
 
-def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, Any, Any]:
+def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, tuple[Any, Any]]:
+    """`(loss_sum, (num_tokens, aux))`, checked; `aux` is `None` without `has_aux`."""
     form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
     rule = f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -77,7 +61,7 @@ def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, Any, Any]:
             f"{rule}: got a loss_sum of dtype {loss_sum.dtype} and shape "
             f"{loss_sum.shape}, not a floating scalar."
         )
-    return loss_sum, num_tokens, aux
+    return loss_sum, (num_tokens, aux)
 
 
 def _describe(returned: Any) -> str:

@@ -71,7 +71,7 @@ def over_rows(
         return f(accumulation, opt_state, batch, *shared)
     on_each = replace(accumulation, sums=SumsPerDevice(Axes(devices.names)))
     everywhere: Any = P()
-    state = TokenAccumulationState(*[everywhere] * 8)
+    state = TokenAccumulationState(*[everywhere] * len(TokenAccumulationState._fields))
     state = state._replace(acc_grads=P(devices.entry))
     return devices.map(
         functools.partial(f, on_each),

@@ -66,8 +66,8 @@ class PlacedJit:
       program: a function of a placement and of arguments; it returns a state, or a
         part of one, and metrics.
       returned: of the state's shardings, those of what is returned of it.
-      wrap: called on a program and on the shardings of all that it returns.
-      **options: of `jax.jit`.
+      wrap: called on a program and on the shardings of the state that it returns.
+      donate: whether the first argument's buffers are taken for what is returned.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class PlacedJit:
         program: Callable[..., Any],
         returned: Callable[[Any], Any],
         wrap: Callable[..., Any],
-        **options: Any,
+        donate: bool,
     ):
         self._program = program
         self._returned = returned
         self._wrap = wrap
-        self._options = options
+        self._donate = donate
         self._jitted: dict[Placement | None, Any] = {}
 
     def at(self, placement: Placement | None) -> Any:
@@ -93,10 +93,11 @@ class PlacedJit:
             run = functools.partial(self._program, placement, **static)
             return self._wrap(run, out)(*args)
 
-        options = self._options
+        options: dict[str, Any] = {"donate_argnums": 0} if self._donate else {}
         if placement is not None and placement.is_concrete:
-            options = options | {"out_shardings": (out, None)}
-        return self._jitted.setdefault(placement, jax.jit(program, **options))
+            options["out_shardings"] = (out, None)
+        jitted = jax.jit(program, static_argnames="static", **options)
+        return self._jitted.setdefault(placement, jitted)
 
 
 def sharding_of(x: Any) -> NamedSharding | None:

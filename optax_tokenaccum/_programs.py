@@ -1,5 +1,7 @@
 """The pure functions behind the train step: accumulate, close, and both in one."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ from optax_tokenaccum import _static
 from optax_tokenaccum._accumulation_state import TokenAccumulationState
 from optax_tokenaccum._add_and_close import Accumulation
 from optax_tokenaccum._data_parallel import DataParallel
-from optax_tokenaccum._micro_batch import LossFn, key_of_position, sums_and_gradient
+from optax_tokenaccum._micro_batch import LossFn, key_at, sums_and_gradient
 from optax_tokenaccum._over_rows import check_layout, over_all, over_rows
 from optax_tokenaccum._placement import Placement, as_it_is
 from optax_tokenaccum._step_state import (
@@ -19,6 +21,7 @@ from optax_tokenaccum._step_state import (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class Programs:
     """The pure functions behind the step, for a state that is placed somehow.
 
@@ -27,18 +30,14 @@ class Programs:
     a moment of its shape costs XLA a copy of both.
     """
 
-    def __init__(
-        self,
-        loss_fn: LossFn,
-        accumulation: Accumulation,
-        has_aux: bool,
-        devices: DataParallel | None,
-    ):
-        self.loss_fn = loss_fn
-        self.accumulation = accumulation
-        self.has_aux = has_aux
-        self.devices = devices
-        self.auto = as_it_is if devices is None else devices.auto
+    loss_fn: LossFn
+    accumulation: Accumulation
+    has_aux: bool
+    devices: DataParallel | None
+
+    @property
+    def auto(self) -> Callable[..., Any]:
+        return as_it_is if self.devices is None else self.devices.auto
 
     def accumulate(
         self,
@@ -61,10 +60,10 @@ class Programs:
             traced: list[Any],
         ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
             axes = accumulation.sums.axes
-            loss_kwargs = _static.join(traced, static) | key_of_position(
-                rng, opt_state.gradient_step, opt_state.mini_step, axes
+            loss_kwargs = _static.join(traced, static) | key_at(
+                rng, axes, opt_state.gradient_step, opt_state.mini_step
             )
-            (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
+            (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
                 self.loss_fn, self.has_aux, params, batch, loss_kwargs, axes
             )
             opt_state, skipped = accumulation.add(

@@ -27,7 +27,7 @@ OF_PARTITIONS = {
 }
 
 
-def groups_of(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
+def connected_by(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
     """Devices that exchange data, by their places in the program's list of devices.
 
     Those of a collective-permute are its pairs of source and target. Groups of one

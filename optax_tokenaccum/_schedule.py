@@ -68,7 +68,7 @@ class Schedule:
         return due if due is False else due & (mini_step > 0)
 
 
-def make_schedule(every_k_schedule: Any, every_n_tokens: Any) -> Schedule:
+def make_schedule(every_k_schedule: Any = None, every_n_tokens: Any = None) -> Schedule:
     """Checks the two arguments that users know and keeps them as a `Schedule`."""
     if every_k_schedule is not None and every_n_tokens is not None:
         raise ValueError(

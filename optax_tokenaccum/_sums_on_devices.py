@@ -17,16 +17,20 @@ from optax_tokenaccum._sums import Sums
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumsOfDevices(Sums):
-    """A sum of each device's own, seen from outside: `[devices, ...]`.
+class _SumsOnDevices(Sums):
+    """Sums that are spread over devices.
 
     Attributes:
       devices: over which they are spread.
-      shardings: of the parameters, where known: a total is spread as they are.
+      shardings: of the parameters, where known.
     """
 
     devices: DataParallel
     shardings: Any = None
+
+
+class SumsOfDevices(_SumsOnDevices):
+    """A sum of each device's own, seen from outside: `[devices, ...]`."""
 
     def zeros(self, params: Any, dtypes: Any) -> Any:
         names, size = self.devices.names, self.devices.size
@@ -71,17 +75,8 @@ class SumsOfDevices(Sums):
         return jax.tree.unflatten(structure, total)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardedSums(Sums):
-    """One sum for each parameter, spread over the devices as well as it can be.
-
-    Attributes:
-      devices: over which they are spread.
-      shardings: of the parameters, where known.
-    """
-
-    devices: DataParallel
-    shardings: Any = None
+class ShardedSums(_SumsOnDevices):
+    """One sum for each parameter, spread over the devices as well as it can be."""
 
     def zeros(self, params: Any, dtypes: Any) -> Any:
         def zero(p: Any, dtype: Any) -> jax.Array:

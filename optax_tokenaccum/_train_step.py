@@ -8,14 +8,10 @@ import jax
 import optax
 
 from optax_tokenaccum import _arrays, _checks, _static
-from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
+from optax_tokenaccum._add_and_close import make_accumulation
 from optax_tokenaccum._checks import is_concrete
 from optax_tokenaccum._compile_ahead import Progress, compile_all, distinct
-from optax_tokenaccum._data_parallel import (
-    DataParallel,
-    ReduceEvery,
-    make_data_parallel,
-)
+from optax_tokenaccum._data_parallel import ReduceEvery, make_data_parallel
 from optax_tokenaccum._halves import AccumulateStep, CloseWindowStep
 from optax_tokenaccum._memo import MiniStepMemo
 from optax_tokenaccum._micro_batch import LossFn
@@ -50,28 +46,16 @@ class TrainStep:
       -9.2
     """
 
-    def __init__(
-        self,
-        loss_fn: LossFn,
-        accumulation: Accumulation,
-        has_aux: bool,
-        devices: DataParallel | None,
-        donate: bool,
-    ):
-        self._accumulation = accumulation
-        self._devices = devices
+    def __init__(self, programs: Programs, donate: bool):
+        self._accumulation = programs.accumulation
+        self._devices = programs.devices
         self._memo = MiniStepMemo()
         self._placements = Placements()
-        programs = Programs(loss_fn, accumulation, has_aux, devices)
         shared = programs, self._memo, self._placements, donate
         self.accumulate = AccumulateStep(*shared)
         self.close_window = CloseWindowStep(*shared)
         self._whole = PlacedJit(
-            programs.whole,
-            lambda state: state,
-            programs.auto,
-            static_argnames="static",
-            donate_argnums=0 if donate else None,
+            programs.whole, lambda state: state, programs.auto, donate
         )
 
     def init(self, params: Any) -> StepState:
@@ -121,16 +105,15 @@ class TrainStep:
             else than `(loss_sum, num_tokens)`.
         """
         require_step_state(state, accumulates=True)
-        schedule = self._accumulation.schedule
-        if not schedule.is_set:
+        if not self._accumulation.schedule.is_set:
             raise ValueError(
                 "This step has no schedule, so nothing says when its window closes: "
                 "got neither every_k_schedule nor every_n_tokens. Give one to "
                 "make_train_step, or call step.accumulate(state, batch) for each "
                 "micro-batch and step.close_window(state) at the end of the window."
             )
-        k = schedule.every_k
-        if not isinstance(k, int) or not self._host_knows(state):
+        k = self._host_known_k(state)
+        if k is None:
             if self._devices is not None:
                 self._devices.agreement.check(batch)
             placement, arguments, static = self._arguments(
@@ -188,9 +171,8 @@ class TrainStep:
           >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), shapes)
         """
         require_step_state(state, accumulates=True)
-        schedule = self._accumulation.schedule
-        has_halves = isinstance(schedule.every_k, int) and self._host_knows(state)
-        is_whole = schedule.is_set and not has_halves
+        has_schedule = self._accumulation.schedule.is_set
+        is_whole = has_schedule and self._host_known_k(state) is None
         lower = self._lower_whole if is_whole else self.accumulate.lower
         programs = [
             functools.partial(lower, state, batch, rng=rng, **loss_kwargs)
@@ -215,10 +197,12 @@ class TrainStep:
         traced, static = _static.split(loss_kwargs)
         return placement, (state, batch, rng, traced), static
 
-    def _host_knows(self, state: StepState) -> bool:
-        return self._accumulation.should_skip_update_fn is None and is_concrete(
-            state.opt_state.mini_step
-        )
+    def _host_known_k(self, state: StepState) -> int | None:
+        """The window's micro-batches, if the host can count them: two programs then."""
+        k = self._accumulation.schedule.every_k
+        keeps_count = self._accumulation.should_skip_update_fn is None
+        is_known = keeps_count and is_concrete(state.opt_state.mini_step)
+        return k if isinstance(k, int) and is_known else None
 
 
 def make_train_step(
@@ -296,8 +280,7 @@ def make_train_step(
       False 1.0 0.0
       True 4.0 0.2
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function: got {loss_fn!r}.")
+    _checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
         make_schedule(every_k_schedule, every_n_tokens),
@@ -305,4 +288,4 @@ def make_train_step(
         accumulator_dtype=accumulator_dtype,
     )
     devices = make_data_parallel(mesh, data_axes, reduce_every)
-    return TrainStep(loss_fn, accumulation, has_aux, devices, donate)
+    return TrainStep(Programs(loss_fn, accumulation, has_aux, devices), donate)

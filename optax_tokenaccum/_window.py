@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from optax_tokenaccum._accumulation_state import TokenAccumulationState
 from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
 from optax_tokenaccum._groups import Group, groups_of
 from optax_tokenaccum._loss_terms import CountFn, LossTerms
-from optax_tokenaccum._micro_batch import LossFn, loss_and_aux, sums_and_gradient
+from optax_tokenaccum._micro_batch import LossFn, key_at, sums_and_gradient, unpack
 from optax_tokenaccum._schedule import make_schedule
 
 
@@ -85,7 +86,7 @@ def window_value_and_grad(
         count_fn,
         make_accumulation(
             optax.identity(),
-            make_schedule(None, None),
+            make_schedule(),
             accumulator_dtype=accumulator_dtype,
             token_mean=count_fn is None,
         ),
@@ -154,24 +155,19 @@ def split_batch(batch: Any, k: int) -> Any:
     return jax.tree.map(split, batch)
 
 
+@dataclass(frozen=True, eq=False)
 class Window:
     """The loop over a window's micro-batches, for the function and for the step."""
 
-    def __init__(
-        self,
-        loss_fn: LossFn,
-        has_aux: bool,
-        count_fn: CountFn | None,
-        accumulation: Accumulation,
-    ):
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function: got {loss_fn!r}.")
-        if not (count_fn is None or callable(count_fn)):
-            raise TypeError(f"count_fn must be a function: got {count_fn!r}.")
-        self.loss_fn = loss_fn
-        self.has_aux = has_aux
-        self.count_fn = count_fn
-        self.accumulation = accumulation
+    loss_fn: LossFn
+    has_aux: bool
+    count_fn: CountFn | None
+    accumulation: Accumulation
+
+    def __post_init__(self) -> None:
+        _checks.check_function(self.loss_fn, "loss_fn")
+        if self.count_fn is not None:
+            _checks.check_function(self.count_fn, "count_fn")
 
     def run(
         self,
@@ -192,13 +188,11 @@ class Window:
             loss_fn = terms.share_of(totals)
 
         def kwargs_at(i: Any) -> dict[str, Any]:
-            if rng is None:
-                return loss_kwargs
-            return loss_kwargs | {"rng": axes.fold_in(jax.random.fold_in(rng, i))}
+            return loss_kwargs | key_at(rng, axes, i)
 
         def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             state, any_skipped, auxes = carry
-            (loss_sum, num_tokens, aux), gradient = sums_and_gradient(
+            (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
                 loss_fn, has_aux, params, pick(i), kwargs_at(i), axes
             )
             state, skipped = accumulation.add(
@@ -210,8 +204,8 @@ class Window:
             return state, any_skipped | skipped, auxes
 
         def aux_of_first(pick: Any) -> Any:
-            loss = loss_and_aux(loss_fn, has_aux, params, pick(0), kwargs_at(0))
-            return loss[1][1]
+            returned = loss_fn(params, pick(0), **kwargs_at(0))
+            return unpack(returned, has_aux)[1][1]
 
         carry = (
             accumulation.empty_window(params),

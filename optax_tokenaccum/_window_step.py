@@ -53,13 +53,7 @@ class WindowStep:
         self._devices = devices
         self._placements = Placements()
         auto = as_it_is if devices is None else functools.partial(devices.auto, axis=1)
-        self._jitted = PlacedJit(
-            self._program,
-            lambda state: state,
-            auto,
-            static_argnames="static",
-            donate_argnums=0 if donate else None,
-        )
+        self._jitted = PlacedJit(self._program, lambda state: state, auto, donate)
 
     def init(self, params: Any) -> StepState:
         """A state with a copy of `params` and the inner optimizer's own state.
@@ -313,7 +307,7 @@ def make_window_step(
         )
     accumulation = make_accumulation(
         optimizer,
-        make_schedule(None, None),
+        make_schedule(),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
         token_mean=count_fn is None,

@@ -57,7 +57,6 @@ class TrainState(train_state.TrainState):
           TypeError: `num_tokens` is missing.
           ValueError: as `token_accumulation`'s `update`.
         """
-
         update = functools.partial(
             optax.with_extra_args_support(self.tx).update,
             num_tokens=num_tokens,

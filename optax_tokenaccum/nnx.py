@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from optax_tokenaccum import _checks
 from optax_tokenaccum._add_and_close import Accumulation
 from optax_tokenaccum._micro_batch import unpack
 from optax_tokenaccum._step_state import StepMetrics, close_and_apply
@@ -65,9 +66,7 @@ class TrainStep:
         accumulation = _accumulation_of(optimizer)
 
         def loss_fn(model: nnx.Module, batch: Any) -> Any:
-            returned = self._loss_fn(model, batch)
-            loss_sum, num_tokens, aux = unpack(returned, self._has_aux)
-            return loss_sum, (num_tokens, aux)
+            return unpack(self._loss_fn(model, batch), self._has_aux)
 
         wrt = nnx.DiffState(0, optimizer.wrt)
         (loss_sum, (num_tokens, aux)), grads = nnx.value_and_grad(
@@ -124,8 +123,7 @@ def make_train_step(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Tr
       False 1.0
       True 4.0
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function: got {loss_fn!r}.")
+    _checks.check_function(loss_fn, "loss_fn")
     return TrainStep(loss_fn, has_aux)
 
 

@@ -283,24 +283,24 @@ def test_report_says_what_a_person_needs():
     for verdict in report.candidates:
         assert verdict.value in text
     paths = [line.split()[-1] for line in text.splitlines()[-3:]]
-    worst = sorted(report.groups, key=lambda group: -group.error)
-    assert paths == [group.path for group in worst]
-    total = np.linalg.norm([group.error for group in report.groups])
-    exact = np.linalg.norm([group.exact for group in report.groups])
+    worst = sorted(report.parameters, key=lambda p: -p.error)
+    assert paths == [p.path for p in worst]
+    total = np.linalg.norm([p.error for p in report.parameters])
+    exact = np.linalg.norm([p.exact for p in report.parameters])
     assert total / exact == pytest.approx(report.relative_error)
 
 
-def test_plot_shows_both_norms_of_every_group():
+def test_plot_shows_both_norms_of_every_parameter():
     report = audit(full_batch, loss_fn, parameters(0), cut(make_rows(0)))
     figure = report.plot()
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        group.path for group in report.groups
+        p.path for p in report.parameters
     ]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         "applied",
         "exact",
     ]
     widths = [bar.get_width() for bar in axes.patches]
-    expected = [g.applied for g in report.groups] + [g.exact for g in report.groups]
-    assert widths == expected
+    applied = [p.applied for p in report.parameters]
+    assert widths == applied + [p.exact for p in report.parameters]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from optax_tokenaccum._replica_groups import axes_of, groups_of
+from optax_tokenaccum._replica_groups import axes_of, connected_by
 
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -43,7 +43,7 @@ SPELLINGS = {
 @pytest.mark.parametrize(("spelled", "expected"), SPELLINGS.items(), ids=SPELLINGS)
 def test_groups(spelled: str, expected: tuple[tuple[int, ...], ...]):
     attributes = f"%x), channel_id=1, replica_groups={spelled}, "
-    found = groups_of("all-reduce", attributes + "use_global_device_ids=true", 1, 8)
+    found = connected_by("all-reduce", attributes + "use_global_device_ids=true", 1, 8)
     assert found == expected
 
 
@@ -74,7 +74,7 @@ MEANINGS = {
 def test_what_numbers_in_groups_mean(attributes: str, spelled: str, expected: object):
     kind = attributes.split(",")[0]
     key = "source_target_pairs" if "permute" in kind else "replica_groups"
-    assert groups_of(kind, f"{attributes}, {key}={spelled}", 2, 4) == expected
+    assert connected_by(kind, f"{attributes}, {key}={spelled}", 2, 4) == expected
 
 
 AXES = {

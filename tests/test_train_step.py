@@ -1,5 +1,6 @@
 """What `make_train_step` promises."""
 
+import dataclasses
 from typing import Any
 
 import helpers
@@ -15,6 +16,7 @@ from optax_tokenaccum import (
     TokenAccumulationState,
     has_updated,
     make_train_step,
+    make_window_step,
 )
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
@@ -33,7 +35,7 @@ def numbers(metrics: StepMetrics) -> dict[str, Any]:
     return {k: np.asarray(v).item() for k, v in metrics._asdict().items() if k != "aux"}
 
 
-def with_schedule(kind: str, k: int, **kwargs: Any) -> Any:
+def with_schedule(kind: str, k: int, loss_fn: Any = loss_fn, **kwargs: Any) -> Any:
     schedule = k if kind == "two programs" else lambda _: k
     return make_train_step(loss_fn, optax.sgd(1.0), schedule, **kwargs)
 
@@ -236,6 +238,28 @@ def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
         expected = before - np.asarray([scale, 0.0])
         np.testing.assert_array_equal(state.params["w"], expected)
     assert not frozen["w"].is_deleted()
+
+
+@dataclasses.dataclass
+class ScaledLoss:
+    """A function with a value of its own: no hash, and no answer to `==`."""
+
+    scale: np.ndarray
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        return jnp.sum(self.scale * params["w"]) * jnp.sum(batch), batch.size
+
+
+def test_loss_may_be_an_object_that_has_no_hash(kind: str):
+    scaled_loss = ScaledLoss(np.asarray([1.0, 4.0], np.float32))
+    step = with_schedule(kind, 2, scaled_loss)
+    state = step.init(PARAMS)
+    for batch in batches(3, 3):
+        state, _ = step(state, batch)
+    window_step = make_window_step(scaled_loss, optax.sgd(1.0))
+    of_window, _ = window_step(window_step.init(PARAMS), jnp.stack(batches(3, 3)))
+    for params in (state.params, of_window.params):
+        np.testing.assert_array_equal(params["w"], PARAMS["w"] - 2 * scaled_loss.scale)
 
 
 def test_value_reaches_the_inner_optimizer(kind: str):
