@@ -166,18 +166,11 @@ def test_the_usual_progress_bars(name: str, capsys: pytest.CaptureFixture[str]):
     assert "100%" in captured.out + captured.err
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "given"),
-    [
-        (TypeError, "batches must be a list.*got dict", {"x": BATCHES[0]}),
-        (TypeError, "batches must be a list.*got ShapeDtypeStruct", SHAPES[0]),
-        (TypeError, "batches must be a list.*got ndarray", BATCHES[0]),
-    ],
-    ids=["dict", "shape", "array"],
-)
-def test_one_batch_instead_of_a_list_is_an_error(error: type, message: str, given: Any):
+@pytest.mark.parametrize("given", [SHAPES[0], BATCHES[0]], ids=["shape", "array"])
+def test_one_batch_instead_of_a_list_is_an_error(given: Any):
     step = make_train_step(loss_fn, optax.sgd(1.0), 2)
-    with pytest.raises(error, match=message):
+    message = f"batches must be a list.*got {type(given).__name__}"
+    with pytest.raises(TypeError, match=message):
         step.compile(step.init(PARAMS), given, **KWARGS)
 
 

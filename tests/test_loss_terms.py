@@ -214,10 +214,3 @@ def test_errors_say_what_does_not_fit():
         run(lambda p, b: {"a": p}, {"a": 1})
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         run(lambda p, b: {"a": p}, lambda params, batch: {"a": jnp.sum(params)})
-    with pytest.raises(ValueError, match="cannot go together.*Drop one"):
-        make_window_step(
-            lambda p, b: {"a": p},
-            optax.sgd(1.0),
-            count_fn=lambda b: {"a": 1},
-            should_skip_update_fn=optax.skip_not_finite,
-        )

@@ -215,16 +215,6 @@ def test_aux_that_depends_on_the_length_is_an_error():
         f(PARAMS, window)
 
 
-def test_a_number_of_micro_batches_beside_a_planned_window_is_an_error():
-    _, window = small_window()
-    step = make_window_step(sum_fn, optax.sgd(1.0))
-    message = "PlannedWindow holds the number of its micro-batches: got .* 2 beside"
-    with pytest.raises(ValueError, match=message):
-        step(step.init(PARAMS), window, num_micro_batches=2)
-    with pytest.raises(ValueError, match=message):
-        window_value_and_grad(sum_fn)(PARAMS, window, num_micro_batches=2)
-
-
 def test_each_loss_has_its_own_denominator():
     def loss_fn(params: Any, batch: Any) -> Any:
         w = jnp.sum(params["w"])

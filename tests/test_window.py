@@ -282,12 +282,11 @@ def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
     ("batch", "k", "message"),
     [
         ({"x": np.ones(6)}, 0, "k must be an integer of at least 1: got 0"),
-        ({"x": np.ones(6)}, 4, r"k = 4 and 6 rows at \['x'\]"),
         ({"x": np.ones(6), "y": np.ones(3)}, 3, r"6 at \['x'\] and 3 at \['y'\]"),
         ({"x": np.ones(6), "y": np.float32(1)}, 3, r"shape \(\) at \['y'\]"),
         ({}, 3, "must hold at least one array"),
     ],
-    ids=["zero", "indivisible", "axes", "scalar", "empty"],
+    ids=["zero", "axes", "scalar", "empty"],
 )
 def test_split_batch_names_what_does_not_fit(batch: Any, k: int, message: str):
     with pytest.raises(ValueError, match=message):
@@ -297,15 +296,8 @@ def test_split_batch_names_what_does_not_fit(batch: Any, k: int, message: str):
 def test_windows_that_do_not_fit():
     f = window_value_and_grad(sum_fn)
     good = {"x": jnp.ones((4, 1)), "n": jnp.ones((4, 1))}
-    with pytest.raises(ValueError, match=r"4 at \['n'\] and 3 at \['x'\]"):
-        f(PARAMS, good | {"x": jnp.ones((3, 1))})
     with pytest.raises(ValueError, match=r"leading axis of at least 1.*\['n'\]"):
         f(PARAMS, jax.tree.map(lambda x: x[:0], good))
-    with pytest.raises(ValueError, match="at most the 4 micro-batches.*got 5"):
-        f(PARAMS, good, num_micro_batches=5)
-    step = make_window_step(sum_fn, optax.sgd(1.0))
-    with pytest.raises(ValueError, match="at most the 4 micro-batches.*got 5"):
-        step(step.init(PARAMS), good, num_micro_batches=5)
     with pytest.raises(ValueError, match="at least 0: got -1"):
         f(PARAMS, good, num_micro_batches=-1)
     with pytest.raises(TypeError, match="num_micro_batches must be an integer"):
@@ -314,5 +306,3 @@ def test_windows_that_do_not_fit():
         jax.jit(f)(PARAMS, good, num_micro_batches=jnp.asarray(2.0))
     with pytest.raises(TypeError, match="loss_fn must return"):
         window_value_and_grad(lambda p, b: jnp.sum(p["w"]))(PARAMS, good)
-    with pytest.raises(TypeError, match="loss_fn must be a function"):
-        make_window_step(PARAMS, optax.sgd(1.0))
