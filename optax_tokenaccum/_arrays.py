@@ -88,9 +88,9 @@ def owned(tree: Any) -> Any:
         if not hasattr(_as_strong_array(leaf), "dtype"):
             raise TypeError(
                 "Parameters and the optimizer's state must be pytrees of arrays: at "
-                f"{jax.tree_util.keystr(path)} got {type(leaf).__name__}. Keep other "
-                "leaves out of the parameters, with equinox.partition say, and hand "
-                "them to loss_fn as a keyword."
+                f"{jax.tree_util.keystr(path) or 'the root'} got "
+                f"{type(leaf).__name__}. Keep other leaves out of the parameters, with "
+                "equinox.partition say, and hand them to loss_fn as a keyword."
             )
         copies.append(_copy(leaf))
         del leaf

@@ -1,6 +1,5 @@
 """What gradient does a training loop really apply?"""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,7 +113,12 @@ def _token_sums(
     if not micro_batches:
         raise ValueError("A window must hold at least one micro-batch: got none.")
 
-    found = [_sums(loss_fn, params, batch) for batch in micro_batches]
+    @jax.jit
+    def sums(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        (_, (n, _)), g = sums_and_gradient(loss_fn, False, params, batch, {}, Axes())
+        return _checks.as_num_tokens(n), g
+
+    found = [sums(params, batch) for batch in micro_batches]
     tokens = np.array([n for n, _ in found], np.float64)
     if not (np.isfinite(tokens).all() and (tokens >= 0).all() and tokens.any()):
         raise ValueError(
@@ -123,12 +127,6 @@ def _token_sums(
         )
     gradients = np.stack([_flat(gradient) for _, gradient in found])
     return tokens, np.where(tokens[:, None] > 0, gradients, 0)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _sums(loss_fn: LossFn, params: Any, batch: Any) -> tuple[jax.Array, Any]:
-    (_, (n, _)), gradient = sums_and_gradient(loss_fn, False, params, batch, {}, Axes())
-    return _checks.as_num_tokens(n), gradient
 
 
 def _reading_optimizer(
@@ -162,7 +160,7 @@ def _read(
     _checks.check_same_tree(
         moved, params, "run must return the parameters it was given, moved"
     )
-    return (_flat(params) - _flat(moved)) / scale
+    return (_flat(params) - _flat(jax.tree.map(jnp.asarray, moved))) / scale
 
 
 def _readable_scale(params: Any, exact: np.ndarray) -> float:

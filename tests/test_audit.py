@@ -171,6 +171,39 @@ def test_small_gradients_of_large_parameters_are_read(dtype: str):
     assert audit(run, small_loss_fn, params, micro_batches).passed
 
 
+class LineLoss:
+    """A loss that is an object without a hash, as an array in a dataclass makes it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        return jnp.sum(params["slope"] * batch), batch.size
+
+
+def test_a_loop_may_return_python_floats_and_a_loss_have_no_hash():
+    def run_in_numpy(divide: Any) -> Any:
+        def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+            gradient = {"slope": jnp.float32(divide(micro_batches))}
+            updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+            return {"slope": float(params["slope"]) + float(updates["slope"])}
+
+        return run
+
+    def token_mean(micro_batches: Any) -> Any:
+        return np.concatenate(micro_batches).mean()
+
+    def mean_of_means(micro_batches: Any) -> Any:
+        return np.mean([batch.mean() for batch in micro_batches])
+
+    micro_batches = [np.full(1, 2.0, np.float32), np.full(9, 10.0, np.float32)]
+    for divide, verdict in (
+        (token_mean, Verdict.EXACT),
+        (mean_of_means, Verdict.MEAN_OF_MEANS),
+    ):
+        report = audit(run_in_numpy(divide), LineLoss(), {"slope": 1.5}, micro_batches)
+        assert report.verdict is verdict
+
+
 @pytest.mark.parametrize("numbers", [np.array([1.3, 1.1]), [1.3, 1.1]], ids=type)
 def test_parameters_that_are_rounded_to_float32_are_read(numbers: Any):
     def line_loss_fn(params: Any, batch: Any) -> Any:

@@ -39,7 +39,7 @@ def test_arithmetic_fixtures_are_exact(name, exact, naive):
 
 def rows_in_docs():
     """The cells of the table of fixtures in `docs/why.md`."""
-    lines = (DOCS / "the_bug.md").read_text(encoding="utf-8").splitlines()
+    lines = (DOCS / "why.md").read_text(encoding="utf-8").splitlines()
     start = lines.index("| published by | quantity | right | exact | wrong | naive |")
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
