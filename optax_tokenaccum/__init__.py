@@ -12,9 +12,10 @@ from optax_tokenaccum._pad import pad_micro_batch
 from optax_tokenaccum._plan import MicroBatchPlan, choose_length_buckets, plan_window
 from optax_tokenaccum._planned_window import PlannedWindow, pad_window
 from optax_tokenaccum._regroup import regroup_sums
+from optax_tokenaccum._split import split_batch
 from optax_tokenaccum._step_state import StepMetrics, StepState
 from optax_tokenaccum._train_step import TrainStep, make_train_step
-from optax_tokenaccum._window import split_batch, window_value_and_grad
+from optax_tokenaccum._window import window_value_and_grad
 from optax_tokenaccum._window_step import WindowStep, make_window_step
 
 __version__ = "0.1.0"

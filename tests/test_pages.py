@@ -85,6 +85,13 @@ def test_the_changelog_has_the_version_and_room_for_the_next():
         assert versions[0] == optax_tokenaccum.__version__
 
 
+def test_the_map_of_the_package_has_every_file():
+    package = {path.name for path in ROOT.glob("optax_tokenaccum/*.py")}
+    rows = re.findall(r"^\| (`\w+\.py`.*?) \|", PAGES["CONTRIBUTING.md"], re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row)]
+    assert sorted(names) == sorted(package - {"__init__.py"})
+
+
 def documented() -> list[str]:
     directive = re.compile(r"^\.\. auto(?:function|class):: (\S+)$", re.MULTILINE)
     return sorted(name for text in PAGES.values() for name in directive.findall(text))
