@@ -1,4 +1,4 @@
-"""The documentation: `sphinx-build -W -j auto -c docs . site`, then `site/index.html`.
+"""The documentation: `sphinx-build -W --keep-going -c docs . site`.
 
 The sources are the repository's own folders, so that a link works there and here.
 """

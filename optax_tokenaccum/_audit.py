@@ -33,10 +33,10 @@ def audit(
     parameters, so that it can be read off them in their own dtype; a second update in
     the window shows itself by moving them at all.
 
-    The loop may be of any framework, and needs one window's worth of it: whatever the
-    optimizer is wrapped in belongs inside. Without randomness: dropout would be another
-    gradient. What comes after the optimizer and does not scale with the gradient, such
-    as weight decay by hand, is not seen.
+    The loop may be of any framework that takes an optax optimizer. One window of it is
+    needed, with whatever the optimizer is wrapped in, and without randomness: dropout
+    would be another gradient. What comes after the optimizer and does not scale with
+    the gradient, such as weight decay by hand, is not seen.
 
     Args:
       run: `run(optimizer, params, micro_batches) -> params`: the loop, with the optax

@@ -61,7 +61,8 @@ class AuditReport:
       candidates: relative error of the applied gradient to each candidate.
       weights: what a token of each micro-batch counts for, relative to the exact mean,
         where the applied gradient is a sum of theirs; else `None`.
-      parameters: one `Parameter` for each array of them.
+      parameters: for each array of them its `path`, and the L2 norms of the gradient
+        that was `applied`, of the `exact` one, and of their difference, the `error`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -44,8 +44,9 @@ class CollectiveReport:
     """What `collectives` found. `print(report)` shows it as a table.
 
     Attributes:
-      entries: a `Collective` for each kind, group of devices, path and number of times;
-        most bytes first.
+      entries: for each `kind` of operation, its `axes`, `groups` of devices, `path`
+        (`"always"` or `"conditional"`) and number of `times`: how many `instructions`
+        and `bytes` there are each time; most bytes first.
       mesh: the size of every axis of the program's mesh; `None` where it has none.
       num_devices: that the program runs on.
 

@@ -228,7 +228,8 @@ def make_train_step(
 
     With an int `every_k_schedule` and no skip function the host knows when a window
     closes, and the step is two programs, "accumulate" and "close"; otherwise, and
-    inside an outer `jit` or `scan`, it is one. No call waits for the device.
+    inside an outer `jit` or `scan`, it is one. No call waits for the device, but for
+    the first after a restore, which reads one counter.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss

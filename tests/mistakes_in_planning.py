@@ -11,6 +11,7 @@ from optax_tokenaccum import (
     make_window_step,
     pad_micro_batch,
     pad_window,
+    plan_window,
     window_value_and_grad,
 )
 
@@ -91,6 +92,16 @@ PLANNING: list[Row] = [
         "a plan with more sequences than rows",
         ValueError,
         padded_by(PLAN._replace(num_rows=1)),
+    ),
+    (
+        "a sequence longer than every bucket",
+        ValueError,
+        [
+            lambda _: plan_window([2, 4], max_tokens=8, length_buckets=[2]),
+            lambda _: pad_window(
+                SEQUENCES, max_tokens=8, length_buckets=[2], pad_values=0
+            ),
+        ],
     ),
     (
         "a window of more than `max_sequences`",

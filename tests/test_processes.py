@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,8 @@ K, ROWS, UPDATES, SAVE_EVERY = 4, 6, 6, 5
 MICRO_BATCHES = K * UPDATES
 STOPPED = 10  # a checkpoint in the middle of a window
 ALONE = (((), {}),)  # a process without words or variables of its own
+# Its threads write at once, and so cut each other's lines in two.
+OF_GLOO = re.compile(r"\[Gloo\]|peer ranks|^\s*\d*\s*$")
 
 
 class Command(NamedTuple):
@@ -84,7 +87,7 @@ class Command(NamedTuple):
     def printed(self, directory, number):
         """All but what gloo, which connects CPUs, says of itself."""
         lines = self.log(directory, number).read_text().splitlines()
-        return " ".join(line.strip() for line in lines if "[Gloo]" not in line)
+        return " ".join(line.strip() for line in lines if not OF_GLOO.search(line))
 
 
 def free_port():
