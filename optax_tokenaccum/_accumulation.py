@@ -39,7 +39,8 @@ def token_accumulation(
       adds nothing, even where its gradient is NaN. Concrete values that are negative
       or not finite raise; traced ones add nothing.
     * `value`: the micro-batch's loss, in the form of its gradient (sum or mean);
-      `inner` is given the window's token mean as its own `value`.
+      `inner` is given the window's token mean as its own `value`. So is it with
+      `grad`, which line searches want: give them the micro-batch's.
     * `close_window`: `True` closes the window now, with the denominator it has.
     * anything else goes to `inner` as it is.
 

@@ -175,8 +175,9 @@ class Accumulation:
         def update() -> tuple[Any, Any]:
             whole = state._replace(acc_grads=self.sums.total(state.acc_grads))
             gradient = self.window_gradient(whole, like)
+            of_window = {"grad": gradient} if "grad" in extra_args else {}
             updates, inner_opt_state = self.inner.update(
-                gradient, state.inner_opt_state, params, **extra_args
+                gradient, state.inner_opt_state, params, **(extra_args | of_window)
             )
             return finish(updates, whole), _arrays.cast_like(
                 inner_opt_state, state.inner_opt_state

@@ -22,9 +22,9 @@ def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
 
 def at_least_float32(dtype: Any) -> Any:
     """`dtype`, or float32 where that is wider; an integer's is float32."""
-    # Floats of 8 bits promote to nothing by themselves.
-    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if is_narrow else jnp.promote_types(dtype, "float32")
+    # Floats of 8 bits and integers of 4 promote to nothing by themselves.
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    return jnp.dtype(dtype if is_wide else jnp.float32)
 
 
 def is_float0(x: Any) -> bool:

@@ -140,11 +140,11 @@ def _findings_on_sums(measure: Measure, batch: Any) -> Iterator[str]:
     """What does not add up when rows are counted twice or apart."""
     rows = _checks.leading_axis(batch, "a micro-batch")
     loss, n = measure(batch)
-    if measure(batch) != (loss, n):
-        yield "the loss is random: two calls differ. Fix its key, or leave dropout out."
-        return
     if not (np.isfinite(loss) and np.isfinite(n)):
         yield f"loss and count must be finite: got {loss} and {n}."
+        return
+    if measure(batch) != (loss, n):
+        yield "the loss is random: two calls differ. Fix its key, or leave dropout out."
         return
     twice, n_twice = measure(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch))
     halves = [

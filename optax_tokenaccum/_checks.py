@@ -101,8 +101,13 @@ def _as_real_scalar(
             f"{name} must be a scalar, one number for the whole micro-batch: got shape "
             f"{jnp.shape(x)}. Sum it over the micro-batch first."
         )
-    if non_negative and is_concrete(x) and not (np.isfinite(x) and x >= 0):
-        raise ValueError(f"{name} must be finite and at least 0: got {x}.")
+    if non_negative and is_concrete(x):
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(np.float32(x))
+        if not (is_finite and x >= 0):
+            raise ValueError(
+                f"{name} must be finite, in float32, and at least 0: got {x}."
+            )
     return jnp.asarray(x, dtype)
 
 

@@ -12,6 +12,8 @@ from optax_tokenaccum._checks import as_count, is_concrete
 # A number, or a function from `gradient_step` to one.
 CountSchedule = int | Callable[[jax.Array], Any]
 
+_INT32_MAX = 2**31 - 1  # `mini_step` reaches no more: sys.maxsize means never
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -51,10 +53,10 @@ class Schedule:
         asked = _as_flag(close_window)
         if self.every_k is not None:
             k = _count_at(self.every_k, gradient_step, "every_k_schedule")
-            due = mini_step >= k
+            due = mini_step >= (min(k, _INT32_MAX) if isinstance(k, int) else k)
         elif self.every_n_tokens is not None:
             n = _count_at(self.every_n_tokens, gradient_step, "every_n_tokens")
-            due = tokens >= n
+            due = tokens >= (float(n) if isinstance(n, int) else n)
         elif asked is None:
             raise ValueError(
                 "A window needs a rule that closes it: got neither every_k_schedule "

@@ -43,4 +43,4 @@ def _is_traced(x: Any) -> bool:
         float,
         complex,
     )
-    return isinstance(x, kinds) and not isinstance(x, bool)
+    return isinstance(x, kinds) and not isinstance(x, bool | np.character)

@@ -197,6 +197,14 @@ def test_a_random_loss():
     assert "random" in report.findings[0]
 
 
+def test_a_loss_that_is_not_finite_is_not_called_random():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.nan * jnp.sum(batch), batch.shape[0]
+
+    report = check_loss_fn(loss_fn, PARAMS, [jnp.ones((4, 2))])
+    assert report.findings == ("loss and count must be finite: got nan and 4.0.",)
+
+
 def test_what_cannot_be_checked_says_so():
     def loss_fn(params: Any, batch: Any) -> Any:
         return jnp.sum((params["hidden"].sum() * batch - 1) ** 2), batch.size

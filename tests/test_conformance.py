@@ -99,8 +99,8 @@ def make_program(name: str, inner: Any, optimizer: Any) -> Callable[..., Any]:
 
         def run_micro_batch(carry: Any, x: Any) -> Any:
             params, state = carry
-            # Only at the closing call does the caller have that of the window.
-            grad = jax.tree.map(lambda g: jnp.where(x["closes"], g, jnp.nan), grads)
+            takes_grad = "grad" in EXTRA_ARGS.get(name, ())
+            of_micro_batch = {"grad": x["grads"]} if takes_grad else {}
             update = functools.partial(
                 optimizer.update,
                 x["grads"],
@@ -108,7 +108,7 @@ def make_program(name: str, inner: Any, optimizer: Any) -> Callable[..., Any]:
                 params,
                 num_tokens=x["num_tokens"],
                 value=x["loss_sum"],
-                **extra_args(name, grad, value, params),
+                **extra_args(name, grads, value, params) | of_micro_batch,
             )
 
             def leave() -> Any:

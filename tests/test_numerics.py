@@ -177,6 +177,23 @@ def test_integer_parameters_are_left_alone_even_by_weight_decay():
     assert (decayed != MIXED["index"]).any()
 
 
+def test_frozen_parameters_of_4_bits_are_left_alone():
+    params = {"codes": jnp.arange(-3, 3).astype(jnp.int4), "scale": jnp.float32(1.0)}
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(params["scale"] * params["codes"].astype(jnp.float32) * x), 2.0
+
+    labels = {"codes": "frozen", "scale": "trained"}
+    inner = optax.partition(
+        {"frozen": optax.set_to_zero(), "trained": optax.sgd(1.0)}, labels
+    )
+    step = make_train_step(loss_fn, inner, 2)
+    state = step.init(params)
+    for scale in (1.0, 3.0):
+        state, _ = step(state, jnp.full(6, scale))
+    helpers.assert_trees_equal(state.params, params | {"scale": jnp.float32(4.0)})
+
+
 def test_window_value_and_grad_gives_integers_zeros():
     (loss, _), grads = window_value_and_grad(mixed_loss)(MIXED, jnp.ones((2, 3)))
     helpers.assert_trees_equal(grads["w"], jnp.full(3, 0.5))

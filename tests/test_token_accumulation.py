@@ -1,5 +1,6 @@
 """What the transformation promises of a window, one promise a test."""
 
+import sys
 from typing import Any
 
 import helpers
@@ -104,6 +105,57 @@ def test_schedule_of_k_follows_gradient_step():
     assert closed == [True, True, False, False, True, False, False, True]
 
 
+def test_windows_that_never_close_by_themselves(maybe_jit: Any):
+    for schedule in ({"every_k_schedule": sys.maxsize}, {"every_n_tokens": 10**12}):
+        optimizer = token_accumulation(optax.sgd(1.0), **schedule)
+        update, state = maybe_jit(optimizer.update), optimizer.init(PARAMS)
+        for mini_step in (1, 2):
+            _, state = update(grads(1.0), state, PARAMS, num_tokens=1e9)
+            assert state.mini_step == mini_step
+        _, state = close_window(optimizer, state, PARAMS)
+        assert has_updated(state)
+
+
+def test_line_search_is_given_the_gradient_of_the_window():
+    """`grad` is the micro-batch's, like the gradients and `value`."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        errors = (params * batch[0] - batch[1]) ** 2
+        return jnp.sum(errors), errors.size
+
+    def mean_fn(params: Any) -> Any:
+        loss_sum, n = loss_fn(params, full)
+        return loss_sum / n
+
+    search = optax.scale_by_backtracking_linesearch(
+        20, decrease_factor=0.9, slope_rtol=0.3
+    )
+    inner = optax.chain(optax.sgd(1.0), search)
+    rng = np.random.default_rng(0)
+    batches = [np.float32(rng.normal(size=(2, n))) + 2 for n in (1, 9, 2, 4)]
+    full, params = np.concatenate(batches, axis=1), jnp.float32(0.0)
+    value, grad = jax.value_and_grad(mean_fn)(params)
+    given = {"value": value, "grad": grad, "value_fn": mean_fn}
+    expected, _ = inner.update(grad, inner.init(params), params, **given)
+
+    def last_update(optimizer: Any, gives_count: bool) -> Any:
+        state = optimizer.init(params)
+        for batch in batches:
+            (value, n), grad = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+            if gives_count:
+                given = {"num_tokens": n}
+            else:
+                value, grad, given = value / n, grad / n, {}
+            given |= {"value": value, "grad": grad, "value_fn": mean_fn}
+            update, state = optimizer.update(grad, state, params, **given)
+        return update
+
+    got = last_update(token_accumulation(inner, len(batches)), True)
+    np.testing.assert_allclose(got, expected, rtol=helpers.RTOL["float32"])
+    naive = last_update(optax.MultiSteps(inner, len(batches)), False)
+    assert abs(naive / expected - 1) > 0.01
+
+
 @pytest.mark.parametrize("budget", [10, np.int64(10), lambda _: 10], ids=type)
 def test_token_budget_closes_on_the_micro_batch_that_reaches_it(
     budget: Any, maybe_jit: Any
@@ -171,10 +223,10 @@ def test_micro_batch_without_tokens_counts_and_adds_nothing(
     assert int(state.gradient_step) == 1
 
 
-@pytest.mark.parametrize("count", [-1, np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("count", [-1, np.nan, np.inf, -np.inf, 1e39], ids=str)
 def test_impossible_count_raises_concrete_and_adds_nothing_traced(count: float):
     optimizer, state = new(optax.sgd(1.0), 3)
-    with pytest.raises(ValueError, match="num_tokens must be finite and at least 0"):
+    with pytest.raises(ValueError, match="must be finite, in float32, and at least 0"):
         optimizer.update(grads(1.0), state, PARAMS, num_tokens=count)
     micro_batches = [(grads(2.0), 1.0), (grads(7.0), float(count)), (grads(4.0), 2.0)]
     params, state = helpers.run_window(
