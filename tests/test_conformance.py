@@ -99,8 +99,11 @@ def make_program(name: str, inner: Any, optimizer: Any) -> Callable[..., Any]:
 
         def run_micro_batch(carry: Any, x: Any) -> Any:
             params, state = carry
-            takes_grad = "grad" in EXTRA_ARGS.get(name, ())
-            of_micro_batch = {"grad": x["grads"]} if takes_grad else {}
+            # The objective of a window is known at its closing call.
+            grad = jax.tree.map(lambda g: jnp.where(x["closes"], g, jnp.nan), grads)
+            extra = extra_args(name, grad, value, params)
+            if "grad" in extra:
+                extra["grad"] = x["grads"]
             update = functools.partial(
                 optimizer.update,
                 x["grads"],
@@ -108,7 +111,7 @@ def make_program(name: str, inner: Any, optimizer: Any) -> Callable[..., Any]:
                 params,
                 num_tokens=x["num_tokens"],
                 value=x["loss_sum"],
-                **extra_args(name, grads, value, params) | of_micro_batch,
+                **extra,
             )
 
             def leave() -> Any:
