@@ -220,8 +220,14 @@ def test_aux_is_that_of_the_micro_batch(kind: str):
     assert metrics.aux is None
 
 
+def test_parameters_that_are_one_leaf_and_no_array_are_named(kind: str):
+    step = with_schedule(kind, 2)
+    with pytest.raises(TypeError, match="at the root got object"):
+        step.init(object())
+
+
 def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
-    """Frozen weights are arguments; a bool or a string stays what it is."""
+    """Frozen weights are arguments; a bool or a string, NumPy's too, stays as it is."""
 
     def loss(params: Any, batch: Any, *, frozen: Any, train: bool, mode: Any) -> Any:
         assert train is True and mode["name"] == "sum" and mode["act"] is jnp.tanh
@@ -230,7 +236,7 @@ def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
     schedule = 1 if kind == "two programs" else lambda _: 1
     step = make_train_step(loss, optax.sgd(1.0), schedule)
     state = step.init(PARAMS)
-    mode = {"name": "sum", "act": jnp.tanh}
+    mode = {"name": np.str_("sum"), "act": jnp.tanh}
     for scale in (1.0, 2.0):
         before = np.asarray(state.params["w"])
         frozen = {"w": jnp.asarray([scale, 0.0])}
