@@ -2,7 +2,6 @@
 
 import contextlib
 import operator
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,17 +138,6 @@ def run_window(
         )
         params = optax.apply_updates(params, updates)
     return params, state
-
-
-def quick_to_compile() -> dict[str, str]:
-    """The environment of a command whose programs may be slow: most run once."""
-    flags = (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
-    )
-    return os.environ | {"XLA_FLAGS": " ".join(flags)}
 
 
 _compilations: list[str] = []

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 
-import helpers
 import pytest
 
 
@@ -16,13 +15,8 @@ def said() -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    flags = helpers.quick_to_compile()["XLA_FLAGS"].split()
-    flags = [flag for flag in flags if "device_count" not in flag]
-    environment = os.environ | {
-        "XLA_FLAGS": " ".join([*flags, "--xla_force_host_platform_device_count=4"]),
-        "NPROC": "32",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
     script = pathlib.Path(__file__).with_name("one_of_two_processes.py")
     processes = [
         subprocess.Popen(

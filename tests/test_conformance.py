@@ -53,12 +53,6 @@ CASES = [
 
 SPECS = {"matrix": PartitionSpec("data"), "vector": PartitionSpec()}
 
-# Compiling is what these tests cost, and unoptimized it costs a third.
-UNOPTIMIZED = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-}
-
 
 def watched(inner: Any, calls: list[Any]) -> optax.GradientTransformationExtraArgs:
     """`inner`, which tells whenever it runs what value and gradient it was given."""
@@ -179,7 +173,7 @@ def check_transformation(
         traces.append(1)
         return program(*args)
 
-    jitted = jax.jit(traced, donate_argnums=0, compiler_options=UNOPTIMIZED)
+    jitted = jax.jit(traced, donate_argnums=0)
     state = optimizer.init(params)
     assert_close(state.inner_opt_state, jax.tree.map(jnp.asarray, inner.init(params)))
     carry = (jax.tree.map(jnp.copy, params), state)

@@ -18,7 +18,6 @@ import planned
 import pytest
 import transformer
 from dialogue import Pair
-from helpers import quick_to_compile
 
 EXACT = {
     "MultiSteps",
@@ -332,7 +331,6 @@ def run_command(*words):
         capture_output=True,
         text=True,
         timeout=300,
-        env=quick_to_compile(),
         check=False,
     )
 

@@ -175,10 +175,7 @@ def test_needs_one_accumulator_of_the_parameters_size():
         )
     )
     # As users compile it, whatever the suite is run with.
-    optimized = {
-        "xla_backend_optimization_level": 3,
-        "xla_cpu_use_fusion_emitters": True,
-    }
+    optimized = {"xla_backend_optimization_level": 3}
     programs = [
         jax.jit(f).lower(params, window).compile(optimized) for f in (several, one)
     ]

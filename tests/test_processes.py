@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -21,7 +22,7 @@ import options
 import orbax.checkpoint as ocp
 import pytest
 from directories import checkpoints, cut_to_half, snapshot
-from helpers import RTOL, assert_trees_equal, quick_to_compile, relative_error
+from helpers import RTOL, assert_trees_equal, relative_error
 from rich.console import Console
 
 K, ROWS, UPDATES, SAVE_EVERY = 4, 6, 6, 5
@@ -53,7 +54,7 @@ class Command(NamedTuple):
     @contextlib.contextmanager
     def start(self, directory, processes, devices):
         """Processes, each with words and variables of its own; killed at the end."""
-        variables = quick_to_compile() | {"NPROC": "32"}
+        variables = os.environ.copy()
         variables["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
         started = []
         try:

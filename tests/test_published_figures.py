@@ -11,7 +11,7 @@ import numpy as np
 import published_figures
 import published_fixtures
 import pytest
-from helpers import RTOL, quick_to_compile
+from helpers import RTOL
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -66,7 +66,6 @@ def test_the_command(tmp_path):
         text=True,
         timeout=300,
         check=False,
-        env=quick_to_compile(),
     )
     assert result.returncode == 0, result.stderr
     content = json.loads((tmp_path / "out" / "figures.json").read_text())

@@ -112,7 +112,6 @@ def test_the_command_about_clipping_prints_the_pages_table(tmp_path: Path):
         text=True,
         timeout=300,
         check=False,
-        env=helpers.quick_to_compile(),
     )
     assert done.returncode == 0, done.stderr
     printed = table_of(done.stdout)
