@@ -26,7 +26,7 @@ class TorchRandom:
 
     def integers(self, low: int, high: int, *shape: int) -> np.ndarray:
         """As `torch.randint` does."""
-        drawn = self._bits.randint(0, 2**32, shape, np.uint32)
+        drawn = self._bits.randint(0, 2**32, shape, dtype=np.uint32)
         return (low + drawn % (high - low)).astype(np.int32)
 
     def uniform(self, *shape: int) -> np.ndarray:
