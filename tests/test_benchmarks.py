@@ -13,6 +13,7 @@ from benchmarks.workloads import square_layers
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_all_suites_run_and_say_what_they_measured(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "--quick", "--out", tmp_path]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -325,6 +325,31 @@ def test_bad_values_are_refused(capsys, flag, value, message):
     assert message in complaint
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--save-every=3"], "--save-every needs a --checkpoint-dir"),
+        (["--checkpoint-dir=x", "--methods", "MultiSteps"], "--methods is of the"),
+        (["--checkpoint-dir=x", "--out=y"], "--out is of the comparison"),
+        (["--checkpoint-dir=x", "--plan"], "--plan is of the comparison"),
+        (["--distributed"], "several processes train a single run"),
+        (["--checkpoint-dir=x", "--process-id=0"], "--process-id go together"),
+        (
+            ["--checkpoint-dir=x", "--coordinator=h:1", "--num-processes=2"]
+            + ["--process-id=2"],
+            "--process-id must be below --num-processes 2, got 2",
+        ),
+    ],
+    ids=["save-every alone", "methods", "out", "plan"]
+    + ["distributed alone", "process-id alone", "process-id"],
+)
+def test_flags_that_do_not_go_together_are_refused(capsys, words, message):
+    with pytest.raises(SystemExit) as error:
+        options.parse_options(words)
+    assert error.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def run_command(*words):
     return subprocess.run(
         [sys.executable, finetune.__file__, *map(str, words)],
@@ -335,6 +360,7 @@ def run_command(*words):
     )
 
 
+@pytest.mark.slow
 def test_bad_data_ends_the_command_without_a_traceback(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a"}\n')
@@ -345,6 +371,7 @@ def test_bad_data_ends_the_command_without_a_traceback(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora_rank", "words", "exact"),
     [

@@ -229,6 +229,7 @@ def check_workers() -> None:
     print("checked")
 
 
+@pytest.mark.slow
 def test_workers():
     # In a process of its own, which parses Grain's flags.
     code = "import sys, absl.flags, test_grain\n"

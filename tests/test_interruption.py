@@ -1,6 +1,7 @@
 """Tests of `finetune.py --checkpoint-dir`: a run that is killed, and what is refused.
 
-`KILLS=50 pytest tests/test_interruption.py -rP` kills fifty times and prints where.
+`KILLS=50 pytest -m slow tests/test_interruption.py -rP` kills fifty times and prints
+where.
 """
 
 import json
@@ -30,6 +31,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from optax_tokenaccum import StepState
+
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("KILLS", "5"))
 UPDATES, K, SAVE_EVERY = 4 * KILLS + 8, 4, 5
@@ -323,28 +326,3 @@ def test_with_a_damaged_checkpoint_out_of_the_way_the_one_before_it_goes_on(
     assert status == 0, printed
     assert f"goes on after {checkpoints(uninterrupted)[-2]} of" in printed
     assert_same_end(command, copy, uninterrupted)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--save-every=3"], "--save-every needs a --checkpoint-dir"),
-        (["--checkpoint-dir=x", "--methods", "MultiSteps"], "--methods is of the"),
-        (["--checkpoint-dir=x", "--out=y"], "--out is of the comparison"),
-        (["--checkpoint-dir=x", "--plan"], "--plan is of the comparison"),
-        (["--distributed"], "several processes train a single run"),
-        (["--checkpoint-dir=x", "--process-id=0"], "--process-id go together"),
-        (
-            ["--checkpoint-dir=x", "--coordinator=h:1", "--num-processes=2"]
-            + ["--process-id=2"],
-            "--process-id must be below --num-processes 2, got 2",
-        ),
-    ],
-    ids=["save-every alone", "methods", "out", "plan"]
-    + ["distributed alone", "process-id alone", "process-id"],
-)
-def test_flags_that_do_not_go_together_are_refused(capsys, words, message):
-    with pytest.raises(SystemExit) as error:
-        options.parse_options(words)
-    assert error.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())

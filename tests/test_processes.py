@@ -25,6 +25,8 @@ from directories import checkpoints, cut_to_half, snapshot
 from helpers import RTOL, assert_trees_equal, relative_error
 from rich.console import Console
 
+pytestmark = pytest.mark.slow
+
 K, ROWS, UPDATES, SAVE_EVERY = 4, 6, 6, 5
 MICRO_BATCHES = K * UPDATES
 STOPPED = 10  # a checkpoint in the middle of a window

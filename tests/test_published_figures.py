@@ -58,6 +58,7 @@ def holds(published, value):
     return abs(value - expected) <= (5e-5 if rounded else RTOL["float32"])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     result = subprocess.run(
         [sys.executable, published_figures.__file__, "--quick", "--seeds", "2"]

@@ -104,6 +104,7 @@ def table_of(text: str) -> list[list[str]]:
     return [cells for cells in lines if cells[0] in clipping.WAYS]
 
 
+@pytest.mark.slow
 def test_the_command_about_clipping_prints_the_pages_table(tmp_path: Path):
     picture = tmp_path / "clipping.png"
     done = subprocess.run(

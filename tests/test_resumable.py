@@ -230,6 +230,7 @@ def damage_every_file(directory):
             path.write_bytes(original)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_or_restored_exactly(tmp_path):
     run(tmp_path / "run")
     # In a process of its own: the reads that Orbax drops end when they like.
