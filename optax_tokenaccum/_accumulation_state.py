@@ -41,8 +41,8 @@ class TokenAccumulationState(NamedTuple):
     gradient_step: jax.Array  # shape=(), dtype=int32
     inner_opt_state: Any
     acc_grads: Any  # dtype=float32, or wider where the parameter is
-    acc_tokens: jax.Array  # shape=(), dtype=float32
-    acc_value: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    acc_tokens: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    acc_value: jax.Array  # shape=(), dtype=that of acc_tokens
     has_updated: jax.Array  # shape=(), dtype=bool
     skip_state: Any = ()
 

@@ -60,7 +60,8 @@ class Accumulation:
         dtypes = jax.tree.map(
             lambda p: _arrays.accumulator_dtype_of(p, self.accumulator_dtype), params
         )
-        value_dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(dtypes))
+        value_dtype = _arrays.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
+        zero = jnp.zeros((), value_dtype).real
         gradient_step = jnp.zeros((), jnp.int32)
         skip_state = ()
         if self.should_skip_update_fn is not None:
@@ -71,8 +72,8 @@ class Accumulation:
             gradient_step=gradient_step,
             inner_opt_state=inner_opt_state,
             acc_grads=self.sums.zeros(params, dtypes),
-            acc_tokens=jnp.zeros((), jnp.float32),
-            acc_value=jnp.zeros((), value_dtype).real,
+            acc_tokens=zero,
+            acc_value=zero,
             has_updated=jnp.zeros((), jnp.bool_),
             skip_state=skip_state,
         )
@@ -104,7 +105,7 @@ class Accumulation:
         )
         updates = jax.tree.map(_arrays.without_float0, updates, totals)
         weighted = self.token_mean and self.gradients == "mean"
-        num_tokens = _checks.as_num_tokens(num_tokens)
+        num_tokens = _checks.as_num_tokens(num_tokens, dtype=state.acc_tokens.dtype)
         if not _checks.is_zero(num_tokens):
             axes.check_tokens(updates, num_tokens, is_mean=weighted)
         value = _checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
@@ -120,11 +121,12 @@ class Accumulation:
         def add_to(total: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
             # Not jnp.where: a call of its own for every leaf, traced and lowered.
             so_far = jax.lax.select(is_first, jnp.zeros_like(total), total)
-            return jax.lax.select(counts, (so_far + x).astype(total.dtype), so_far)
+            sum_ = (so_far.astype(x.dtype) + x).astype(total.dtype)
+            return jax.lax.select(counts, sum_, so_far)
 
         def weigh(x: jax.Array, dtype: Any) -> jax.Array:
             x = jnp.asarray(x).astype(_arrays.at_least_float32(dtype))
-            return x * num_tokens if weighted else x
+            return x * num_tokens.astype(x.dtype) if weighted else x
 
         def add_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
             counts = counts_of(axes.reduced(x))
@@ -199,7 +201,7 @@ class Accumulation:
     ) -> tuple[jax.Array, jax.Array]:
         """Token-mean loss and tokens of the open window, both 0 where it has none."""
         tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
-        loss = state.acc_value / self._divisor(state)
+        loss = _arrays.divide(state.acc_value, self._divisor(state))
         return jnp.where(tokens > 0, loss, 0), tokens
 
     def window_gradient(
@@ -215,7 +217,7 @@ class Accumulation:
                 return _arrays.zeros_of(g)
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
             # first, and then stores the divided gradient for its several readers.
-            return (acc / self._divisor(state)).astype(jnp.result_type(g))
+            return _arrays.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
 
         return jax.tree.map(of_leaf, state.acc_grads, like)
 
@@ -225,11 +227,13 @@ class Accumulation:
         Divided after the norm: where the divided gradient has a second reader, XLA
         stores all of it (25 MB instead of 1 KB of temporaries in a 25 MB model).
         """
+        dtype = state.acc_value.dtype
         wide = jax.tree.map(
-            lambda acc: acc.astype(_arrays.at_least_float32(acc.dtype)), state.acc_grads
+            lambda acc: acc.astype(_arrays.common_dtype(acc.dtype, dtype)),
+            state.acc_grads,
         )
-        norm = optax.tree.norm(wide).astype(state.acc_value.dtype)
-        return norm / self._divisor(state)
+        norm = optax.tree.norm(wide).astype(dtype)
+        return _arrays.divide(norm, self._divisor(state))
 
     def _ask_skip(
         self,
@@ -246,7 +250,8 @@ class Accumulation:
 
             def divided(g: jax.Array) -> jax.Array:
                 n = axes.behind(axes.reduced(g), num_tokens)
-                return (g / jnp.where(n > 0, n, 1)).astype(jnp.result_type(g))
+                n = jnp.where(n > 0, n, 1)
+                return _arrays.divide(g, n).astype(jnp.result_type(g))
 
             mean = jax.tree.map(divided, updates)
         should_skip, skip_state = self.should_skip_update_fn(

@@ -16,8 +16,20 @@ def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
     if dtype is None:
         return at_least_float32(given)
     if jnp.issubdtype(given, jnp.complexfloating):
-        return jnp.promote_types(dtype, jnp.complex64)
+        return common_dtype(dtype, jnp.complex64)
     return dtype
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """What `dtypes` promote to, under strict promotion too: here it is meant."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
+def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`x / divisor` in the dtype that both promote to, at least float32."""
+    dtype = common_dtype(at_least_float32(x.dtype), divisor.dtype)
+    return x.astype(dtype) / divisor.astype(dtype)
 
 
 def at_least_float32(dtype: Any) -> Any:

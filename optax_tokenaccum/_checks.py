@@ -16,7 +16,7 @@ def is_concrete(x: Any) -> bool:
 
 def is_zero(x: Any) -> bool:
     """Whether `x` is known to be 0."""
-    return is_concrete(x) and not np.any(x)
+    return is_concrete(x) and not np.any(np.asarray(x))
 
 
 def check_function(f: Any, name: str) -> None:
@@ -59,8 +59,10 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
     return given
 
 
-def as_num_tokens(num_tokens: Any, name: str = "num_tokens") -> jax.Array:
-    """The weight of a micro-batch as a float32 scalar; `name` is for errors.
+def as_num_tokens(
+    num_tokens: Any, name: str = "num_tokens", dtype: Any = jnp.float32
+) -> jax.Array:
+    """The weight of a micro-batch as a scalar of `dtype`; `name` is for errors.
 
     Raises:
       TypeError: it is missing or not a real number.
@@ -75,7 +77,7 @@ def as_num_tokens(num_tokens: Any, name: str = "num_tokens") -> jax.Array:
             "GradientTransformationExtraArgs), or flax's linen TrainState (use "
             "optax_tokenaccum.linen.TrainState)."
         )
-    return _as_real_scalar(num_tokens, name, jnp.float32, non_negative=True)
+    return _as_real_scalar(num_tokens, name, dtype, non_negative=True)
 
 
 def as_value(value: Any, dtype: Any) -> jax.Array:
@@ -102,11 +104,13 @@ def _as_real_scalar(
             f"{jnp.shape(x)}. Sum it over the micro-batch first."
         )
     if non_negative and is_concrete(x):
+        # With NumPy: an array that is known is compared as a traced one in a trace.
         with np.errstate(over="ignore"):
-            is_finite = np.isfinite(np.float32(x))
-        if not (is_finite and x >= 0):
+            number = np.asarray(x).astype(dtype)
+        if not (np.isfinite(number) and number >= 0):
             raise ValueError(
-                f"{name} must be finite, in float32, and at least 0: got {x}."
+                f"{name} must be finite, in {jnp.dtype(dtype)}, and at least 0: got "
+                f"{x}."
             )
     return jnp.asarray(x, dtype)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._arrays import divide
 from optax_tokenaccum._checks import as_num_tokens
 from optax_tokenaccum._groups import Group
 
@@ -24,8 +25,15 @@ class LossTerms:
     the batch alone: `count_fn` is not given the parameters.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], count_fn: CountFn, has_aux: bool):
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        count_fn: CountFn,
+        has_aux: bool,
+        count_dtype: Any,
+    ):
         self._loss_fn = loss_fn
+        self._count_dtype = count_dtype
         self._count_fn = count_fn
         self._has_aux = has_aux
 
@@ -53,10 +61,7 @@ class LossTerms:
             returned = self._loss_fn(params, batch, **loss_kwargs)
             terms, aux = self._split(returned)
             _check_names(terms, totals)
-            loss = sum(
-                (_divided(terms[name], total) for name, total in totals.items()),
-                start=jnp.zeros(()),
-            )
+            loss = sum(_divided(terms[name], total) for name, total in totals.items())
             counts = self._counts(batch)
             holds_any = jnp.asarray(
                 [True if count is None else count > 0 for count in counts.values()]
@@ -86,7 +91,7 @@ class LossTerms:
         return {
             name: None
             if count is None
-            else _usable(as_num_tokens(count, f"the count {name!r}"))
+            else _usable(as_num_tokens(count, f"the count {name!r}", self._count_dtype))
             for name, count in counts.items()
         }
 
@@ -96,9 +101,10 @@ def _usable(count: jax.Array) -> jax.Array:
 
 
 def _divided(term: Any, total: jax.Array | None) -> jax.Array:
+    term = jnp.asarray(term)
     if total is None:
-        return jnp.asarray(term)
-    return jnp.where(total > 0, term / jnp.where(total > 0, total, 1), 0)
+        return term
+    return jnp.where(total > 0, divide(term, jnp.where(total > 0, total, 1)), 0)
 
 
 def _check_names(terms: Any, totals: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_tokenaccum._checks import as_count, is_concrete
 
@@ -37,7 +38,7 @@ class Schedule:
 
         Args:
           mini_step: micro-batches in the window, int32 scalar.
-          tokens: tokens in the window, float32 scalar; read only if `mini_step > 0`.
+          tokens: tokens in the window, floating scalar; read only if `mini_step > 0`.
           gradient_step: updates so far, int32 scalar: what a schedule is called with.
           close_window: the caller's own word: `None`, a bool, or a traced bool scalar.
 
@@ -98,7 +99,7 @@ def _count_at(schedule: CountSchedule, gradient_step: jax.Array, name: str) -> A
             f"The function given as {name} must return a scalar: got shape "
             f"{jnp.shape(count)}."
         )
-    if is_concrete(count) and not count >= 1:
+    if is_concrete(count) and not np.asarray(count) >= 1:
         at = f" at gradient_step {gradient_step}" if is_concrete(gradient_step) else ""
         raise ValueError(
             f"The function given as {name} must return at least 1: got {count}{at}."

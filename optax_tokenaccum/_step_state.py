@@ -64,7 +64,7 @@ class StepMetrics(NamedTuple):
     """
 
     loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
-    num_tokens: jax.Array  # shape=(), dtype=float32
+    num_tokens: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
     grad_norm: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
     updated: jax.Array  # shape=(), dtype=bool
     skipped: jax.Array  # shape=(), dtype=bool

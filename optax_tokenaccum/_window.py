@@ -142,8 +142,10 @@ class Window:
         axes = accumulation.sums.axes
         capacity, groups = groups_of(micro_batches, num_micro_batches)
         loss_fn, has_aux, totals = self.loss_fn, self.has_aux, None
+        empty = accumulation.empty_window(params)
         if self.count_fn is not None:
-            terms = LossTerms(loss_fn, self.count_fn, has_aux)
+            dtype = empty.acc_tokens.dtype
+            terms = LossTerms(loss_fn, self.count_fn, has_aux, dtype)
             totals = axes.sum(terms.totals(groups))
             loss_fn = terms.share_of(totals)
 
@@ -168,7 +170,7 @@ class Window:
             return unpack(returned, has_aux)[1][1]
 
         carry = (
-            accumulation.empty_window(params),
+            empty,
             jnp.zeros((), jnp.bool_),
             jax.tree.map(
                 lambda x: jnp.zeros((capacity, *x.shape), x.dtype),

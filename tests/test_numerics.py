@@ -1,12 +1,15 @@
 """Dtypes and trees at the edges, by every way in, against NumPy in float64."""
 
+from pathlib import Path
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from optax_tokenaccum import (
@@ -102,6 +105,91 @@ def test_float64_parameters_are_summed_in_float64(way: Any):
         in_float32 = np.float32(x).sum(0) / 24
         error = helpers.relative_error(in_float32, x.sum(0) / 24)
         assert error > helpers.RTOL["float64"]
+
+
+def test_fractional_weights_beside_float64_parameters(way: Any):
+    """A count in float32 would round 0.1 by 1.5e-8, and the update with it."""
+    weights = np.random.default_rng(2).uniform(0.1, 1.0, 8)
+    with jax.enable_x64(True):
+        x = numbers(40).reshape(8, 5)
+        rows = [(jnp.asarray(row), w) for row, w in zip(x, weights, strict=True)]
+        got = way(jnp.zeros(5, jnp.float64), rows)
+        expected = x.sum(0) / weights.sum()
+        assert helpers.relative_error(got, expected) < helpers.RTOL["float64"]
+        in_float32 = x.sum(0) / np.float64(np.float32(weights).sum())
+        error = helpers.relative_error(in_float32, expected)
+        assert error > 1e3 * helpers.RTOL["float64"]
+
+
+def test_a_count_of_each_loss_beside_float64_parameters():
+    with jax.enable_x64(True):
+        value_and_grad = window_value_and_grad(
+            lambda w, batch: {"a": jnp.sum(w * batch["x"])},
+            count_fn=lambda batch: {"a": jnp.sum(batch["weights"])},
+        )
+        batch = {"x": jnp.asarray([[1.0], [2.0]]), "weights": jnp.full((2, 1), 0.1)}
+        (_, (totals, _)), grad = value_and_grad(jnp.ones(()), batch)
+        assert (totals["a"].dtype, totals["a"]) == (jnp.float64, 0.2)
+        assert abs(grad - 15) < 1e-12 < abs(3 / np.float64(np.float32(0.2)) - 15)
+
+
+def test_a_checkpoint_whose_count_is_float32_goes_on(tmp_path: Path):
+    """0.1.0 counted in float32 beside float64 parameters."""
+    with jax.enable_x64(True):
+        step = make_train_step(loss_fn, optax.sgd(1.0), 2, donate=False)
+        x = jnp.asarray(numbers(6).reshape(2, 3))
+        state, _ = step(step.init(jnp.zeros(3)), (x[0], 1.0))
+        whole, _ = step(state, (x[1], 2.0))
+        count = state.opt_state.acc_tokens.astype(jnp.float32)
+        old = state._replace(opt_state=state.opt_state._replace(acc_tokens=count))
+        got, metrics = step(old, (x[1], 2.0))
+        chex.assert_trees_all_equal(got.params, whole.params)
+        assert metrics.num_tokens.dtype == jnp.float32
+
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "old", old)
+            checkpointer.wait_until_finished()
+            target = jax.eval_shape(step.init, jnp.zeros(3))
+            restored = checkpointer.restore(tmp_path / "old", target)
+        chex.assert_trees_all_equal_shapes_and_dtypes(restored, state)
+        chex.assert_trees_all_equal(restored, state)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("accumulator_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("skip", [None, optax.skip_not_finite], ids=["all", "skips"])
+def test_strict_dtype_promotion(dtype: str, accumulator_dtype: Any, skip: Any):
+    """Of two dtypes that meet here, which one wins is meant."""
+    options = {
+        "accumulator_dtype": accumulator_dtype,
+        "should_skip_update_fn": skip,
+    }
+    params = {"a": jnp.zeros(3, dtype), "b": jnp.zeros((), jnp.float32)}
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        a = params["a"].real.astype(jnp.float32)
+        return jnp.sum(a * x) + params["b"], jnp.float32(2)
+
+    def by_transformation(gradients: str) -> Any:
+        tx = token_accumulation(optax.identity(), 2, gradients=gradients, **options)
+        state = tx.init(params)
+        for scale in (1.0, 3.0):
+            gradient, n = jax.grad(loss_fn, has_aux=True)(params, jnp.full(3, scale))
+            updates, state = jax.jit(tx.update)(gradient, state, params, num_tokens=n)
+        return updates
+
+    with jax.numpy_dtype_promotion("strict"):
+        step = make_train_step(loss_fn, optax.identity(), 2, **options)
+        state = step.init(params)
+        for scale in (1.0, 3.0):
+            state, _ = step(state, jnp.full(3, scale))
+        window_step = make_window_step(loss_fn, optax.identity(), **options)
+        batches = jnp.asarray([[1.0] * 3, [3.0] * 3])
+        whole, _ = window_step(window_step.init(params), batches)
+        sums, means = map(by_transformation, ("sum", "mean"))
+    expected = {"a": jnp.full(3, 1.0, dtype), "b": jnp.float32(0.5)}
+    chex.assert_trees_all_equal(state.params, whole.params, sums, expected)
+    chex.assert_trees_all_equal(means, jax.tree.map(lambda x: 2 * x, expected))
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
