@@ -172,7 +172,8 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns; also
-        `step.accumulate.lower(state, batch).compile()` and the like.
+        `step.accumulate.lower(state, batch).compile()` and the like, and what
+        `nnx.jit(f).lower(...).compile()` returns.
 
     Returns:
       A `CollectiveReport`. Groups of devices are named by axes of the mesh in the
@@ -194,10 +195,13 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
       No collective operations on 1 device (data=1).
       >>> assert report.bytes(axes="data") < 100  # a gradient has more
     """
+    given = type(compiled).__name__
+    # nnx.jit wraps the compiled program in a class of flax's own.
+    compiled = getattr(compiled, "compiled", compiled)
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
             "collectives needs a compiled program, a jax.stages.Compiled: got "
-            f"{type(compiled).__name__}. Write jax.jit(f).lower(...).compile(), or "
+            f"{given}. Write jax.jit(f).lower(...).compile(), or "
             "step.accumulate.lower(state, batch).compile() for a step."
         )
     text = compiled.as_text()

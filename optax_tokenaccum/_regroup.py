@@ -65,13 +65,18 @@ def _regrouped(acc: Any, like: Any, param: Any) -> Any:
         return acc
 
     def regroup(acc: jax.Array) -> jax.Array:
-        acc = acc.reshape(-1, *shape)
-        groups = 1 if like.shape == shape else like.shape[0]
+        acc = acc.reshape(_number_of_sums(acc, shape), *shape)
+        groups = _number_of_sums(like, shape)
         missing = -len(acc) % groups
         acc = jnp.pad(acc, [(0, missing), *[(0, 0)] * len(shape)])
-        return acc.reshape(groups, -1, *shape).sum(1).reshape(like.shape)
+        acc = acc.reshape(groups, len(acc) // groups, *shape)
+        return acc.sum(1).reshape(like.shape)
 
     return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
+
+
+def _number_of_sums(acc: Any, shape: tuple[int, ...]) -> int:
+    return 1 if acc.shape == shape else acc.shape[0]
 
 
 def _on_devices_of(like: Any, acc: Any) -> Any:

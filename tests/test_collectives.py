@@ -7,7 +7,8 @@ import collective_programs  # noqa: F401, makes them known
 import jax
 import jax.numpy as jnp
 import pytest
-from model_on_8_devices import PROGRAMS
+from flax import nnx
+from model_on_8_devices import PROGRAMS, ROWS, array, mesh
 
 from optax_tokenaccum import CollectiveReport, collectives
 
@@ -248,6 +249,21 @@ NOT_COMPILED = {
 def test_program_that_is_not_compiled(given: Any, kind: str):
     with pytest.raises(TypeError, match=rf"got {kind}\. Write jax.jit\(f\)\.lower"):
         collectives(given)
+
+
+def test_program_that_nnx_compiled():
+    """flax wraps it in a class of its own, which has the same name as jax's."""
+
+    def gradient(model: nnx.Linear, x: Any) -> Any:
+        return nnx.grad(lambda model: jnp.sum(model(x)))(model)
+
+    model = nnx.Linear(16, 48, use_bias=False, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), array((), on=mesh()).sharding))
+    x = jax.device_put(jnp.ones((ROWS, 16)), array((ROWS, 16), "data").sharding)
+    report = collectives(nnx.jit(gradient).lower(model, x).compile())
+    assert report.bytes(kind="all-reduce", axes="data") == 4 * 16 * 48
+    with pytest.raises(TypeError, match="got Lowered"):
+        collectives(nnx.jit(gradient).lower(model, x))
 
 
 def test_backend_without_text(monkeypatch: pytest.MonkeyPatch):
