@@ -1,5 +1,6 @@
 """What arguments must be, and the errors that say so."""
 
+import inspect
 import operator
 from typing import Any
 
@@ -26,16 +27,35 @@ def check_function(f: Any, name: str) -> None:
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """An optax optimizer that takes extra arguments, from any optax optimizer."""
+    """An optax optimizer that may be given `value`, from any optax optimizer."""
     if callable(getattr(inner, "init", None)) and callable(
         getattr(inner, "update", None)
     ):
-        return optax.with_extra_args_support(inner)
+        inner = optax.with_extra_args_support(inner)
+        return inner if _takes_value(inner.update) else _without_value(inner)
     hint = " Call it: optax.adamw(learning_rate), say." if callable(inner) else ""
     raise TypeError(
         "The inner optimizer must be an optax optimizer with init and update: got "
         f"{inner!r}.{hint}"
     )
+
+
+def _takes_value(update: Any) -> bool:
+    parameters = inspect.signature(update).parameters
+    return "value" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+def _without_value(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """`inner`, such as `optax.contrib.sam`, not given the loss that it would refuse."""
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
+    ) -> Any:
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> int:

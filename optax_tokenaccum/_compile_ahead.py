@@ -21,7 +21,7 @@ def distinct(batches: Any, name: str) -> list[Any]:
             f"{name} must be a list, one for each shape of the run: got "
             f"{type(batches).__name__}. Put a single one into a list."
         )
-    return list({_signature(batch): batch for batch in batches}.values())
+    return list({signature(batch): batch for batch in batches}.values())
 
 
 def compile_all(
@@ -32,8 +32,9 @@ def compile_all(
         lower().compile()
 
 
-def _signature(batch: Any) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
+def signature(tree: Any) -> Any:
+    """What decides whether `jit` has a program for `tree` already."""
+    leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((jax.typeof(x), _placement(x)) for x in leaves)
 
 

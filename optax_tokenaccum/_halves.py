@@ -5,7 +5,9 @@ from typing import Any
 import jax
 
 from optax_tokenaccum import _static
-from optax_tokenaccum._memo import MiniStepMemo
+from optax_tokenaccum._checks import is_concrete
+from optax_tokenaccum._compile_ahead import signature
+from optax_tokenaccum._memo import ArrayMemo, MiniStepMemo
 from optax_tokenaccum._placement import PlacedJit, Placement, Placements
 from optax_tokenaccum._programs import Programs, with_acc_grads
 from optax_tokenaccum._step_state import StepMetrics, StepState, require_step_state
@@ -99,13 +101,36 @@ class CloseWindowStep:
             programs.auto,
             donate,
         )
+        self._compiled: set[Any] = set()
+        self._is_ready: ArrayMemo[bool] = ArrayMemo()
 
     def __call__(self, state: StepState) -> tuple[StepState, StepMetrics]:
         placement, closable, acc_grads = self._arguments(state)
         state, metrics = self._jitted.at(placement)(closable, acc_grads)
         self._memo.remember(state.opt_state.mini_step, 0)
         self._placements.remember(state.opt_state.mini_step, placement)
+        self.stay_ready(state)
         return with_acc_grads(state, acc_grads), metrics
+
+    def make_ready(self, state: StepState) -> None:
+        """Compiles the program for `state` now, if it is not compiled yet.
+
+        The last call of a window accumulates, which donates the sums, and then closes
+        it: an error in the optimizer and Ctrl-C while this compiles must come before.
+        """
+        if self._is_ready.get(state.opt_state.mini_step):
+            return
+        if not all(map(is_concrete, jax.tree.leaves(state))):
+            return  # in a trace, where nothing is donated
+        placement, *arguments = self._arguments(state)
+        key = placement, signature(arguments)
+        if key not in self._compiled:
+            self._jitted.at(placement).lower(*arguments).compile()
+            self._compiled.add(key)
+
+    def stay_ready(self, state: StepState) -> None:
+        """Notes that `state` is laid out like one that the program is compiled for."""
+        self._is_ready.remember(state.opt_state.mini_step, True)
 
     def lower(self, state: StepState) -> jax.stages.Lowered:
         placement, *arguments = self._arguments(state)

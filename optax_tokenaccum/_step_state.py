@@ -103,15 +103,25 @@ def close_and_apply(
         norm = accumulation.gradient_norm(whole)
         return accumulation.sums.settled(_apply(params, updates)), norm
 
-    (params, grad_norm), opt_state = accumulation.close(
-        opt_state,
-        closes,
-        like=params,
-        params=params,
-        extra_args={"value": metrics.loss},
-        finish=finish,
-        otherwise=(params, metrics.grad_norm),
-    )
+    try:
+        (params, grad_norm), opt_state = accumulation.close(
+            opt_state,
+            closes,
+            like=params,
+            params=params,
+            extra_args={"value": metrics.loss},
+            finish=finish,
+            otherwise=(params, metrics.grad_norm),
+        )
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise TypeError(
+            "The optimizer of a step must need nothing but gradients, parameters and "
+            f"value, the window's loss: {error}. Give update what it needs in a loop "
+            "of your own, with token_accumulation; or leave out the line search, "
+            "optax.lbfgs(1.0, linesearch=None)."
+        ) from error
     return (
         params,
         opt_state,

@@ -122,14 +122,11 @@ class TrainStep:
             state, metrics = self._whole.at(placement)(*arguments, static=static)
             self._placements.remember(state.opt_state.mini_step, placement)
             return state, metrics
-        if self._memo.get(state.opt_state.mini_step) is None:
-            # Not made by this step: found out now, not after the sums were donated.
-            _checks.check_inner_state(
-                self._accumulation.inner, state.opt_state.inner_opt_state, state.params
-            )
+        self.close_window.make_ready(state)
         is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
         state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
         if not is_last:
+            self.close_window.stay_ready(state)
             return state, added
         state, closed = self.close_window(state)
         return state, closed._replace(skipped=added.skipped, aux=added.aux)

@@ -167,6 +167,18 @@ STEPPING: list[Row] = [
         + returned(lambda w: (w.astype(int), 1)),
     ),
     (
+        "an optimizer that needs more than `value` in a step",
+        TypeError,
+        [
+            lambda keep, s=s, batch=batch: s(keep(s.init(PARAMS)), batch)
+            for s, batch in (
+                (train_step(optax.lbfgs(), 2), BATCH),
+                (train_step(optax.lbfgs(), lambda _: 2), BATCH),
+                (window_step(optax.lbfgs()), WINDOW),
+            )
+        ],
+    ),
+    (
         "`rng` for a `loss_fn` without one",
         TypeError,
         [lambda keep, s=s: s(keep(s.init(PARAMS)), BATCH, rng=KEY) for s in STEPS],
