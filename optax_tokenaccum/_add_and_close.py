@@ -12,6 +12,7 @@ import optax
 from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._accumulation_state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._axes import Axes, as_names
+from optax_tokenaccum._overwritten import nothing_yet, overwritten, zeroed
 from optax_tokenaccum._schedule import Schedule
 from optax_tokenaccum._sums import Sums, SumsPerDevice
 
@@ -58,7 +59,13 @@ class Accumulation:
     ) -> TokenAccumulationState:
         """A state whose window holds nothing, with sums of the parameters' shapes."""
         dtypes = jax.tree.map(
-            lambda p: _arrays.accumulator_dtype_of(p, self.accumulator_dtype), params
+            lambda p, is_overwritten: (
+                jnp.result_type(p)
+                if is_overwritten
+                else _arrays.accumulator_dtype_of(p, self.accumulator_dtype)
+            ),
+            params,
+            overwritten(params),
         )
         value_dtype = _arrays.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
         zero = jnp.zeros((), value_dtype).real
@@ -128,7 +135,17 @@ class Accumulation:
             x = jnp.asarray(x).astype(_arrays.at_least_float32(dtype))
             return x * num_tokens.astype(x.dtype) if weighted else x
 
-        def add_gradient(total: jax.Array, x: jax.Array) -> jax.Array:
+        def raise_to(total: jax.Array, x: jax.Array) -> jax.Array:
+            so_far = jax.lax.select(is_first, nothing_yet(total), total)
+            # A device without tokens has rows as well: the maximum is that of all.
+            counts = (axes.sum(num_tokens) > 0) & ~skipped
+            return jax.lax.select(counts, jnp.maximum(so_far, x), so_far)
+
+        def add_gradient(
+            total: jax.Array, x: jax.Array, is_overwritten: bool
+        ) -> jax.Array:
+            if is_overwritten:
+                return raise_to(total, x.astype(total.dtype))
             counts = counts_of(axes.reduced(x))
             return add_to(total, weigh(x, total.dtype), counts)
 
@@ -137,7 +154,7 @@ class Accumulation:
             of_all = axes.sum(jax.lax.select(counts, x, jnp.zeros_like(x)))
             return add_to(total, of_all, jnp.ones_like(is_first))
 
-        opened = jax.tree.map(add_gradient, totals, updates)
+        opened = jax.tree.map(add_gradient, totals, updates, overwritten(totals))
         return state._replace(
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
             acc_grads=self.sums.stored(opened),
@@ -176,7 +193,7 @@ class Accumulation:
 
         def update() -> tuple[Any, Any]:
             whole = state._replace(acc_grads=self.sums.total(state.acc_grads))
-            gradient = self.window_gradient(whole, like)
+            gradient = zeroed(self.window_gradient(whole, like))
             of_window = {"grad": gradient} if "grad" in extra_args else {}
             updates, inner_opt_state = self.inner.update(
                 gradient, state.inner_opt_state, params, **(extra_args | of_window)
@@ -210,16 +227,20 @@ class Accumulation:
         """`sum g / sum n` in the dtypes of `like`, divided before the one cast.
 
         The gradient of an integer parameter has no numbers and is handed on as it is.
+        That of a parameter to be overwritten is its next value.
         """
 
-        def of_leaf(acc: jax.Array, g: Any) -> Any:
+        def of_leaf(acc: jax.Array, g: Any, is_overwritten: bool) -> Any:
             if _arrays.is_float0(g):
                 return _arrays.zeros_of(g)
+            if is_overwritten:
+                return acc.astype(jnp.result_type(g))
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
             # first, and then stores the divided gradient for its several readers.
             return _arrays.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
 
-        return jax.tree.map(of_leaf, state.acc_grads, like)
+        sums = state.acc_grads
+        return jax.tree.map(of_leaf, sums, like, overwritten(sums))
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -230,7 +251,7 @@ class Accumulation:
         dtype = state.acc_value.dtype
         wide = jax.tree.map(
             lambda acc: acc.astype(_arrays.common_dtype(acc.dtype, dtype)),
-            state.acc_grads,
+            zeroed(state.acc_grads),
         )
         norm = optax.tree.norm(wide).astype(dtype)
         return _arrays.divide(norm, self._divisor(state))
@@ -255,7 +276,7 @@ class Accumulation:
 
             mean = jax.tree.map(divided, updates)
         should_skip, skip_state = self.should_skip_update_fn(
-            mean, state.gradient_step, params
+            zeroed(mean), state.gradient_step, params
         )
         _checks.check_same_tree(
             state.skip_state,

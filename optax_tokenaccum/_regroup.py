@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum import _checks
+from optax_tokenaccum._overwritten import overwritten
 from optax_tokenaccum._step_state import StepState, require_step_state
 
 
@@ -52,14 +53,18 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
     for each in (state, like):
         require_step_state(each, accumulates=True)
     sums = jax.tree.map(
-        _regrouped, state.opt_state.acc_grads, like.opt_state.acc_grads, like.params
+        _regrouped,
+        state.opt_state.acc_grads,
+        like.opt_state.acc_grads,
+        like.params,
+        overwritten(like.params),
     )
     state = state._replace(opt_state=state.opt_state._replace(acc_grads=sums))
     _checks.check_same_tree(state, like, "The states must be of the same training")
     return jax.tree.map(_put, state, like)
 
 
-def _regrouped(acc: Any, like: Any, param: Any) -> Any:
+def _regrouped(acc: Any, like: Any, param: Any, is_overwritten: bool) -> Any:
     shape = jnp.shape(param)
     if acc.shape == like.shape or shape not in (acc.shape, acc.shape[1:]):
         return acc
@@ -68,9 +73,12 @@ def _regrouped(acc: Any, like: Any, param: Any) -> Any:
         acc = acc.reshape(_number_of_sums(acc, shape), *shape)
         groups = _number_of_sums(like, shape)
         missing = -len(acc) % groups
-        acc = jnp.pad(acc, [(0, missing), *[(0, 0)] * len(shape)])
+        nothing = -jnp.inf if is_overwritten else 0
+        padding = [(0, missing), *[(0, 0)] * len(shape)]
+        acc = jnp.pad(acc, padding, constant_values=nothing)
         acc = acc.reshape(groups, len(acc) // groups, *shape)
-        return acc.sum(1).reshape(like.shape)
+        acc = acc.max(1) if is_overwritten else acc.sum(1)
+        return acc.reshape(like.shape)
 
     return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
 

@@ -9,6 +9,7 @@ import optax
 from optax_tokenaccum import _checks
 from optax_tokenaccum._accumulation_state import TokenAccumulationState
 from optax_tokenaccum._add_and_close import Accumulation
+from optax_tokenaccum._overwritten import overwritten
 
 
 class StepState(NamedTuple):
@@ -101,7 +102,8 @@ def close_and_apply(
 
     def finish(updates: Any, whole: TokenAccumulationState) -> tuple[Any, jax.Array]:
         norm = accumulation.gradient_norm(whole)
-        return accumulation.sums.settled(_apply(params, updates)), norm
+        applied = _apply(params, updates, whole.acc_grads)
+        return accumulation.sums.settled(applied), norm
 
     try:
         (params, grad_norm), opt_state = accumulation.close(
@@ -134,14 +136,23 @@ def close_and_apply(
     )
 
 
-def _apply(params: Any, updates: Any) -> Any:
-    """`optax.apply_updates`, but for integers: weight decay would truncate them."""
+def _apply(params: Any, updates: Any, sums: Any) -> Any:
+    """`optax.apply_updates` to what is trained.
+
+    Integers stay, which weight decay would truncate; what is to be overwritten takes
+    the value that came in place of its gradient.
+    """
     updates = jax.tree.map(
         lambda p, u: u if jnp.issubdtype(p.dtype, jnp.inexact) else jnp.zeros_like(p),
         params,
         updates,
     )
-    return optax.apply_updates(params, updates)
+    return jax.tree.map(
+        lambda p, new, is_overwritten: new.astype(p.dtype) if is_overwritten else p,
+        optax.apply_updates(params, updates),
+        sums,
+        overwritten(params),
+    )
 
 
 def require_step_state(state: Any, *, accumulates: bool) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import _checks
 from optax_tokenaccum._data_parallel import DataParallel
+from optax_tokenaccum._overwritten import overwritten
 from optax_tokenaccum._placement import is_explicit, is_sharding, sharding_of
 from optax_tokenaccum._specs import entries_of, entry_of, names_in, only, without
 from optax_tokenaccum._sums import Sums
@@ -64,7 +65,7 @@ class SumsOfDevices(_SumsOnDevices):
         # Over all axes where shardings are known: XLA gathers what is spread over an
         # axis left to it, before it scatters over another.
         axes = names if self.shardings is None else mesh.axis_names
-        total = jax.shard_map(
+        sums = jax.shard_map(
             add_up,
             mesh=None if is_explicit(mesh) else mesh,
             axis_names={*axes},
@@ -72,7 +73,13 @@ class SumsOfDevices(_SumsOnDevices):
             out_specs=[P(*_innermost(names, spec)) for spec in specs],
             check_vma=False,
         )(leaves)
-        return jax.tree.unflatten(structure, total)
+        total = jax.tree.unflatten(structure, sums)
+        return jax.tree.map(
+            lambda x, each, is_overwritten: each.max(0) if is_overwritten else x,
+            total,
+            stored,
+            overwritten(stored),
+        )
 
 
 class ShardedSums(_SumsOnDevices):

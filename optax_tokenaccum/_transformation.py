@@ -10,6 +10,7 @@ import optax
 from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._accumulation_state import TokenAccumulationState
 from optax_tokenaccum._add_and_close import Accumulation
+from optax_tokenaccum._overwritten import check_has_none
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Transformation:
     accumulation: Accumulation
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
+        check_has_none(params)
         return self.accumulation.init(params)
 
     def update(

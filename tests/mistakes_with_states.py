@@ -30,6 +30,7 @@ from mistakes import (
 )
 
 from optax_tokenaccum import (
+    MultiSteps,
     close_window,
     has_updated,
     split_batch,
@@ -182,6 +183,16 @@ STEPPING: list[Row] = [
         "`rng` for a `loss_fn` without one",
         TypeError,
         [lambda keep, s=s: s(keep(s.init(PARAMS)), BATCH, rng=KEY) for s in STEPS],
+    ),
+    (
+        "scales of 8-bit floats in a transformation",
+        ValueError,
+        [
+            lambda _, make=make: make(SGD, 2).init(
+                {"_overwrite_with_gradient": {"scale": jnp.ones(1)}, **PARAMS}
+            )
+            for make in (token_accumulation, MultiSteps)
+        ],
     ),
     (
         "parameters that are no arrays",

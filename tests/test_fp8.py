@@ -1,0 +1,200 @@
+"""Flax's 8-bit floats: scales are overwritten once a window, as by the full batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import devices
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
+
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    regroup_sums,
+    window_value_and_grad,
+)
+
+K, ROWS, WINDOWS = 2, 8, 3
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(8, dot_general_cls=lambda: Fp8DirectDotGeneralOp(4))(x)
+        return nn.Dense(4)(nn.tanh(x))
+
+
+MODEL = Model()
+PARAMS = MODEL.init(jax.random.key(0), jnp.ones((1, 16)))
+
+
+def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    errors = (MODEL.apply(params, batch["x"]) - batch["y"]) ** 2
+    return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def make_window(seed: int) -> list[Any]:
+    """Micro-batches with unlike numbers of tokens; the first has the largest inputs."""
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "x": np.float32(rng.normal(size=(ROWS, 16)) * (K - i)),
+            "y": np.float32(rng.normal(size=(ROWS, 4))),
+            "mask": np.float32(rng.uniform(size=(ROWS, 4)) < (i + 1) / K / 2),
+        }
+        for i in range(K)
+    ]
+
+
+DATA = [make_window(seed) for seed in range(WINDOWS)]
+
+
+def joined(window: list[Any]) -> Any:
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *window)
+
+
+def scales(params: Any) -> Any:
+    return params[OVERWRITE_WITH_GRADIENT]
+
+
+def without_scales(tree: Any) -> Any:
+    return {"params": tree["params"]}
+
+
+def full_batches() -> Any:
+    """The loop of flax's own `TrainState`, whose batch fits."""
+    params, state = PARAMS, OPTIMIZER.init(without_scales(PARAMS))
+    for window in DATA:
+        gradient, n = jax.grad(loss_fn, has_aux=True)(params, joined(window))
+        mean = jax.tree.map(lambda g, n=n: g / n, without_scales(gradient))
+        updates, state = OPTIMIZER.update(mean, state, without_scales(params))
+        moved = optax.apply_updates(without_scales(params), updates)
+        params = moved | {OVERWRITE_WITH_GRADIENT: scales(gradient)}
+    return params
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return full_batches()
+
+
+def train_step(schedule: Any = K, **options: Any) -> Any:
+    step = make_train_step(loss_fn, OPTIMIZER, schedule, **options)
+
+    def run(windows: list[Any]) -> Any:
+        state = step.init(PARAMS)
+        for batch in (batch for window in windows for batch in window):
+            state, _ = step(state, batch)
+        return state.params
+
+    return run
+
+
+def window_step(**options: Any) -> Any:
+    step = make_window_step(loss_fn, OPTIMIZER, **options)
+
+    def run(windows: list[Any]) -> Any:
+        state = step.init(PARAMS)
+        for window in windows:
+            state, _ = step(state, jax.tree.map(lambda *xs: np.stack(xs), *window))
+        return state.params
+
+    return run
+
+
+SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
+NARROW: dict[str, Any] = {"accumulator_dtype": jnp.bfloat16}
+OVER = {"mesh": devices.make_mesh((8,)), "data_axes": "data"}
+OVER_EXPLICIT = OVER | {"mesh": devices.make_mesh((8,), "explicit")}
+EACH: dict[str, Any] = {"reduce_every": "micro_batch"}
+WAYS: dict[str, Callable[[], Any]] = {
+    "two programs": train_step,
+    "one program": lambda: train_step(lambda _: K),
+    "skips": lambda: train_step(**SKIPS),
+    "window": window_step,
+    "two programs, 8 devices": lambda: train_step(**OVER),
+    "two programs, 8 devices, explicit": lambda: train_step(**OVER_EXPLICIT),
+    "two programs, 8 devices, each": lambda: train_step(**OVER, **EACH),
+    "window, 8 devices": lambda: window_step(**OVER),
+    "window, 8 devices, each": lambda: window_step(**OVER, **EACH),
+}
+
+
+@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+def test_windows_are_the_full_batches(make: Any, expected: Any):
+    got = make()(DATA)
+    chex.assert_trees_all_close(got, expected, rtol=helpers.RTOL["float32"], atol=1e-7)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, PARAMS)
+
+
+def test_the_last_micro_batch_and_the_sum_differ_from_the_full_batch():
+    ones = [jax.grad(loss_fn, has_aux=True)(PARAMS, batch)[0] for batch in DATA[0]]
+    of_all, _ = jax.grad(loss_fn, has_aux=True)(PARAMS, joined(DATA[0]))
+    naive = ones[-1], jax.tree.map(lambda *xs: sum(xs), *ones)
+    for tree in naive:
+        assert helpers.relative_error(scales(tree), scales(of_all)) > 0.1
+
+
+def test_sums_that_are_narrow_leave_the_scales_as_wide_as_they_are():
+    chex.assert_trees_all_equal(
+        *(scales(train_step(**kind)(DATA[:1])) for kind in (NARROW, {}))
+    )
+
+
+@pytest.mark.parametrize("options", [{}, OVER], ids=["one device", "8 devices"])
+def test_what_adds_nothing_leaves_no_trace_in_the_scales(options: Any):
+    """A rejected micro-batch, and one without tokens, whose activations are NaN."""
+    window = DATA[0]
+    rejected = window[0] | {"x": np.full_like(window[0]["x"], np.nan)}
+    empty = rejected | {"mask": np.zeros_like(rejected["mask"])}
+    skipping = train_step(**SKIPS, **options)
+    clean = scales(skipping([window]))
+    chex.assert_tree_all_finite(clean)
+    chex.assert_trees_all_equal(scales(skipping([[rejected, *window]])), clean)
+    counts = train_step(K + 1, **options)
+    chex.assert_trees_all_equal(scales(counts([[empty, *window]])), clean)
+    nothing = train_step(1, **options)([[empty]])
+    chex.assert_trees_all_equal(nothing, PARAMS)
+
+
+def test_a_skip_function_is_not_shown_the_scales():
+    def skips_large_scales(updates: Any, gradient_step: Any, params: Any) -> Any:
+        return optax.tree.norm(scales(updates)) > 0, ()
+
+    got = train_step(should_skip_update_fn=skips_large_scales)(DATA[:1])
+    chex.assert_trees_all_equal(got, train_step()(DATA[:1]))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_an_open_window_goes_on_with_fewer_devices(count: int):
+    mesh = jax.sharding.Mesh(jax.devices()[:count], "data")
+    fewer = {"mesh": mesh, "data_axes": "data"} if count > 1 else {}
+    many, few = (
+        make_train_step(loss_fn, OPTIMIZER, K, **over) for over in (OVER, fewer)
+    )
+    state, _ = many(many.init(PARAMS), DATA[0][0])
+    state = regroup_sums(jax.device_get(state), few.init(PARAMS))
+    rest = jax.tree.map(
+        lambda x: np.resize(x, (count * ROWS, *x.shape[1:])), DATA[0][1]
+    )
+    rest["mask"][ROWS:] = 0
+    state, metrics = few(state, rest)
+    assert metrics.updated
+    chex.assert_trees_all_close(
+        state.params, train_step()(DATA[:1]), rtol=helpers.RTOL["float32"], atol=1e-7
+    )
+
+
+def test_window_value_and_grad_returns_what_comes_next():
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *DATA[0])
+    _, gradient = jax.jit(window_value_and_grad(loss_fn))(PARAMS, stacked)
+    of_all, _ = jax.grad(loss_fn, has_aux=True)(PARAMS, joined(DATA[0]))
+    chex.assert_trees_all_close(scales(gradient), scales(of_all), rtol=1e-6)
