@@ -112,6 +112,9 @@ class CloseWindowStep:
         self.stay_ready(state)
         return with_acc_grads(state, acc_grads), metrics
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": set()}
+
     def make_ready(self, state: StepState) -> None:
         """Compiles the program for `state` now, if it is not compiled yet.
 

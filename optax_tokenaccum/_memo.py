@@ -20,6 +20,9 @@ class ArrayMemo(Generic[T]):
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
 
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a pickled step forgets: arrays are others elsewhere
+
     def get(self, array: Any) -> T | None:
         known = self._known.get(id(array))
         return known[1] if known is not None and known[0]() is array else None

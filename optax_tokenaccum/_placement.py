@@ -83,6 +83,10 @@ class PlacedJit:
         self._donate = donate
         self._jitted: dict[Placement | None, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A jitted function that was pickled cannot be lowered.
+        return self.__dict__ | {"_jitted": {}}
+
     def at(self, placement: Placement | None) -> Any:
         """The jitted function of the arguments alone."""
         if placement in self._jitted:

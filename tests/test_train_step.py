@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import chex
+import cloudpickle
 import helpers
 import jax
 import jax.numpy as jnp
@@ -358,3 +360,16 @@ def test_parameters_that_share_an_array_are_parameters_of_their_own(kind: str):
         state, _ = step(state, batch)
     helpers.assert_trees_equal(state.params["again"], PARAMS["w"])
     assert not np.array_equal(state.params["w"], PARAMS["w"])
+
+
+def test_a_used_step_goes_through_cloudpickle(kind: str):
+    """To workers of other processes, for which standard pickle has no functions."""
+    step = with_schedule(kind, 2)
+    state = step.init(PARAMS)
+    for batch in batches(1, 2, 3):
+        state, _ = step(state, batch)
+    state = jax.device_get(state)
+    again = cloudpickle.loads(cloudpickle.dumps(step))
+    got, expected = (each(state, batches(2)[0]) for each in (again, step))
+    chex.assert_trees_all_equal(got, expected)
+    assert got[1].updated
