@@ -1,6 +1,6 @@
 """Mesh axes that a program names itself: what differs along them, and its sum."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -23,10 +23,13 @@ class Axes:
     Attributes:
       names: of the axes.
       marked: those that types tell of, once `here` has looked.
+      copies: the places, among the leaves of a batch, of those that are alike on all
+        devices.
     """
 
     names: tuple[str, ...] = ()
     marked: tuple[str, ...] | None = None
+    copies: frozenset[int] = frozenset()
 
     @property
     def are_bound(self) -> bool:
@@ -117,22 +120,6 @@ class Axes:
                     f"jax.lax.pcast(params, {reduced}, to='varying') made differ."
                 )
 
-    def check_stays(self, f: Callable[[], Any]) -> None:
-        """Raises `ValueError` if `f` exchanges anything along the axes.
-
-        A sum over devices within a loss would be added up once more with theirs, and
-        its gradient is as many times too large.
-        """
-        if not self.names:
-            return
-        for name, along in _exchanges(jax.make_jaxpr(f)().jaxpr):
-            if not along.isdisjoint(self.names):
-                raise ValueError(
-                    "loss_fn must not name the data axes, for it is given the rows of "
-                    "one device, and the sums of all are added up after it: got a "
-                    f"{name} over {sorted(along)}. Return this device's sums."
-                )
-
     def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:
         """Whether `flag` is up anywhere, and the record of the first device where."""
         names = self.of(flag)
@@ -187,22 +174,6 @@ def as_names(axes: Any, argument: str) -> tuple[str, ...]:
     if not names or len({*names}) < len(names):
         raise ValueError(f"{rule}: got {axes!r}.")
     return tuple(names)
-
-
-def _exchanges(jaxpr: Any) -> Iterator[tuple[str, set[str]]]:
-    """The operations between devices in a traced function, with their axes."""
-    for equation in jaxpr.eqns:
-        along = equation.params.get("axes", equation.params.get("axis_name", ()))
-        along = {along} if isinstance(along, str) else along
-        names = {n for n in along or () if isinstance(n, str)}
-        if names and equation.primitive.name != "axis_index":
-            yield equation.primitive.name, names
-        for part in jax.tree.leaves(
-            [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(part, "jaxpr", part)
-            if hasattr(inner, "eqns"):
-                yield from _exchanges(inner)
 
 
 def _marks(x: Any) -> frozenset[str]:

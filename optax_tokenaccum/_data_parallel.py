@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum import _checks
 from optax_tokenaccum._axes import as_names
 from optax_tokenaccum._placement import is_explicit, is_sharding
-from optax_tokenaccum._planned_window import PlannedWindow
 from optax_tokenaccum._processes import Agreement
 from optax_tokenaccum._specs import entries_of, entry_of, names_in
 from optax_tokenaccum._step_state import StepMetrics
@@ -128,72 +127,6 @@ class DataParallel:
         leaves = [place(path, x) for path, x in _checks.named_leaves(params)]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
-    def place_rows(self, batch: Any, axis: int = 0) -> Any:
-        """The batch with its rows spread, as they are where they are spread already.
-
-        Args:
-          batch: a tree of arrays, or of their shapes; those with no such axis go to
-            all devices.
-          axis: that of the rows.
-
-        Raises:
-          ValueError: arrays of one process among several.
-        """
-        if all(map(_is_spread, jax.tree.leaves(batch))):
-            return batch
-
-        reaches_all = self.sharding().is_fully_addressable
-
-        def check(x: Any) -> None:
-            is_local = hasattr(x, "__array__") and _checks.is_concrete(x)
-            if is_local and not (_is_spread(x) or reaches_all):
-                raise ValueError(
-                    "A batch for the devices of several processes must be made of "
-                    "arrays over all of them: got one of this process alone, of shape "
-                    f"{jnp.shape(x)}. Let each process give its rows to "
-                    "jax.make_array_from_process_local_data."
-                )
-
-        def place(x: Any, spec: P) -> Any:
-            if _is_spread(x) or not _checks.is_concrete(x):
-                return x
-            sharding = self.sharding(*spec)
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            return jax.device_put(x, sharding)
-
-        jax.tree.map(check, batch)
-        return jax.tree.map(place, batch, self.rows(batch, axis))
-
-    def rows(self, batch: Any, axis: int = 0) -> Any:
-        """The specs that spread the rows of a batch.
-
-        Raises:
-          ValueError: there are not equally many for each device.
-        """
-        if isinstance(batch, PlannedWindow) and batch.parts % self.size:
-            raise ValueError(
-                "A PlannedWindow must be in as many parts as there are devices, or a "
-                f"multiple: got batch_multiple {batch.parts} and {self.size} devices "
-                f"of data_axes {self.names}. Give pad_window that number."
-            )
-
-        def spec(path: str, x: Any) -> P:
-            shape = jnp.shape(x)
-            if len(shape) <= axis:
-                return P()
-            if shape[axis] % self.size:
-                raise ValueError(
-                    "The rows of a micro-batch must be a multiple of the "
-                    f"{self.size} devices of data_axes {self.names}: got {shape[axis]} "
-                    f"in an array of shape {shape} at {path}. Add rows without tokens, "
-                    f"plan with batch_multiple={self.size} say."
-                )
-            return P(*[None] * axis, self.entry)
-
-        specs = [spec(path, x) for path, x in _checks.named_leaves(batch)]
-        return jax.tree.unflatten(jax.tree.structure(batch), specs)
-
 
 def make_data_parallel(
     mesh: Any, data_axes: Any, reduce_every: Any
@@ -231,7 +164,3 @@ def make_data_parallel(
             f"{list(mesh.axis_names)}."
         )
     return DataParallel(mesh, names, reduce_every, Agreement(mesh))
-
-
-def _is_spread(x: Any) -> bool:
-    return isinstance(getattr(x, "sharding", None), NamedSharding)

@@ -1,7 +1,8 @@
 """The micro-batches of a window in groups of one shape, for a loop over each."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,28 @@ def check_micro_batches(micro_batches: Any, num_micro_batches: Any) -> int:
             f"{given}."
         )
     return k
+
+
+@contextlib.contextmanager
+def explained(micro_batches: Any, given: Any) -> Iterator[None]:
+    """Says in a note of any error inside what a loop over micro-batches made of them.
+
+    Args:
+      micro_batches: of a window.
+      given: what of them is used inside.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(micro_batches, PlannedWindow):
+            named = _checks.named_leaves(given)
+            shapes = ", ".join(f"{jnp.shape(x)} at {path}" for path, x in named)
+            error.add_note(
+                "micro_batches must have leaves [k, micro, ...], and loss_fn is given "
+                f"[micro, ...] of these: got shape {shapes}. split_batch(batch, k) "
+                "makes them of a batch [k * micro, ...]."
+            )
+        raise
 
 
 def groups_of(micro_batches: Any, num_micro_batches: Any) -> tuple[int, list[Group]]:

@@ -10,6 +10,7 @@ from optax_tokenaccum._compile_ahead import signature
 from optax_tokenaccum._memo import ArrayMemo, MiniStepMemo
 from optax_tokenaccum._placement import PlacedJit, Placement, Placements
 from optax_tokenaccum._programs import Programs, with_acc_grads
+from optax_tokenaccum._rows import spread_rows
 from optax_tokenaccum._step_state import StepMetrics, StepState, require_step_state
 
 
@@ -73,7 +74,7 @@ class AccumulateStep:
     ) -> tuple[Placement | None, tuple[Any, ...], _static.StaticPart]:
         require_step_state(state, accumulates=True)
         if self._devices is not None:
-            batch = self._devices.place_rows(batch)
+            batch = spread_rows(self._devices, batch)
         placement = self._placements.of(state, state.opt_state.mini_step)
         opt_state = state.opt_state._replace(inner_opt_state=None)
         traced, static = _static.split(loss_kwargs)

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._arrays import divide
+from optax_tokenaccum._axes import Axes
 from optax_tokenaccum._checks import as_num_tokens
 from optax_tokenaccum._groups import Group
+from optax_tokenaccum._loss_on_devices import check_sums
 
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
 CountFn = Callable[[Any], dict[str, Any]]
@@ -37,18 +39,28 @@ class LossTerms:
         self._count_fn = count_fn
         self._has_aux = has_aux
 
-    def totals(self, groups: list[Group]) -> dict[str, Any]:
-        """The window's count of every term, over the micro-batches that run."""
+    def totals(self, groups: list[Group], axes: Axes) -> dict[str, Any]:
+        """The window's count of every term, over the micro-batches that run.
+
+        Args:
+          groups: of the micro-batches.
+          axes: over whose devices the counts are summed too.
+        """
 
         def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
             return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
 
+        def of_rows(batch: Any, _: None) -> tuple[dict[str, Any], None]:
+            named = self._counts(batch).items()
+            return {f"the count {n!r}": x for n, x in named if x is not None}, None
+
+        check_sums(of_rows, groups[0].pick(0), None, axes)
         shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
         totals = jax.tree.map(jnp.zeros_like, shapes)
         for group in groups:
             body = functools.partial(add, group.pick)
             totals = jax.lax.fori_loop(group.start, group.stop, body, totals)
-        return totals
+        return axes.sum(totals)
 
     def share_of(self, totals: dict[str, Any]) -> Callable[..., Any]:
         """A `loss_fn` that returns a micro-batch's share of the window's loss.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._axes import Axes
+from optax_tokenaccum._loss_on_devices import check_sums
 
 # loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens), or with has_aux
 # (loss_sum, (num_tokens, aux)).
@@ -22,7 +23,13 @@ def sums_and_gradient(
     axes: Axes,
 ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
     """`((loss_sum, (num_tokens, aux)), gradient of loss_sum)` of one micro-batch."""
-    axes.check_stays(lambda: loss_fn(params, batch, **loss_kwargs))
+
+    def of_rows(batch: Any, rng: Any) -> tuple[dict[str, Any], Any]:
+        own_key = {} if rng is None else {"rng": rng}
+        returned = loss_fn(params, batch, **(loss_kwargs | own_key))
+        return {"num_tokens": unpack(returned, has_aux)[1][0]}, returned
+
+    check_sums(of_rows, batch, loss_kwargs.get("rng"), axes)
     return jax.value_and_grad(
         lambda params: unpack(loss_fn(params, batch, **loss_kwargs), has_aux),
         has_aux=True,

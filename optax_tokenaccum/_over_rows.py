@@ -62,14 +62,18 @@ def over_rows(
       f: returns a state, what is alike on all devices, and what each has, `beside` the
         others along `axis`.
       opt_state: with or without sums.
-      batch: leaves with the rows along `axis`.
+      batch: with a mesh, as `spread_rows` made it.
       *shared: whole on each device.
-      axis: that of the rows.
+      axis: along which the devices stand in what each has.
     """
-    if devices is None or not devices.keeps_sums_apart:
-        accumulation = over_all(devices, accumulation, placement)
+    if devices is None:
         return f(accumulation, opt_state, batch, *shared)
-    on_each = replace(accumulation, sums=SumsPerDevice(Axes(devices.names)))
+    if not devices.keeps_sums_apart:
+        accumulation = over_all(devices, accumulation, placement)
+        return f(accumulation, opt_state, batch.batch, *shared)
+    copies = frozenset(i for i, is_whole in enumerate(batch.is_whole) if is_whole)
+    axes = Axes(devices.names, copies=copies)
+    on_each = replace(accumulation, sums=SumsPerDevice(axes))
     everywhere: Any = P()
     state = TokenAccumulationState(*[everywhere] * len(TokenAccumulationState._fields))
     state = state._replace(acc_grads=P(devices.entry))
@@ -77,11 +81,11 @@ def over_rows(
         functools.partial(f, on_each),
         in_specs=(
             state if opt_state is not None else P(),
-            devices.rows(batch, axis),
+            batch.specs(devices),
             *[P()] * len(shared),
         ),
         out_specs=(state, P(), P(*[None] * axis, devices.entry)),
-    )(opt_state, batch, *shared)
+    )(opt_state, batch.batch, *shared)
 
 
 def over_all(

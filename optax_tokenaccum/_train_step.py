@@ -18,6 +18,7 @@ from optax_tokenaccum._micro_batch import LossFn
 from optax_tokenaccum._over_rows import init_on, over_all
 from optax_tokenaccum._placement import PlacedJit, Placement, Placements
 from optax_tokenaccum._programs import Programs
+from optax_tokenaccum._rows import spread_rows
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._step_state import StepMetrics, StepState, require_step_state
 
@@ -100,7 +101,8 @@ class TrainStep:
             numbers are traced; bools, strings and functions are static.
 
         Raises:
-          ValueError: the step has no schedule.
+          ValueError: the step has no schedule; with a mesh, the arrays of the batch
+            differ in their rows, or `num_tokens` does not depend on them.
           TypeError: `state` is not a `StepState`, or `loss_fn` returned something
             else than `(loss_sum, num_tokens)`.
         """
@@ -189,7 +191,7 @@ class TrainStep:
         self, state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
     ) -> tuple[Placement | None, tuple[Any, ...], _static.StaticPart]:
         if self._devices is not None:
-            batch = self._devices.place_rows(batch)
+            batch = spread_rows(self._devices, batch)
         placement = self._placements.of(state, state.opt_state.mini_step)
         traced, static = _static.split(loss_kwargs)
         return placement, (state, batch, rng, traced), static
@@ -244,10 +246,12 @@ def make_train_step(
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: the devices, see `data_axes`.
       data_axes: the axis, or axes, of `mesh` over which the rows of a batch are spread.
-        `loss_fn` then sees one device's rows (and must not name these axes), each
-        device keeps a sum of its own, and they meet once, when the window closes. Other
-        axes of the mesh are left to the compiler. Without a mesh arrays that are spread
-        over devices are right too, and gradients meet in every micro-batch.
+        `loss_fn` then sees one device's rows, which it counts (and must not name these
+        axes), each device keeps a sum of its own, and they meet once, when the window
+        closes. All arrays of a batch have the same number of rows, except those that
+        are placed on every device; give others to `loss_fn` as keywords. Other axes of
+        the mesh are left to the compiler. Without a mesh arrays that are spread over
+        devices are right too, and gradients meet in every micro-batch.
       reduce_every: `"window"`, as above: parameters that are spread over the data axes
         are gathered for every micro-batch, and every device needs room for all of a
         gradient. `"micro_batch"`: the gradients of all rows meet in every micro-batch,

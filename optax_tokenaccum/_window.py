@@ -12,7 +12,7 @@ import optax
 from optax_tokenaccum import _checks
 from optax_tokenaccum._accumulation_state import TokenAccumulationState
 from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
-from optax_tokenaccum._groups import Group, groups_of
+from optax_tokenaccum._groups import Group, explained, groups_of
 from optax_tokenaccum._loss_terms import CountFn, LossTerms
 from optax_tokenaccum._micro_batch import LossFn, key_at, sums_and_gradient, unpack
 from optax_tokenaccum._schedule import make_schedule
@@ -141,12 +141,20 @@ class Window:
         """`(state before the close, num_tokens, whether any was skipped, aux)`."""
         axes = accumulation.sums.axes
         capacity, groups = groups_of(micro_batches, num_micro_batches)
-        loss_fn, has_aux, totals = self.loss_fn, self.has_aux, None
+
+        def with_note(f: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                with explained(micro_batches, args[-1]):
+                    return f(*args, **kwargs)
+
+            return called
+
+        loss_fn, has_aux, totals = with_note(self.loss_fn), self.has_aux, None
         empty = accumulation.empty_window(params)
         if self.count_fn is not None:
-            dtype = empty.acc_tokens.dtype
-            terms = LossTerms(loss_fn, self.count_fn, has_aux, dtype)
-            totals = axes.sum(terms.totals(groups))
+            count_fn, dtype = with_note(self.count_fn), empty.acc_tokens.dtype
+            terms = LossTerms(loss_fn, count_fn, has_aux, dtype)
+            totals = terms.totals(groups, axes)
             loss_fn = terms.share_of(totals)
 
         def kwargs_at(i: Any) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from optax_tokenaccum._data_parallel import (
     ReduceEvery,
     make_data_parallel,
 )
-from optax_tokenaccum._groups import check_micro_batches
+from optax_tokenaccum._groups import check_micro_batches, explained
 from optax_tokenaccum._loss_terms import CountFn
 from optax_tokenaccum._micro_batch import LossFn
 from optax_tokenaccum._over_rows import init_on, over_all, over_rows
 from optax_tokenaccum._placement import PlacedJit, Placement, Placements, as_it_is
+from optax_tokenaccum._rows import spread_rows
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._step_state import (
     StepMetrics,
@@ -85,7 +86,8 @@ class WindowStep:
         Args:
           state: from `init` or the call before; donated, so use the new one after.
           micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
-            `PlannedWindow`, see `pad_window`.
+            `PlannedWindow`, see `pad_window`. An error in `loss_fn` has a note with the
+            shapes that it was given.
           rng: one key for this window, folded with the index of the micro-batch. The
             state has no counter: fold the number of the update in yourself.
           num_micro_batches: runs only the first so many; one more program for all
@@ -184,7 +186,8 @@ class WindowStep:
         require_step_state(state, accumulates=False)
         check_micro_batches(micro_batches, num_micro_batches)
         if self._devices is not None:
-            micro_batches = self._devices.place_rows(micro_batches, axis=1)
+            with explained(micro_batches, micro_batches):
+                micro_batches = spread_rows(self._devices, micro_batches, axis=1)
         placement = self._placements.of(state, _tell_tale(state))
         traced, static = _static.split(loss_kwargs)
         arguments = state, micro_batches, rng, num_micro_batches, traced
@@ -277,7 +280,8 @@ def make_window_step(
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: the devices, see `make_train_step`.
       data_axes: the axis, or axes, of `mesh` over which the rows of micro-batches are
-        spread: the second axis of their leaves. The devices' sums meet after the last.
+        spread: the second axis of their leaves, see `make_train_step`. The devices'
+        sums meet after the last.
       reduce_every: when they meet instead, see `make_train_step`.
       donate: update buffers in place. The state given to a call is gone after it.
 

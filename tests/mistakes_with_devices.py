@@ -1,5 +1,6 @@
 """Rows of docs/bad_input.md: more than one device."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from optax_tokenaccum import (
 )
 
 W, BATCH = jnp.zeros(()), jnp.ones((9, 2))
+ROWS = BATCH[:8]
 
 
 def loss_fn(w: Any, x: Any) -> Any:
@@ -38,6 +40,14 @@ def ran(keep: Any, micro_batches: Any) -> Any:
     return step(keep(step.init(W)), micro_batches)
 
 
+def on_all(x: Any) -> Any:
+    return jax.device_put(x, NamedSharding(make_mesh((8,)), PartitionSpec()))
+
+
+def counted_for_all(w: Any, batch: Any) -> Any:
+    return jnp.sum(w * batch["x"]), batch["n"]
+
+
 def summed_over_devices(w: Any, x: Any) -> Any:
     return jax.lax.psum(loss_fn(w, x), "data")
 
@@ -51,8 +61,7 @@ def averaged_in_a_loop(w: Any, x: Any) -> Any:
 
 def named_axes(keep: Any, make: Any, loss_fn: Any, batch: Any) -> Any:
     step = make(loss_fn, SGD, mesh=make_mesh((8,)), data_axes="data")
-    call = step if make is make_window_step else step.accumulate
-    return call(keep(step.init(W)), batch)
+    return getattr(step, "accumulate", step)(keep(step.init(W)), batch)
 
 
 def under_shard_map(gradients: Any, gradient_and_tokens: Any) -> Any:
@@ -140,14 +149,57 @@ ON_DEVICES: list[Row] = [
         ],
     ),
     (
+        "an array of the batch that is not rows",
+        ValueError,
+        [
+            lambda keep: accumulated(
+                keep, spread(), spread().init(W), {"classes": jnp.ones(16), "x": ROWS}
+            ),
+            lambda keep: ran(
+                keep, {"classes": jnp.ones((2, 16)), "x": jnp.ones((2, 8))}
+            ),
+        ],
+    ),
+    (
+        "an array on every device that has as many rows as the others",
+        ValueError,
+        [
+            lambda keep: accumulated(
+                keep, spread(), spread().init(W), {"classes": on_all(ROWS), "x": ROWS}
+            ),
+            lambda keep: ran(
+                keep, {"classes": on_all(jnp.ones((2, 8))), "x": jnp.ones((2, 8))}
+            ),
+        ],
+    ),
+    (
         "a `loss_fn` that names the data axes",
         ValueError,
         [
-            lambda keep: named_axes(
-                keep, make_train_step, summed_over_devices, BATCH[:8]
-            ),
+            lambda keep: named_axes(keep, make_train_step, summed_over_devices, ROWS),
             lambda keep: named_axes(
                 keep, make_window_step, averaged_in_a_loop, jnp.ones((2, 8))
+            ),
+        ],
+    ),
+    (
+        "a count that is the same on all devices",
+        ValueError,
+        [
+            lambda keep: named_axes(
+                keep, make_train_step, counted_for_all, {"x": ROWS, "n": 16}
+            ),
+            lambda keep: named_axes(
+                keep,
+                make_window_step,
+                counted_for_all,
+                {"x": jnp.ones((2, 8)), "n": jnp.full(2, 8)},
+            ),
+            lambda keep: named_axes(
+                keep,
+                functools.partial(make_window_step, count_fn=lambda x: {"a": x["n"]}),
+                lambda w, batch: {"a": jnp.sum(w * batch["x"])},
+                {"x": jnp.ones((2, 8)), "n": jnp.full(2, 8)},
             ),
         ],
     ),
@@ -161,7 +213,7 @@ ON_DEVICES: list[Row] = [
         ValueError,
         [
             lambda keep: accumulated(
-                keep, spread(), make_train_step(loss_fn, SGD).init(W), BATCH[:8]
+                keep, spread(), make_train_step(loss_fn, SGD).init(W), ROWS
             )
         ],
     ),

@@ -33,6 +33,7 @@ from optax_tokenaccum import (
     MultiSteps,
     close_window,
     has_updated,
+    make_window_step,
     split_batch,
     token_accumulation,
     window_value_and_grad,
@@ -46,6 +47,11 @@ ADAM_STEP_STATE = ADAM_STEPS[0].init(PARAMS)
 UNSPLIT, KEY = WINDOW | {"x": jnp.ones((3, 1))}, jax.random.key(0)
 VALUE_AND_GRAD = window_value_and_grad(window_loss_fn)
 NAMED = SGD._replace(init=lambda params: {"name": "sgd"})
+
+
+def dot(w: jax.Array, rows: jax.Array) -> tuple[jax.Array, int]:
+    return jnp.sum(rows @ w), len(rows)
+
 
 CARRYING: list[Row] = [
     (
@@ -221,6 +227,16 @@ STEPPING: list[Row] = [
         [
             lambda keep: WINDOWS(keep(WINDOWS.init(PARAMS)), UNSPLIT),
             lambda _: VALUE_AND_GRAD(PARAMS, UNSPLIT),
+        ],
+    ),
+    (
+        "a batch that was not split, and has one leading axis",
+        TypeError,
+        [
+            lambda keep: (step := make_window_step(dot, SGD))(
+                keep(step.init(jnp.ones(2))), jnp.ones((4, 1))
+            ),
+            lambda _: window_value_and_grad(dot)(jnp.ones(2), jnp.ones((4, 1))),
         ],
     ),
     (

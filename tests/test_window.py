@@ -306,3 +306,50 @@ def test_windows_that_do_not_fit():
         jax.jit(f)(PARAMS, good, num_micro_batches=jnp.asarray(2.0))
     with pytest.raises(TypeError, match="loss_fn must return"):
         window_value_and_grad(lambda p, b: jnp.sum(p["w"]))(PARAMS, good)
+
+
+def window_step_on(mesh: Any) -> Any:
+    return make_window_step(
+        loss_sum_of_rows, optax.sgd(1.0), mesh=mesh, data_axes=mesh and "data"
+    )
+
+
+def loss_sum_of_rows(w: Any, batch: Any) -> Any:
+    return jnp.sum(jnp.einsum("ri,i->r", batch["x"], w) - batch["y"]), len(batch["y"])
+
+
+WITH_WINDOWS = {
+    "function": lambda w, batch: window_value_and_grad(loss_sum_of_rows)(w, batch),
+    "in jit": lambda w, batch: jax.jit(window_value_and_grad(loss_sum_of_rows))(
+        w, batch
+    ),
+    "count_fn": lambda w, batch: window_value_and_grad(
+        lambda w, batch: {"a": loss_sum_of_rows(w, batch)[0]},
+        count_fn=lambda batch: {"a": jnp.sum(batch["x"], axis=1)},
+    )(w, batch),
+    "step": lambda w, batch: (step := window_step_on(None))(step.init(w), batch),
+    "step on a mesh": lambda w, batch: (
+        step := window_step_on(
+            jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        )
+    )(step.init(w), batch),
+}
+
+
+@pytest.mark.parametrize("run", WITH_WINDOWS.values(), ids=WITH_WINDOWS)
+def test_batch_that_was_not_split(run: Any):
+    """The error is that of the loss, with a note on what it was given."""
+    batch = {"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)}
+    with pytest.raises((ValueError, TypeError)) as raised:
+        run(jnp.zeros(3), batch)
+    notes = "".join(raised.value.__notes__)  # jax adds some of its own
+    assert notes.count("split_batch(batch, k)") == 1
+    assert "got shape (3,) at ['x'], () at ['y']." in notes
+
+
+def test_batch_that_was_not_split_among_devices():
+    """Its second axis is taken for the rows."""
+    step = window_step_on(jax.sharding.Mesh(jax.devices(), "data"))
+    with pytest.raises(ValueError, match="rows .* multiple of the 8") as raised:
+        step(step.init(jnp.zeros(3)), {"x": np.ones((8, 3)), "y": np.ones(8)})
+    assert "got shape (8, 3) at ['x']" in raised.value.__notes__[0]

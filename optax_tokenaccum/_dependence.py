@@ -1,0 +1,149 @@
+"""On which of its inputs the outputs of a traced function may depend."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+# Operations with the inputs and outputs of the one function that they call.
+_CALLS = {
+    "checkpoint",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "pjit",
+    "remat",
+    "remat2",
+}
+
+
+def depends(
+    traced: ClosedJaxpr,
+    on: list[bool],
+    on_consts: list[bool] | None = None,
+    twin: ClosedJaxpr | None = None,
+) -> list[bool]:
+    """Whether each output may depend on some of the inputs, or differs from its twin's.
+
+    In doubt it does: what a branch returns depends on all that it is given.
+
+    Args:
+      traced: the trace of a function.
+      on: whether an input is one of those.
+      on_consts: likewise of what the function closes over; by default none is.
+      twin: the trace of the same function for inputs of other shapes. What depends on
+        shapes alone is a constant in one trace, and differs between two.
+    """
+    twin = traced if twin is None else twin
+    jaxpr, other = getattr(traced, "jaxpr", traced), getattr(twin, "jaxpr", twin)
+    consts, other_consts = getattr(traced, "consts", ()), getattr(twin, "consts", ())
+    everything = [True] * len(jaxpr.outvars)
+    pairs = [(jaxpr.eqns, other.eqns), (consts, other_consts), (jaxpr.invars, on)]
+    if any(len(these) != len(those) for these, those in pairs):
+        return everything
+    # Variables that depend on nothing of all that, and what they equal in the twin.
+    free: dict[Any, Any] = {}
+
+    def is_free(x: Any, y: Any) -> bool:
+        if isinstance(x, Literal):
+            return isinstance(y, Literal) and _are_equal(x.val, y.val)
+        return free.get(x) is y
+
+    def learn(variables: list[Any], others: list[Any], given: list[bool]) -> None:
+        for x, y, is_given in zip(variables, others, given, strict=True):
+            if not is_given and _shape(x) == _shape(y):
+                free[x] = y
+
+    learn(jaxpr.invars, other.invars, on)
+    if consts:
+        differ = [
+            not _are_equal(*pair) for pair in zip(consts, other_consts, strict=True)
+        ]
+        given = on_consts or [False] * len(consts)
+        learn(jaxpr.constvars, other.constvars, [*map(max, differ, given)])
+    for x, y in zip(jaxpr.eqns, other.eqns, strict=True):
+        if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
+            return everything
+        given = [not is_free(*pair) for pair in zip(x.invars, y.invars, strict=True)]
+        learn(x.outvars, y.outvars, _outputs(x, y, given))
+        for written in filter(_is_ref, x.invars if any(given) else ()):
+            free.pop(written, None)
+    outputs = zip(jaxpr.outvars, other.outvars, strict=True)
+    return [not is_free(*pair) for pair in outputs]
+
+
+def functions_in(equation: JaxprEqn) -> Iterator[Any]:
+    """The traced functions that an operation calls, repeats or chooses from."""
+
+    def is_function(x: Any) -> bool:
+        return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+
+    leaves = jax.tree.leaves([*equation.params.values()], is_leaf=is_function)
+    return filter(is_function, leaves)
+
+
+def _outputs(x: JaxprEqn, y: JaxprEqn, given: list[bool]) -> list[bool]:
+    """Whether each output of an operation may depend on its inputs `given`."""
+    name, params, others = x.primitive.name, x.params, y.params
+    inner = [*zip(functions_in(x), functions_in(y), strict=False)]
+    if len(inner) == 1 and not any(map(_is_ref, x.invars)):
+        [(f, g)] = inner
+        found = None
+        if name in _CALLS:
+            found = depends(f, given, twin=g)
+        elif name == "scan" and params["length"] == others["length"]:
+            found = _of_scan(x, f, g, given)
+        if found is not None and len(found) == len(x.outvars):
+            return found
+    depend = (
+        any(given)
+        or name == "axis_index"
+        or "callback" in name
+        or (x is not y and str(params) != str(others))
+        or any(any(depends(f, _no_input_of(f), twin=g)) for f, g in inner)
+    )
+    return [depend] * len(x.outvars)
+
+
+def _of_scan(x: JaxprEqn, f: Any, g: Any, given: list[bool]) -> list[bool]:
+    """What is carried depends, in the end, on all that it met on the way."""
+    body = getattr(f, "jaxpr", f)
+    # What is sliced or stacked has an axis less in the body. The parameters say it too,
+    # in each jax in other words.
+    last = sum(map(_have_same_rank, x.invars, body.invars))
+    first = last - sum(map(_have_same_rank, x.outvars, body.outvars))
+    while True:
+        found = depends(f, given, twin=g)
+        carried = map(max, given[first:last], found)
+        grown = [*given[:first], *carried, *given[last:]]
+        if grown == given:
+            return found
+        given = grown
+
+
+def _no_input_of(f: Any) -> list[bool]:
+    return [False] * len(getattr(f, "jaxpr", f).invars)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return getattr(x.aval, "shape", ())
+
+
+def _have_same_rank(x: Any, y: Any) -> bool:
+    return len(_shape(x)) == len(_shape(y))
+
+
+def _is_ref(x: Any) -> bool:
+    return hasattr(x.aval, "inner_aval")
+
+
+def _are_equal(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    try:
+        return bool(np.array_equal(x, y))
+    except Exception:  # keys, what is traced, what is on other hosts: not known
+        return False

@@ -1,0 +1,272 @@
+"""Counts that are alike on all devices, which would be added once for each."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from devices import TYPES, WAYS, make_mesh, make_step
+from jax.sharding import Mesh
+
+from optax_tokenaccum import make_window_step
+
+K, ROWS, LENGTH = 4, 16, 4
+X = np.random.default_rng(0).integers(0, 4, (K, ROWS, LENGTH)).astype(np.float32)
+Count = Callable[..., Any]
+ONES = jnp.ones(LENGTH)
+
+
+def in_a_call(wrap: Any) -> Count:
+    """The count goes through a call that the rows go through too."""
+
+    def count(batch: Any, **_: Any) -> Any:
+        return wrap(lambda x, n: (jnp.sum(x), n))(batch["x"], batch["n"])[1]
+
+    return count
+
+
+def in_a_scan(batch: Any, **_: Any) -> Any:
+    def body(carry: Any, x: Any) -> Any:
+        total, n = carry
+        return (total + x * jnp.sum(batch["x"]), n * 1), None
+
+    return jax.lax.scan(body, (jnp.zeros(()), batch["n"]), jnp.ones(3))[0][1]
+
+
+def custom_vjp(f: Any) -> Any:
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda *xs: (f(*xs), None), lambda _, g: (g[0], g[1]))
+    return g
+
+
+def custom_jvp(f: Any) -> Any:
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda xs, ts: (f(*xs), ts))
+    return g
+
+
+ALIKE: dict[str, Count] = {
+    "of the batch": lambda batch, **_: batch["n"],
+    "not 0": lambda batch, **_: jnp.maximum(batch["n"].astype(jnp.float32), 1),
+    "of several": lambda batch, **_: batch["n"] + 2 * batch["n"],
+    "keyword": lambda batch, number, **_: number,
+    "parameter": lambda batch, params, **_: jnp.sum(params["w"]) + 1,
+    "jit": in_a_call(jax.jit),
+    "remat": in_a_call(jax.checkpoint),
+    "custom_vjp": in_a_call(custom_vjp),
+    "custom_jvp": in_a_call(custom_jvp),
+    "scan": in_a_scan,
+}
+
+
+def through_a_ref(batch: Any, **_: Any) -> Any:
+    ref = jax.new_ref(batch["n"] * 0.0)
+    ref[...] = jnp.sum(batch["x"] != 0, dtype=jnp.float32)
+    return ref[...]
+
+
+def in_a_loop(batch: Any, **_: Any) -> Any:
+    """From the rows by the second trip, and through two variables of the loop."""
+
+    def body(carry: Any, _: Any) -> Any:
+        count, seen, new = carry
+        return (count + seen, new, jnp.sum(batch["x"])), None
+
+    start = batch["n"], 0 * batch["n"], 0 * batch["n"]
+    return jax.lax.scan(body, start, length=3)[0][0]
+
+
+def until(batch: Any, **_: Any) -> Any:
+    return jax.lax.while_loop(
+        lambda n: n < jnp.sum(batch["x"]), lambda n: n + 1, batch["n"]
+    )
+
+
+OWN: dict[str, Count] = {
+    "mask": lambda batch, **_: jnp.sum(batch["x"] != 0),
+    "size": lambda batch, **_: batch["x"].size,
+    "size as an array": lambda batch, **_: jnp.float32(batch["x"].size),
+    "sum of ones": lambda batch, **_: jnp.sum(jnp.ones_like(batch["x"])),
+    "NumPy's ones": lambda batch, **_: jnp.sum(np.ones(batch["x"].shape)),
+    "one": lambda batch, **_: 1,
+    "constant": lambda batch, **_: jnp.sum(ONES),
+    "mask times a scalar": lambda batch, **_: jnp.sum(batch["x"] != 0) * batch["n"],
+    "size times a scalar": lambda batch, **_: batch["x"].size * batch["n"],
+    "size times a keyword": lambda batch, number, **_: number * len(batch["x"]),
+    "weight of each": lambda batch, **_: jnp.sum(jnp.full(len(batch["x"]), batch["n"])),
+    "random mask": lambda batch, rng, **_: jnp.sum(
+        jax.random.bernoulli(rng, shape=batch["x"].shape)
+    ),
+    "place": lambda batch, **_: batch["n"] * (1 + jax.lax.axis_index("data")),
+    "branch": lambda batch, **_: jax.lax.cond(
+        batch["x"][0, 0] > 0, lambda n: n, lambda n: 2 * n, batch["n"]
+    ),
+    "callback": lambda batch, **_: jax.pure_callback(
+        lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32)
+    ),
+    "jit": jax.jit(lambda batch, **_: batch["n"] + jnp.sum(batch["x"])),
+    "where": lambda batch, **_: jnp.where(batch["x"].any(), batch["n"], 0),
+    "while": until,
+    "rows of a scan": lambda batch, **_: jax.lax.scan(
+        lambda n, _: (n + 1, None), batch["n"], batch["x"]
+    )[0],
+    "trips of a loop": lambda batch, **_: jax.lax.fori_loop(
+        0, len(batch["x"]), lambda _, n: n + 1, batch["n"]
+    ),
+    "scan": in_a_loop,
+    "ref": through_a_ref,
+}
+
+
+def loss_with(count: Count) -> Any:
+    def loss_fn(params: Any, batch: Any, rng: Any, number: Any) -> Any:
+        num_tokens = count(batch, params=params, rng=rng, number=number)
+        return jnp.sum(params["w"] * batch["x"]), num_tokens
+
+    return loss_fn
+
+
+def batches(way: str) -> list[Any]:
+    n = np.full(K, ROWS * LENGTH, np.float32)
+    if way == "window":
+        return [{"x": X, "n": n}]
+    return [{"x": X[i], "n": n[i]} for i in range(K)]
+
+
+@functools.cache
+def state_of(way: str, mesh: Mesh) -> Any:
+    step = make_step(way, optax.sgd(1.0), mesh)
+    return step.init({"w": jnp.zeros(LENGTH)})
+
+
+def trace(way: str, count: Count, mesh: Any = None, **options: Any) -> Any:
+    mesh = mesh or make_mesh((8,))
+    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=loss_with(count), **options)
+    call = step if way == "window" else step.accumulate
+    kwargs = {"rng": jax.random.key(0), "number": jnp.float32(1)}
+    return jax.eval_shape(call, state_of(way, mesh), batches(way)[0], **kwargs)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_count_that_is_alike_on_all_devices_is_refused(name: str):
+    with pytest.raises(ValueError, match="num_tokens must be a count of .* 8 times"):
+        trace("two programs", ALIKE[name])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_count_of_the_device_is_not(name: str):
+    trace("two programs", OWN[name])
+
+
+def test_in_a_window():
+    trace("window", OWN["size times a scalar"])
+    with pytest.raises(ValueError, match="num_tokens must be a count of .* 8 times"):
+        trace("window", ALIKE["not 0"])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_on_meshes_of_both_types(kind: str):
+    mesh = make_mesh((4, 2), kind)
+    trace("two programs", OWN["size times a scalar"], mesh)
+    with pytest.raises(ValueError, match="4 times"):
+        trace("two programs", ALIKE["not 0"], mesh)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_lost_by_it(way: str):
+    step = make_step(
+        way, optax.sgd(1.0), make_mesh((8,)), loss_fn=loss_with(ALIKE["of the batch"])
+    )
+    state = step.init({"w": jnp.zeros(LENGTH)})
+    with pytest.raises(ValueError, match="must be a count"):
+        step(state, batches(way)[0], rng=jax.random.key(0), number=1.0)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("where", ["one device", "sums of all", "no mesh"])
+def test_where_it_is_added_once_it_is_right(where: str):
+    mesh = Mesh(jax.devices()[:1], "data") if where == "one device" else make_mesh((8,))
+    options: dict[str, Any] = {"mesh": mesh}
+    if where == "sums of all":
+        options["reduce_every"] = "micro_batch"
+    if where == "no mesh":
+        options = {"mesh": None, "data_axes": None}
+    loss_fn = loss_with(ALIKE["of the batch"])
+    step = make_step("two programs", optax.sgd(1.0), loss_fn=loss_fn, **options)
+    state = step.init({"w": jnp.zeros(LENGTH)})
+    for batch in batches("two programs"):
+        state, metrics = step(state, batch, rng=jax.random.key(0), number=1.0)
+    assert metrics.num_tokens == X.size
+    expected = X.astype(np.float64).sum((0, 1)) / X.size
+    np.testing.assert_allclose(-state.params["w"], expected, rtol=1e-6)
+    # What 0.1.0 did on 8 devices without a word.
+    assert abs(expected / 8 - expected).max() > 0.1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_of_micro_batches_are_exact(way: str):
+    """A weight in the sum and, times the device's tokens, in the count."""
+
+    def loss_fn(w: Any, batch: Any) -> Any:
+        tokens = batch["x"].size
+        return batch["weight"] * jnp.sum(w * batch["x"]), batch["weight"] * tokens
+
+    step = make_step(way, optax.sgd(1.0), make_mesh((8,)), loss_fn=loss_fn)
+    state, weights = step.init(jnp.zeros(())), np.float32([1, 2, 5, 0.5])
+    if way == "window":
+        state, _ = step(state, {"x": X, "weight": weights})
+    else:
+        for x, weight in zip(X, weights, strict=True):
+            state, _ = step(state, {"x": x, "weight": weight})
+    expected = np.average(X.mean((1, 2), dtype=np.float64), weights=weights)
+    np.testing.assert_allclose(-state.params, expected, rtol=1e-6)
+    assert abs(expected - X.mean()) > 1e-3
+
+
+COUNTS: dict[str, tuple[Any, str | None]] = {
+    "of the batch": (lambda batch: {"a": batch["n"], "b": None}, "'a'"),
+    "one of two": (
+        lambda batch: {"a": jnp.sum(batch["x"]), "b": batch["n"]},
+        "'b'",
+    ),
+    "own": (lambda batch: {"a": jnp.sum(batch["x"]), "b": batch["x"].size}, None),
+    "undivided": (lambda _: {"a": None, "b": 1}, None),
+}
+
+
+@pytest.mark.parametrize(("count_fn", "named"), COUNTS.values(), ids=COUNTS)
+def test_counts_of_several_losses(count_fn: Any, named: str | None):
+    def loss_fn(w: Any, batch: Any) -> Any:
+        return {"a": jnp.sum(w * batch["x"]), "b": jnp.sum(w * batch["x"] ** 2)}
+
+    options: dict[str, Any] = {"mesh": make_mesh((8,)), "data_axes": "data"}
+    step = make_window_step(loss_fn, optax.sgd(1.0), count_fn=count_fn, **options)
+    state, [batch] = step.init(jnp.zeros(())), batches("window")
+    if named is None:
+        jax.eval_shape(step, state, batch)
+        return
+    with pytest.raises(ValueError, match=f"the count {named} must be a count"):
+        jax.eval_shape(step, state, batch)
+
+
+def test_no_second_trace_of_a_loss_whose_count_is_its_own():
+    traces = []
+
+    def count(batch: Any, **_: Any) -> Any:
+        traces.append(None)
+        return jnp.sum(batch["x"])
+
+    trace("two programs", count)
+    assert len(traces) == 2  # one to look at, one to differentiate
+
+
+def test_a_loss_for_one_number_of_rows_is_not_asked_about_another():
+    def count(batch: Any, **_: Any) -> Any:
+        assert len(batch["x"]) == ROWS // 8
+        return batch["n"] * len(batch["x"])
+
+    trace("two programs", count)

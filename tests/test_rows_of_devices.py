@@ -1,0 +1,269 @@
+"""What of a batch is rows, to be spread over the devices, and what is not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from devices import TYPES, WAYS, make_mesh, make_step
+from helpers import count_compilations, in_float64, relative_error
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum import make_train_step
+
+K, ROWS, CLASSES = 4, 32, 16
+PARAMS = {"w": jnp.zeros((3, CLASSES))}
+
+
+def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """A cross entropy whose classes have weights: these are not rows."""
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+        batch["x"] @ params["w"], batch["labels"]
+    )
+    weights = batch["class_weights"][batch["labels"]]
+    return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+@in_float64
+def exact(params: Any, batch: Any) -> Any:
+    def mean(params: Any) -> jax.Array:
+        loss_sum, num_tokens = loss_fn(params, batch)
+        return loss_sum / num_tokens
+
+    return jax.grad(mean)(params)
+
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(K, ROWS, 3)).astype(np.float32)
+LABELS = RNG.integers(0, CLASSES, (K, ROWS))
+CLASS_WEIGHTS = RNG.uniform(0.1, 9, CLASSES).astype(np.float32)
+FULL = {
+    "x": X.reshape(-1, 3),
+    "labels": LABELS.reshape(-1),
+    "class_weights": CLASS_WEIGHTS,
+}
+EXACT = exact(PARAMS, FULL)
+Place = Callable[..., Any]
+
+
+def window(class_weights: Any = CLASS_WEIGHTS) -> list[Any]:
+    return [
+        {"x": X[i], "labels": LABELS[i], "class_weights": class_weights}
+        for i in range(K)
+    ]
+
+
+def on(mesh: Mesh, *spec: Any) -> Place:
+    return lambda x: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def given_to(way: str, batches: list[Any], place: Place, place_rows: Place) -> Any:
+    """The calls' batches, class weights and rows placed so."""
+    if way == "window":
+        batches = [jax.tree.map(lambda *xs: np.stack(xs), *batches)]
+    return [
+        {name: (place_rows if name in rows else place)(x) for name, x in batch.items()}
+        for batch in batches
+        for rows in [("x", "labels")]
+    ]
+
+
+def applied(way: str, step: Any, state: Any, batches: list[Any]) -> Any:
+    for batch in batches:
+        state, metrics = step(state, batch)
+    assert metrics.updated
+    return jax.tree.map(np.negative, jax.device_get(state.params))
+
+
+def as_given(x: Any) -> Any:
+    return x
+
+
+def build(way: str, mesh: Any, **options: Any) -> Any:
+    return make_step(way, optax.sgd(1.0), mesh, loss_fn=loss_fn, **options)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "spread"),
+    [
+        *[(way, "auto", False) for way in WAYS],
+        *[(way, "explicit", True) for way in ("two programs", "window")],
+    ],
+)
+def test_what_is_placed_on_every_device_is_whole(way: str, kind: str, spread: bool):
+    mesh = make_mesh((8,), kind)
+    step = build(way, mesh)
+    rows = on(mesh, *([None, "data"] if way == "window" else ["data"]))
+    batches = given_to(way, window(), on(mesh), rows if spread else as_given)
+    got = applied(way, step, step.init(PARAMS), batches)
+    assert relative_error(got, EXACT) < 2e-6
+
+
+def test_class_weights_that_are_cut_give_another_gradient():
+    """What 0.1.0 did: device d had those of classes 2d and 2d + 1, and clipped."""
+    sums, tokens = jax.tree.map(jnp.zeros_like, PARAMS), 0.0
+    for d, mine in enumerate(jnp.asarray(CLASS_WEIGHTS).reshape(8, 2)):
+        rows = slice(d * ROWS // 8, (d + 1) * ROWS // 8)
+        for i in range(K):
+            batch = {"x": X[i, rows], "labels": LABELS[i, rows], "class_weights": mine}
+            gradient, n = jax.grad(loss_fn, has_aux=True)(PARAMS, batch)
+            sums, tokens = jax.tree.map(jnp.add, sums, gradient), tokens + n
+    naive = jax.tree.map(lambda x: x / tokens, sums)
+    assert not relative_error(naive, EXACT) < 0.1  # or NaN
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_neither_rows_nor_placed_is_refused(way: str):
+    step = build(way, make_mesh((8,)))
+    state = step.init(PARAMS)
+    batch, *_ = given_to(way, window(), as_given, as_given)
+    with pytest.raises(ValueError, match=r"number of rows.*\['labels'\].*as a keyword"):
+        step(state, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_that_is_placed_on_every_device_is_spread(way: str):
+    """All of its arrays are: so they are rows, and none is counted 8 times."""
+    mesh = make_mesh((8,))
+
+    def loss_of_rows(params: Any, batch: Any, class_weights: Any) -> Any:
+        return loss_fn(params, batch | {"class_weights": class_weights})
+
+    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=loss_of_rows)
+    state = step.init(PARAMS)
+    for batch in given_to(way, window(), on(mesh), on(mesh)):
+        weights = batch.pop("class_weights")
+        weights = weights[0] if way == "window" else weights
+        state, metrics = step(state, batch, class_weights=weights)
+    np.testing.assert_allclose(
+        metrics.num_tokens, CLASS_WEIGHTS[LABELS].sum(), rtol=1e-6
+    )
+    got = jax.tree.map(np.negative, jax.device_get(state.params))
+    assert relative_error(got, EXACT) < 2e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_may_be_rows_or_not_is_refused(way: str):
+    """As many class weights as rows, whole on every device."""
+    mesh = make_mesh((8,))
+    step = build(way, mesh)
+    many = np.resize(CLASS_WEIGHTS, ROWS)
+    batch, *_ = given_to(way, window(many), on(mesh), as_given)
+    with pytest.raises(ValueError, match=r"whole.*\['class_weights'\].*a keyword"):
+        step(step.init(PARAMS), batch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_spread_over_another_axis_alone_is_whole(way: str):
+    mesh = make_mesh((4, 2))
+    step = build(way, mesh)
+    place = on(mesh, *([None, "model"] if way == "window" else ["model"]))
+    batches = given_to(way, window(), place, as_given)
+    got = applied(way, step, step.init(PARAMS), batches)
+    assert relative_error(got, EXACT) < 2e-6
+
+
+@pytest.mark.parametrize("way", ["two programs", "window"])
+def test_in_an_outer_jit_types_say_what_is_whole(way: str):
+    for kind in TYPES:
+        mesh = make_mesh((8,), kind)
+        step = build(way, mesh)
+        state = step.init(PARAMS)
+        rows = on(mesh, *([None, "data"] if way == "window" else ["data"]))
+        batches = given_to(way, window(), on(mesh), rows)
+
+        def in_turn(state: Any, batches: Any, step: Any = step) -> Any:
+            for batch in batches:
+                state, _ = step(state, batch)
+            return state
+
+        if kind == "auto":  # where they do not
+            with pytest.raises(ValueError, match="as a keyword"):
+                jax.jit(in_turn).lower(state, batches)
+            continue
+        got = jax.jit(in_turn)(state, batches).params
+        got = jax.tree.map(np.negative, jax.device_get(got))
+        assert relative_error(got, EXACT) < 2e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shapes_with_shardings_are_compiled_ahead(way: str):
+    mesh = make_mesh((8,))
+    step = build(way, mesh)
+    state = step.init(PARAMS)
+    batches = given_to(way, window(), on(mesh), as_given)
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        x = jnp.asarray(x)
+        sharding = x.sharding if isinstance(x.sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    step.compile(state, [jax.tree.map(shape_of, batches[0])])
+    with count_compilations() as compilations:
+        got = applied(way, step, state, batches)
+    assert not compilations and relative_error(got, EXACT) < 2e-6
+
+
+@pytest.mark.parametrize("place", ["as given", "placed"])
+def test_a_loss_that_sees_all_rows_may_have_anything(place: str):
+    mesh = make_mesh((8,))
+    step = build("two programs", mesh, reduce_every="micro_batch")
+    weights = on(mesh) if place == "placed" else as_given
+    batches = given_to("two programs", window(), weights, as_given)
+    got = applied("two programs", step, step.init(PARAMS), batches)
+    assert relative_error(got, EXACT) < 2e-6
+    for n in (9, ROWS):  # not divided by the devices, or as many as the rows
+        many = on(mesh)(np.resize(CLASS_WEIGHTS, n))
+        step.accumulate.lower(step.init(PARAMS), window(many)[0])
+
+
+def test_on_one_device_everything_is_whole():
+    mesh = Mesh(jax.devices()[:1], "data")
+    step = build("two programs", mesh)
+    got = applied("two programs", step, step.init(PARAMS), window())
+    assert relative_error(got, EXACT) < 2e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scalars_of_a_micro_batch_are_whole(way: str):
+    """A temperature, say, that the loss is multiplied by."""
+    scales = np.arange(1.0, K + 1, dtype=np.float32)
+
+    def scaled(w: Any, batch: Any) -> Any:
+        return batch["scale"] * jnp.sum(w * batch["x"]), batch["x"].size
+
+    mesh = make_mesh((8,))
+    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=scaled)
+    batches = [{"x": X[i], "scale": scales[i]} for i in range(K)]
+    if way == "window":
+        batches = [{"x": X, "scale": scales}]
+    state = step.init(jnp.zeros(()))
+    for batch in batches:
+        state, metrics = step(state, batch)
+    assert metrics.updated and metrics.num_tokens == X.size
+    expected = np.sum(X.astype(np.float64).sum((1, 2)) * scales) / X.size
+    np.testing.assert_allclose(-state.params, expected, rtol=2e-6)
+
+
+def test_rows_spread_in_any_way_are_rows():
+    """Over one of two data axes, along their tokens, or on a single device."""
+
+    def summed(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x), x.size
+
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(TYPES["auto"],) * 2)
+    options = {"mesh": mesh, "data_axes": ("a", "b")}
+    step = make_train_step(
+        lambda w, x: (jnp.sum(w * x), x.size), optax.sgd(1.0), 1, **options
+    )
+    x = X.reshape(16, 24)
+    for spec in (P("b"), P(None, "a"), P(("b", "a")), None):
+        placed = jnp.asarray(x) if spec is None else on(mesh, *spec)(x)
+        state, metrics = step(step.init(jnp.zeros(())), placed)
+        assert metrics.num_tokens == x.size
+        np.testing.assert_allclose(-state.params, x.mean(dtype=np.float64), rtol=2e-6)
