@@ -62,16 +62,21 @@ def stable(params: Any, state: Any) -> Any:
     An array that stands twice or is one of `params`, as the `init` of some optimizers
     returns, is copied: a buffer can be donated only once.
     """
-    home = _home(params)
-    seen = {id(x) for x in jax.tree.leaves(params)}
+    where = home(params)
+    taken = {id(x) for x in jax.tree.leaves(params)}
 
     def settle(x: Any) -> Any:
-        is_taken = id(x) in seen
-        seen.add(id(x))
-        x = _copy(x) if is_taken else _as_strong_array(x)
-        return jax.device_put(x, home) if home and _is_placed(x, False) else x
+        x = settled(x, taken)
+        return jax.device_put(x, where) if where and is_unplaced(x) else x
 
     return jax.tree.map(settle, state)
+
+
+def settled(x: Any, taken: set[int]) -> Any:
+    """`x`, strongly typed; a copy if its id is `taken`, to which it is added."""
+    is_taken = id(x) in taken
+    taken.add(id(x))
+    return _copy(x) if is_taken else _as_strong_array(x)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
@@ -121,15 +126,19 @@ def _as_strong_array(x: Any) -> Any:
     return x
 
 
-def _is_placed(x: Any, committed: bool) -> bool:
-    return isinstance(x, jax.Array) and is_concrete(x) and x.committed == committed
+def is_unplaced(x: Any) -> bool:
+    """Whether `x` is an array that nobody has put on a device."""
+    return isinstance(x, jax.Array) and is_concrete(x) and not x.committed
 
 
-def _home(params: Any) -> jax.sharding.Sharding | None:
+def home(params: Any, whole: bool = True) -> jax.sharding.Sharding | None:
+    """Where the first placed array of `params` is: `whole` on each of its devices."""
     for leaf in jax.tree.leaves(params):
-        if _is_placed(leaf, True):
-            if isinstance(leaf.sharding, NamedSharding):
-                return NamedSharding(leaf.sharding.mesh, PartitionSpec())
-            if isinstance(leaf.sharding, SingleDeviceSharding):
-                return leaf.sharding
+        if not isinstance(leaf, jax.Array) or not is_concrete(leaf):
+            continue
+        if leaf.committed and isinstance(leaf.sharding, NamedSharding):
+            spec = PartitionSpec() if whole else leaf.sharding.spec
+            return NamedSharding(leaf.sharding.mesh, spec)
+        if leaf.committed and isinstance(leaf.sharding, SingleDeviceSharding):
+            return leaf.sharding
     return None

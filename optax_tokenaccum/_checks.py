@@ -94,8 +94,9 @@ def as_num_tokens(
             "weights) behind these gradients: got None. Write optimizer.update(grads, "
             "state, params, num_tokens=n). If you did, something in between dropped "
             "it: a wrapper that is a plain optax.GradientTransformation (use "
-            "GradientTransformationExtraArgs), or flax's linen TrainState (use "
-            "optax_tokenaccum.linen.TrainState)."
+            "GradientTransformationExtraArgs), optax.chain or the like around a "
+            "MultiSteps (give it MultiSteps(...).gradient_transformation()), or flax's "
+            "linen TrainState (use optax_tokenaccum.linen.TrainState)."
         )
     return _as_real_scalar(num_tokens, name, dtype, non_negative=True)
 

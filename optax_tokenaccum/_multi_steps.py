@@ -10,7 +10,7 @@ import optax
 from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._accumulation import has_updated
 from optax_tokenaccum._accumulation_state import TokenAccumulationState
-from optax_tokenaccum._add_and_close import make_accumulation
+from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._transformation import Transformation
 
@@ -105,8 +105,18 @@ class MultiSteps:
         return has_updated(state)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The same as an optax transformation, for `optax.chain` and the like."""
+        """The same as an optax transformation, for `optax.chain` and the like.
+
+        Around the class itself they would drop `num_tokens`.
+        """
         return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+
+def accumulation_of(tx: Any) -> Accumulation | None:
+    """That of `token_accumulation(...)` or of a `MultiSteps`; `None` of any other."""
+    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    owner = owner._tx if isinstance(owner, MultiSteps) else owner
+    return owner.accumulation if isinstance(owner, Transformation) else None
 
 
 def from_multi_steps_state(tx: Any, state: Any, params: optax.Params) -> Any:

@@ -10,6 +10,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from optax_tokenaccum._accumulation import has_updated
+from optax_tokenaccum._accumulation_state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._multi_steps import MultiSteps
 
 
 class TrainState(train_state.TrainState):
@@ -51,14 +53,33 @@ class TrainState(train_state.TrainState):
           num_tokens: the tokens behind them, a scalar.
           value: the micro-batch's loss, for optimizers that need it.
           close_window: `True` closes the window now.
-          **kwargs: attributes to replace besides, `batch_stats` say.
+          **kwargs: attributes to replace, for example `batch_stats`. They are replaced
+            in a rejected micro-batch too: select the old ones there with `jnp.where`.
 
         Raises:
           TypeError: `num_tokens` is missing.
-          ValueError: as `token_accumulation`'s `update`.
+          ValueError: `tx` does not accumulate, or holds several accumulations; or as
+            `token_accumulation`'s `update`.
         """
+        if num_tokens is None:
+            raise TypeError(
+                "apply_gradients() needs num_tokens, the number of loss tokens (or the "
+                "sum of weights) behind grads: got None. Write state.apply_gradients("
+                "grads=grads, num_tokens=n)."
+            )
+        count = len(nodes_of(TokenAccumulationState, self.opt_state))
+        if count != 1:
+            raise ValueError(
+                "The tx of this TrainState must accumulate exactly once, since step "
+                f"counts its updates: got {count} accumulations. Write "
+                "tx=token_accumulation(optimizer, k) around the whole optimizer, or "
+                "optax_tokenaccum.MultiSteps in place of optax's."
+            )
+        tx: Any = self.tx
+        # optax takes the class for a plain transformation, and would drop the count.
+        tx = tx.gradient_transformation() if isinstance(tx, MultiSteps) else tx
         update = functools.partial(
-            optax.with_extra_args_support(self.tx).update,
+            optax.with_extra_args_support(tx).update,
             num_tokens=num_tokens,
             value=value,
             close_window=close_window,

@@ -1,25 +1,27 @@
 """Flax NNX: a train step for a model and an `nnx.Optimizer` that accumulates."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
-from optax_tokenaccum import _checks
+from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._add_and_close import Accumulation
 from optax_tokenaccum._micro_batch import unpack
+from optax_tokenaccum._multi_steps import accumulation_of
+from optax_tokenaccum._placement import is_explicit, sharding_of
 from optax_tokenaccum._step_state import StepMetrics, close_and_apply
-from optax_tokenaccum._transformation import Transformation
+
+# What variables hold. Reading one instead, `variable[...]`, runs its own `get_value`.
+_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
 
 class TrainStep:
     """What `make_train_step` returns: `step(model, optimizer, batch) -> StepMetrics`.
-
-    Attributes:
-      close_window: `close_window(model, optimizer) -> StepMetrics` closes a partial
-        window with the denominator it has; an empty one changes nothing, but
-        `optimizer.step` counts the call.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -36,11 +38,14 @@ class TrainStep:
       True
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], has_aux: bool):
+    def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, donate: bool):
         self._loss_fn = loss_fn
         self._has_aux = has_aux
-        self._jitted = nnx.jit(self._program, donate_argnums=(0, 1))
-        self.close_window = nnx.jit(_close_window, donate_argnums=(0, 1))
+        self._donate = donate
+        self._jitted: dict[Any, Any] = {}
+
+    def __reduce__(self) -> Any:
+        return TrainStep, (self._loss_fn, self._has_aux, self._donate)
 
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any
@@ -48,57 +53,160 @@ class TrainStep:
         """Adds a micro-batch, and applies the update if the window closes with it.
 
         Args:
-          model: updated in place, its statistics and random streams in every call.
+          model: updated in place.
           optimizer: updated in place.
           batch: what `loss_fn` is given.
 
         Raises:
-          TypeError: `optimizer` is none around `token_accumulation(...)`, or `loss_fn`
-            returned something else than `(loss_sum, num_tokens)`.
-          ValueError: `token_accumulation` was not told when a window closes, or that
-            gradients are of a mean.
+          TypeError: `optimizer` is not an `nnx.Optimizer` around an accumulation, or
+            `loss_fn` returned something else than `(loss_sum, num_tokens)`.
+          ValueError: the accumulation was not told when a window closes, or was told
+            that gradients are of a mean.
         """
-        return self._jitted(model, optimizer, batch)
+        return self._run(self._program, model, optimizer, batch)
+
+    def close_window(self, model: nnx.Module, optimizer: nnx.Optimizer) -> StepMetrics:
+        """Closes a partial window with the denominator it has, at the end of an epoch.
+
+        On an empty window nothing changes, except that `optimizer.step` counts the
+        call.
+        """
+        return self._run(_close_window, model, optimizer)
+
+    def _run(
+        self,
+        program: Callable[..., StepMetrics],
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        *batch: Any,
+    ) -> StepMetrics:
+        """Runs a program that leaves every array where it was."""
+        _accumulation_of(optimizer)
+        placement = self._settle(model, optimizer, batch)
+
+        # The compiler would place what is returned as it sees fit, and the next call
+        # compile once more.
+        def run(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Any) -> Any:
+            metrics = program(model, optimizer, *batch)
+            held = _held(nnx.state((model, optimizer)))
+            placed = {
+                path: jax.lax.with_sharding_constraint(held[path], sharding)
+                for path, sharding in placement
+                if path in held
+            }
+            nnx.update((model, optimizer), nnx.from_flat_state(placed))
+            return metrics
+
+        key = program, placement
+        if key not in self._jitted:
+            donated = (0, 1) if self._donate else ()
+            self._jitted[key] = nnx.jit(run, donate_argnums=donated)
+        return self._jitted[key](model, optimizer, *batch)
+
+    def _settle(
+        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any
+    ) -> tuple[tuple[Any, NamedSharding], ...]:
+        """Prepares arrays that would be donated twice, or cost a second compilation.
+
+        An array that is there twice is copied. One that was never placed goes to the
+        devices of the parameters: to those of the parameter whose path ends its own
+        (sums and moments made before the parameters were placed), or to all of them.
+
+        Returns:
+          The shardings of arrays on a mesh, by the path of their variable.
+        """
+        placement = []
+        params = _held(nnx.state(model, optimizer.wrt))
+        home, taken = _arrays.home(params), {id(x) for x in jax.tree.leaves(batch)}
+        for path, variable in nnx.to_flat_state(nnx.state((model, optimizer))):
+
+            def settle(x: Any, path: Any = path) -> Any:
+                if home is not None and _arrays.is_unplaced(x):
+                    ends = (params.get(path[i:]) for i in range(len(path)))
+                    like = [p for p in ends if getattr(p, "shape", None) == x.shape]
+                    x = jax.device_put(x, _arrays.home(like, whole=False) or home)
+                return _arrays.settled(x, taken if self._donate else set())
+
+            before = variable.get_raw_value()
+            after = jax.tree.map(settle, before)
+            if after is not before:
+                variable.set_raw_value(after)
+            sharding = sharding_of(after)
+            if sharding is not None and not is_explicit(sharding.mesh):
+                placement.append((path, sharding))
+        return tuple(placement)
 
     def _program(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any
     ) -> StepMetrics:
         accumulation = _accumulation_of(optimizer)
+        before = _held(nnx.state(model))
+        opt_state = _pure(optimizer.opt_state)
+        params = _pure(nnx.state(model, optimizer.wrt))
+        (loss_sum, (num_tokens, aux)), grads = self._value_and_grad(
+            model, optimizer.wrt, batch
+        )
+        opt_state, skipped = accumulation.add(
+            grads, opt_state, params, num_tokens, loss_sum
+        )
+        if accumulation.should_skip_update_fn is not None:
+            _take_back(skipped, before, model)
+        closes = accumulation.schedule.closes(
+            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
+        )
+        metrics = _close(accumulation, closes, model, optimizer, opt_state)
+        return metrics._replace(skipped=skipped, aux=aux)
+
+    def _value_and_grad(self, model: nnx.Module, wrt: Any, batch: Any) -> Any:
+        """`((loss_sum, (num_tokens, aux)), gradients)`; the loss may change `model`."""
 
         def loss_fn(model: nnx.Module, batch: Any) -> Any:
             return unpack(self._loss_fn(model, batch), self._has_aux)
 
-        wrt = nnx.DiffState(0, optimizer.wrt)
-        (loss_sum, (num_tokens, aux)), grads = nnx.value_and_grad(
-            loss_fn, argnums=wrt, has_aux=True
-        )(model, batch)
-        params, opt_state = _arrays_of(model, optimizer)
-        opt_state, skipped = accumulation.add(
-            _arrays_in(nnx.state(grads)), opt_state, params, num_tokens, loss_sum
+        if _is_graph_mode():
+            result, grads = nnx.value_and_grad(
+                loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=True
+            )(model, batch)
+            return result, _pure(nnx.state(grads))
+
+        graphdef, params, rest = nnx.split(model, wrt, ...)
+
+        def loss_of(params: Any, rest: Any, batch: Any) -> Any:
+            model = nnx.merge(graphdef, params, rest)
+            loss_sum, counted = loss_fn(model, batch)
+            return loss_sum, (counted, _pure(nnx.state(model)))
+
+        (loss_sum, (counted, after)), grads = nnx.value_and_grad(loss_of, has_aux=True)(
+            params, rest, batch
         )
-        closes = accumulation.schedule.closes(
-            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
-        )
-        metrics = _close(accumulation, closes, model, optimizer, params, opt_state)
-        return metrics._replace(skipped=skipped, aux=aux)
+        nnx.update(model, after)
+        return (loss_sum, counted), _pure(grads)
 
 
-def make_train_step(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> TrainStep:
+def make_train_step(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, donate: bool = True
+) -> TrainStep:
     """Builds a jitted train step of one micro-batch a call, for NNX.
 
-    Model and optimizer are updated in place and their buffers donated: parameters move
-    when, and only when, the window closes; batch statistics and `nnx.Rngs` move in
-    every call, so no two micro-batches share a dropout mask.
+    Model and optimizer are updated in place: parameters move when, and only when, the
+    window closes; batch statistics and `nnx.Rngs` move in every call, so no two
+    micro-batches share a dropout mask. A micro-batch without tokens moves them too: its
+    rows are real. One that `should_skip_update_fn` rejects never happened: all
+    variables of the model are what they were before it.
 
     Args:
       loss_fn: `loss_fn(model, batch) -> (loss_sum, num_tokens)`, the loss *summed* over
         the micro-batch's tokens and how many there were.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      donate: update buffers in place. Arrays that the model and the optimizer held
+        before a call are gone after it, and `nnx.clone(model)` shares them: copy the
+        arrays of a model that is to stay, or give `False`.
 
     Returns:
       `step(model, optimizer, batch) -> StepMetrics`, where `optimizer` is
-      `nnx.Optimizer(model, token_accumulation(...), wrt=...)`. `optimizer.step` counts
-      calls; updates are `metrics.gradient_step`.
+      `nnx.Optimizer(model, token_accumulation(...), wrt=...)`, or has
+      `MultiSteps(..., gradients="sum")`. `optimizer.step` counts calls; updates are
+      `metrics.gradient_step`.
 
     Raises:
       TypeError: `loss_fn` is not a function.
@@ -124,19 +232,13 @@ def make_train_step(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Tr
       True 4.0
     """
     _checks.check_function(loss_fn, "loss_fn")
-    return TrainStep(loss_fn, has_aux)
+    return TrainStep(loss_fn, has_aux, donate)
 
 
 def _close_window(model: nnx.Module, optimizer: nnx.Optimizer) -> StepMetrics:
-    params, opt_state = _arrays_of(model, optimizer)
-    return _close(
-        _accumulation_of(optimizer),
-        opt_state.mini_step > 0,
-        model,
-        optimizer,
-        params,
-        opt_state,
-    )
+    opt_state = _pure(optimizer.opt_state)
+    closes = opt_state.mini_step > 0
+    return _close(_accumulation_of(optimizer), closes, model, optimizer, opt_state)
 
 
 def _close(
@@ -144,10 +246,10 @@ def _close(
     closes: jax.Array | bool,
     model: nnx.Module,
     optimizer: nnx.Optimizer,
-    params: Any,
     opt_state: Any,
 ) -> StepMetrics:
     """Closes the window where it `closes`, and puts everything back in place."""
+    params = _pure(nnx.state(model, optimizer.wrt))
     params, opt_state, metrics = close_and_apply(
         accumulation, closes, params, opt_state
     )
@@ -157,35 +259,46 @@ def _close(
     return metrics
 
 
-def _arrays_of(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Any, Any]:
-    """Parameters and optimizer state as the transformation sees them."""
-    return (
-        _arrays_in(nnx.state(model, optimizer.wrt)),
-        _arrays_in(optimizer.opt_state),
+def _take_back(skipped: jax.Array, before: dict[Any, Any], model: nnx.Module) -> None:
+    """Gives the model's variables what they held `before`, where `skipped`."""
+    after = _held(nnx.state(model))
+    before = {path: before[path] for path in before.keys() & after.keys()}
+    after = {path: after[path] for path in before}
+    _checks.check_same_tree(
+        after,
+        before,
+        "With should_skip_update_fn the model's variables must keep their shapes, so "
+        "that a rejected micro-batch can be undone",
     )
+    kept = jax.tree.map(functools.partial(jnp.where, skipped), before, after)
+    nnx.update(model, nnx.from_flat_state(kept))
 
 
-def _arrays_in(tree: Any) -> Any:
-    def is_variable(x: Any) -> bool:
-        return isinstance(x, nnx.Variable)
+def _held(state: Any) -> dict[Any, Any]:
+    """What the variables of a state hold, by their paths."""
+    return {path: _pure(variable) for path, variable in nnx.to_flat_state(state)}
 
-    return jax.tree.map(
-        lambda x: x[...] if is_variable(x) else x, tree, is_leaf=is_variable
-    )
+
+def _is_graph_mode() -> bool:
+    """Whether flax is in the mode in which it knows `nnx.DiffState`."""
+    modes = [getattr(nnx, f"set_graph_{name}", None) for name in ("mode", "updates")]
+    return all(mode is None or mode.current_value() for mode in modes)
 
 
 def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:
-    tx = getattr(optimizer.tx.update, "__self__", None)
-    if not isinstance(tx, Transformation):
+    given = getattr(optimizer, "tx", optimizer)
+    accumulation = accumulation_of(given)
+    if not isinstance(optimizer, nnx.Optimizer) or accumulation is None:
         raise TypeError(
             "The optimizer must be an nnx.Optimizer around token_accumulation(...) "
-            f"itself: got {optimizer.tx!r}. A chain goes inside: "
-            "token_accumulation(optax.chain(...), k)."
+            "itself, or around MultiSteps(..., gradients='sum'): got "
+            f"{given!r}. A chain goes inside: token_accumulation(optax.chain(...), k)."
         )
-    gradients = tx.accumulation.gradients
+    gradients = accumulation.gradients
     if gradients != "sum":
         raise ValueError(
-            "loss_fn returns a sum over tokens, so token_accumulation must be told "
-            f"gradients='sum', the default: got {gradients!r}."
+            "loss_fn returns a sum over tokens, so the optimizer must be told "
+            f"gradients='sum': got {gradients!r}. Write token_accumulation(inner, k), "
+            "or MultiSteps(inner, k, gradients='sum')."
         )
-    return tx.accumulation
+    return accumulation

@@ -141,6 +141,14 @@ def in_a_plain_transformation(optimizer: Any) -> Any:
     return optax.chain(optax.GradientTransformation(optimizer.init, optimizer.update))
 
 
+def in_a_wrapper_of_optax(optimizer: Any) -> list[Any]:
+    return [
+        optax.chain(optimizer),
+        optax.partition({"all": optimizer}, jax.tree.map(lambda _: "all", PARAMS)),
+        optax.masked(optimizer, jax.tree.map(lambda _: True, PARAMS)),
+    ]
+
+
 def applied_by_linen(keep: Any, tx: Any) -> None:
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     keep(state).apply_gradients(grads=GRADS, num_tokens=3)

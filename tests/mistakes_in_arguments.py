@@ -22,6 +22,7 @@ from mistakes import (
     counted_badly_in_jit,
     eager,
     in_a_plain_transformation,
+    in_a_wrapper_of_optax,
     loss_fn,
     returned,
     schedule_of_0_in_jit,
@@ -47,6 +48,7 @@ INNER_THAT_ACCUMULATES = (
     optax.chain(optax.clip(1.0), MultiSteps(SGD, 2).gradient_transformation()),
     optax.MultiSteps(SGD, 2).gradient_transformation(),
     optax.MultiSteps(SGD, 2),
+    MultiSteps(SGD, 2),
 )
 
 
@@ -158,6 +160,11 @@ UPDATING: list[Row] = [
         "`num_tokens` lost in a plain `optax.GradientTransformation`",
         TypeError,
         updated(*map(in_a_plain_transformation, (OURS, OURS_AS_CLASS)), **N),
+    ),
+    (
+        "`num_tokens` lost by optax's wrappers around a `MultiSteps`",
+        TypeError,
+        updated(*in_a_wrapper_of_optax(OURS_AS_CLASS), **N),
     ),
     (
         "`num_tokens` lost in flax's linen `TrainState`",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import mistakes_in_arguments
 import mistakes_in_planning
 import mistakes_with_devices
+import mistakes_with_flax
 import mistakes_with_programs
 import mistakes_with_states
 import pytest
@@ -25,6 +26,7 @@ ROWS = [
     *mistakes_in_planning.PLANNING,
     *mistakes_with_devices.ON_DEVICES,
     *mistakes_with_programs.READING,
+    *mistakes_with_flax.WITH_FLAX,
 ]
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "bad_input.md"
 

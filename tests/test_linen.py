@@ -12,7 +12,11 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
+from optax_tokenaccum import (
+    MultiSteps,
+    softmax_cross_entropy_sum,
+    token_accumulation,
+)
 from optax_tokenaccum.linen import TrainState
 
 K = 4
@@ -196,10 +200,52 @@ def test_what_is_overwritten_with_its_gradient_passes_by_the_window():
     helpers.assert_trees_equal(state.params["params"], {"w": jnp.full(2, -2.0)})
 
 
-def test_what_does_not_fit_says_so():
-    state = new(token_accumulation(SGD, K))
-    grads = jax.tree.map(jnp.zeros_like, state.params)
-    with pytest.raises(TypeError, match="needs num_tokens"):
-        state.apply_gradients(grads=grads)
-    with pytest.raises(ValueError, match="exactly one TokenAccumulationState: got 0"):
-        new(optax.adam(0.1)).apply_gradients(grads=grads, num_tokens=1)
+ACCUMULATING = token_accumulation(SGD, 2)
+AS_CLASS = MultiSteps(SGD, 2, gradients="sum")
+AS_TRANSFORMATION = AS_CLASS.gradient_transformation()
+PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+LABELS = {"w": "all", "b": "all"}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ACCUMULATING,
+        AS_CLASS,
+        AS_TRANSFORMATION,
+        optax.chain(optax.identity(), AS_TRANSFORMATION),
+        optax.named_chain(("accumulation", ACCUMULATING)),
+        optax.partition({"all": AS_TRANSFORMATION}, LABELS),
+        optax.masked(ACCUMULATING, jax.tree.map(bool, LABELS)),
+        optax.apply_if_finite(AS_TRANSFORMATION, 3),
+        optax.inject_hyperparams(lambda rate: token_accumulation(optax.sgd(rate), 2))(
+            1.0
+        ),
+    ],
+    ids=[
+        "token_accumulation",
+        "MultiSteps",
+        "gradient_transformation",
+        "chain",
+        "named_chain",
+        "partition",
+        "masked",
+        "apply_if_finite",
+        "inject_hyperparams",
+    ],
+)
+@pytest.mark.parametrize("last", ["by schedule", "partial"])
+def test_the_count_reaches_every_form_of_tx(tx: Any, last: str):
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    counts = [(8.0, 1), (4.0, 3)] if last == "by schedule" else [(8.0, 4)]
+    for grad, n in counts:
+        grads = jax.tree.map(lambda p, g=grad: jnp.full_like(p, g), PARAMS)
+        state = state.apply_gradients(grads=grads, num_tokens=n)
+    if last == "partial":
+        assert state.step == 0
+        state = state.close_window()
+    mean = -3.0 if last == "by schedule" else -2.0  # of means: -14/3
+    helpers.assert_trees_equal(
+        state.params, jax.tree.map(lambda p: jnp.full_like(p, mean), PARAMS)
+    )
+    assert state.step == 1

@@ -10,7 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
-from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
+from optax_tokenaccum import (
+    MultiSteps,
+    softmax_cross_entropy_sum,
+    token_accumulation,
+)
 from optax_tokenaccum.nnx import make_train_step
 
 K = 4
@@ -220,27 +224,26 @@ def test_two_compilations_for_step_and_close_over_many_windows():
     assert len(compilations) == 2
 
 
-@pytest.mark.parametrize(
-    ("tx", "error", "message"),
-    [
-        (SGD, TypeError, "around token_accumulation"),
-        (
-            optax.chain(token_accumulation(SGD, 2)),
-            TypeError,
-            "A chain goes inside",
-        ),
-        (
-            token_accumulation(SGD, 2, gradients="mean"),
-            ValueError,
-            "gradients='sum'.*got 'mean'",
-        ),
-        (token_accumulation(SGD), ValueError, "rule that closes it"),
-    ],
-    ids=["plain", "chain", "mean", "no schedule"],
-)
-def test_optimizers_that_do_not_fit(tx: Any, error: type, message: str):
-    model, optimizer = new(tx)
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("form", ["class", "transformation"])
+def test_multi_steps_of_sums_does_what_token_accumulation_does(form: str):
+    multi_steps = MultiSteps(SGD, K, gradients="sum")
+    forms = {
+        "class": multi_steps,
+        "transformation": multi_steps.gradient_transformation(),
+    }
+    step, trained = make_train_step(loss_fn), []
+    for tx in (forms[form], token_accumulation(SGD, K)):
+        model, optimizer = new(tx)
+        for micro_batch in helpers.cut(BATCH, K):
+            metrics = step(model, optimizer, micro_batch)
+        assert metrics.updated
+        trained.append(params_of(model))
+    helpers.assert_trees_equal(*trained)
+
+
+def test_an_optimizer_without_a_schedule_says_so():
+    model, optimizer = new(token_accumulation(SGD))
+    with pytest.raises(ValueError, match="rule that closes it"):
         make_train_step(loss_fn)(model, optimizer, BATCH)
     assert params_of(model)
 

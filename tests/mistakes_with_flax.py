@@ -1,0 +1,115 @@
+"""Rows of docs/bad_input.md: Flax."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from mistakes import GRADS, PARAMS, SGD, SKIPS, Mistake, Row
+
+from optax_tokenaccum import MultiSteps, token_accumulation
+from optax_tokenaccum.linen import TrainState
+from optax_tokenaccum.nnx import make_train_step
+
+OURS, OURS_AS_CLASS = token_accumulation(SGD, 2), MultiSteps(SGD, 2)
+LABELS = {"w": "one", "deep": "other"}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return jnp.sum(model(batch)), len(batch)
+
+
+def growing_loss_fn(model: Any, batch: Any) -> Any:
+    model.seen[...] = jnp.concatenate([model.seen[...], batch])
+    return loss_fn(model, batch)
+
+
+def nnx_stepped(
+    *transformations: Any, loss_fn: Callable[..., Any] = loss_fn
+) -> list[Mistake]:
+    def mistake(keep: Any, tx: Any) -> None:
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        model.seen = nnx.Variable(jnp.ones((1, 3)))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        keep(nnx.state((model, optimizer)))
+        make_train_step(loss_fn)(model, optimizer, jnp.ones((2, 3)))
+
+    return [lambda keep, tx=tx: mistake(keep, tx) for tx in transformations]
+
+
+def linen_applied(*transformations: Any, **arguments: Any) -> list[Mistake]:
+    def mistake(keep: Any, tx: Any) -> None:
+        state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+        keep(state).apply_gradients(grads=GRADS, **arguments)
+
+    return [lambda keep, tx=tx: mistake(keep, tx) for tx in transformations]
+
+
+def read_after_a_step(read: Callable[[Any, Any], Any]) -> list[Mistake]:
+    def mistake(keep: Any) -> None:
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer, clone = nnx.Optimizer(model, OURS, wrt=nnx.Param), nnx.clone(model)
+        make_train_step(loss_fn)(model, optimizer, jnp.ones((2, 3)))
+        keep(nnx.state((model, optimizer)))
+        read(clone, optimizer)
+
+    return [mistake]
+
+
+WITH_FLAX: list[Row] = [
+    (
+        "no `num_tokens` for `linen.TrainState`",
+        TypeError,
+        linen_applied(OURS, OURS_AS_CLASS),
+    ),
+    (
+        "a `linen.TrainState` around an optimizer that does not accumulate, or twice",
+        ValueError,
+        linen_applied(
+            optax.adam(0.1),
+            optax.MultiSteps(SGD, 2),
+            optax.MultiSteps(SGD, 2).gradient_transformation(),
+            optax.partition({"one": OURS, "other": OURS}, LABELS),
+            num_tokens=1,
+        ),
+    ),
+    (
+        "an `nnx.Optimizer` around something else, in the `nnx` step",
+        TypeError,
+        nnx_stepped(
+            SGD,
+            optax.chain(OURS),
+            optax.chain(OURS_AS_CLASS.gradient_transformation()),
+            optax.MultiSteps(SGD, 2),
+            optax.MultiSteps(SGD, 2).gradient_transformation(),
+        )
+        + [lambda keep: make_train_step(loss_fn)(keep(PARAMS), OURS, PARAMS["w"])],
+    ),
+    (
+        "gradients of a mean in the `nnx` step",
+        ValueError,
+        nnx_stepped(
+            token_accumulation(SGD, 2, gradients="mean"),
+            OURS_AS_CLASS,
+            OURS_AS_CLASS.gradient_transformation(),
+        ),
+    ),
+    (
+        "a variable of another shape after the loss, with a skip function",
+        ValueError,
+        nnx_stepped(token_accumulation(SGD, 2, **SKIPS), loss_fn=growing_loss_fn),
+    ),
+    (
+        "using a clone of a model that the `nnx` step has donated",
+        RuntimeError,
+        read_after_a_step(lambda clone, _: np.asarray(clone.kernel[...]))
+        + read_after_a_step(lambda clone, _: clone(jnp.ones((2, 3))))
+        + read_after_a_step(
+            lambda clone, optimizer: make_train_step(loss_fn)(
+                clone, optimizer, jnp.ones((2, 3))
+            )
+        ),
+    ),
+]
