@@ -1,17 +1,20 @@
 """Flax Linen: a `TrainState` whose gradients come with their number of tokens."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from optax_tokenaccum._accumulation import has_updated
 from optax_tokenaccum._accumulation_state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._multi_steps import MultiSteps
+from optax_tokenaccum._overwritten import nothing_yet
 
 
 class TrainState(train_state.TrainState):
@@ -35,7 +38,24 @@ class TrainState(train_state.TrainState):
       ...     print(state.step, state.params["w"])
       0 [0. 0.]
       1 [-3. -3.]
+
+    Attributes:
+      acc_overwrite: with Flax's 8-bit floats, the maximum over the open window of what
+        overwrites their scales when it closes; `None` otherwise.
     """
+
+    # Not in the way of a subclass whose own fields have no default.
+    acc_overwrite: Any = struct.field(default=None, kw_only=True)
+
+    @classmethod
+    def create(
+        cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any
+    ) -> "TrainState":
+        """Flax's `create`; see there."""
+        if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+            scales = params[OVERWRITE_WITH_GRADIENT]
+            kwargs = {"acc_overwrite": jax.tree.map(jnp.zeros_like, scales)} | kwargs
+        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
     def apply_gradients(
         self,
@@ -88,20 +108,51 @@ class TrainState(train_state.TrainState):
         state = super(TrainState, self.replace(tx=counting)).apply_gradients(
             grads=grads, **kwargs
         )
-        return state.replace(tx=self.tx, step=self.step + has_updated(state.opt_state))
+        state = state.replace(tx=self.tx, step=self.step + has_updated(state.opt_state))
+        if OVERWRITE_WITH_GRADIENT in grads:
+            return _overwritten_when_closed(self, state, num_tokens)
+        return state
 
     def close_window(self) -> "TrainState":
         """Closes a partial window with the denominator it has, at the end of an epoch.
 
         On an empty window nothing changes.
         """
-        no_gradients = jax.tree.map(jnp.zeros_like, self.params)
-        if OVERWRITE_WITH_GRADIENT in self.params:
-            kept = self.params[OVERWRITE_WITH_GRADIENT]
-            no_gradients = {**no_gradients, OVERWRITE_WITH_GRADIENT: kept}
         return self.apply_gradients(
-            grads=no_gradients,
+            grads=jax.tree.map(jnp.zeros_like, self.params),
             num_tokens=0,
             value=0.0,
             close_window=True,
         )
+
+
+def _overwritten_when_closed(
+    before: TrainState, after: TrainState, num_tokens: Any
+) -> TrainState:
+    """`after`, in which Flax has overwritten the scales, as the window wants it."""
+    given = after.params[OVERWRITE_WITH_GRADIENT]
+    ((old,), (new,)) = (
+        nodes_of(TokenAccumulationState, state.opt_state) for state in (before, after)
+    )
+    n, is_first = jnp.asarray(num_tokens), old.mini_step == 0
+    was_added = jnp.where(
+        new.has_updated,
+        is_first | (new.acc_tokens != old.acc_tokens),  # else it closed by request
+        new.mini_step != old.mini_step,
+    )
+    counts = was_added & jnp.isfinite(n) & (n > 0)
+
+    def largest(so_far: jax.Array, x: jax.Array) -> jax.Array:
+        so_far = jnp.where(is_first, nothing_yet(so_far), so_far)
+        return jnp.where(counts, jnp.maximum(so_far, x), so_far)
+
+    def written(acc: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.where(new.has_updated, acc, scale)
+
+    acc = before.acc_overwrite
+    if acc is None:  # a checkpoint of 0.1.0, which overwrote at once
+        acc = jax.tree.map(nothing_yet, given)
+    acc = jax.tree.map(largest, acc, given)
+    scales = jax.tree.map(written, acc, before.params[OVERWRITE_WITH_GRADIENT])
+    params = {**after.params, OVERWRITE_WITH_GRADIENT: scales}
+    return after.replace(params=params, acc_overwrite=acc)

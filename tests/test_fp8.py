@@ -18,8 +18,10 @@ from optax_tokenaccum import (
     make_train_step,
     make_window_step,
     regroup_sums,
+    token_accumulation,
     window_value_and_grad,
 )
+from optax_tokenaccum.linen import TrainState
 
 K, ROWS, WINDOWS = 2, 8, 3
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -110,6 +112,22 @@ def window_step(**options: Any) -> Any:
     return run
 
 
+def linen_state() -> Any:
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        gradient, n = jax.grad(loss_fn, has_aux=True)(state.params, batch)
+        return state.apply_gradients(grads=gradient, num_tokens=n)
+
+    def run(windows: list[Any]) -> Any:
+        tx = token_accumulation(OPTIMIZER, K)
+        state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+        for batch in (batch for window in windows for batch in window):
+            state = step(state, batch)
+        return state.params
+
+    return run
+
+
 SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
 NARROW: dict[str, Any] = {"accumulator_dtype": jnp.bfloat16}
 OVER = {"mesh": devices.make_mesh((8,)), "data_axes": "data"}
@@ -120,6 +138,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "one program": lambda: train_step(lambda _: K),
     "skips": lambda: train_step(**SKIPS),
     "window": window_step,
+    "linen": linen_state,
     "two programs, 8 devices": lambda: train_step(**OVER),
     "two programs, 8 devices, explicit": lambda: train_step(**OVER_EXPLICIT),
     "two programs, 8 devices, each": lambda: train_step(**OVER, **EACH),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -178,26 +179,69 @@ def test_one_compilation_over_many_windows_with_donation():
     assert len(compilations) == 1
 
 
-def test_what_is_overwritten_with_its_gradient_passes_by_the_window():
-    """Flax keeps the scales of 8-bit floats in the parameters and their successors in
-    the gradients."""
+class StateWithAnotherField(TrainState):
+    batch_stats: Any
+
+
+@pytest.mark.parametrize("kind", [TrainState, StateWithAnotherField])
+def test_scales_of_8_bit_floats_are_overwritten_when_the_window_closes(kind: Any):
+    """Flax keeps them in the parameters and their successors in the gradients."""
     params = {
         "params": {"w": jnp.zeros(2)},
         OVERWRITE_WITH_GRADIENT: {"s": jnp.ones(1)},
     }
-    state = TrainState.create(
-        apply_fn=None, params=params, tx=token_accumulation(SGD, 3)
-    )
-    for i in range(2):
+    more = {} if kind is TrainState else {"batch_stats": jnp.zeros(1)}
+    tx = token_accumulation(SGD, 3, should_skip_update_fn=optax.skip_not_finite)
+    state = kind.create(apply_fn=None, params=params, tx=tx, **more)
+    structure = jax.tree.structure(state)
+
+    @jax.jit
+    def apply(state: Any, w: Any, s: Any, n: Any, close_window: Any = False) -> Any:
         grads = {
-            "params": {"w": jnp.full(2, 4.0)},
-            OVERWRITE_WITH_GRADIENT: {"s": jnp.full(1, i + 2.0)},
+            "params": {"w": jnp.full(2, w)},
+            OVERWRITE_WITH_GRADIENT: {"s": jnp.full(1, s)},
         }
-        state = state.apply_gradients(grads=grads, num_tokens=2)
-        assert state.params[OVERWRITE_WITH_GRADIENT]["s"] == i + 2
-    state = state.close_window()
-    assert state.params[OVERWRITE_WITH_GRADIENT]["s"] == 3
-    helpers.assert_trees_equal(state.params["params"], {"w": jnp.full(2, -2.0)})
+        return state.apply_gradients(
+            grads=grads, num_tokens=n, close_window=close_window
+        )
+
+    def scale(state: Any) -> float:
+        return float(state.params[OVERWRITE_WITH_GRADIENT]["s"][0])
+
+    nan = float("nan")
+    for w, s, n in [(nan, nan, 2), (4.0, 5.0, 2), (nan, 9.0, 3), (4.0, 3.0, 2)]:
+        state = apply(state, w, s, n)
+        assert scale(state) == 1
+    opened = apply(state, nan, nan, 0)  # the third: it has no tokens
+    assert scale(opened) == 5 and opened.step == 1
+    chex.assert_trees_all_equal(opened.params["params"], {"w": jnp.full(2, -2.0)})
+    assert scale(apply(state, 1.0, 7.0, 1)) == 7
+    assert scale(apply(state, 1.0, 2.0, 1)) == 5
+    assert scale(apply(state, nan, 7.0, 1, close_window=True)) == 5
+    closed = jax.jit(kind.close_window)(state)
+    assert scale(closed) == 5 and closed.step == 1
+    # Smaller values of the next window count, those of the last are forgotten.
+    state = closed
+    for s in (0.5, 0.25, 0.125):
+        state = apply(state, 1.0, s, 1)
+    assert scale(state) == 0.5
+    assert jax.tree.structure(state) == structure
+    assert state.close_window().step == 2
+
+
+def test_scales_in_a_state_of_before():
+    """A checkpoint of 0.1.0 has no maximum of its open window."""
+    params = {"params": {"w": jnp.zeros(2)}, OVERWRITE_WITH_GRADIENT: jnp.ones(1)}
+    state = TrainState.create(
+        apply_fn=None, params=params, tx=token_accumulation(SGD, 2)
+    ).replace(acc_overwrite=None)
+    for scale in (3.0, 2.0):
+        grads = {
+            "params": params["params"],
+            OVERWRITE_WITH_GRADIENT: jnp.full(1, scale),
+        }
+        state = state.apply_gradients(grads=grads, num_tokens=1)
+    assert state.params[OVERWRITE_WITH_GRADIENT] == 3
 
 
 ACCUMULATING = token_accumulation(SGD, 2)
