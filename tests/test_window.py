@@ -329,9 +329,7 @@ WITH_WINDOWS = {
     )(w, batch),
     "step": lambda w, batch: (step := window_step_on(None))(step.init(w), batch),
     "step on a mesh": lambda w, batch: (
-        step := window_step_on(
-            jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        )
+        step := window_step_on(jax.sharding.Mesh(jax.devices()[:1], "data"))
     )(step.init(w), batch),
 }
 
