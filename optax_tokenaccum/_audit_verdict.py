@@ -47,11 +47,20 @@ SEVERAL_STEPS = (
     "the optimizer takes several steps, and they are not those of a micro-batch each. "
     "run must be one window, in which the optimizer takes one step."
 )
+TOO_NOISY = (
+    "cannot tell: at nearby parameters the gradient differs by {:.0%} in a way that "
+    "loss_fn does not explain. Dropout does that: leave it out or fix its key. If it "
+    "is rounding, give rtol."
+)
 NO_SUM = (
     "the applied gradient is no sum of these micro-batches' gradients. A window left "
     "open by what came before (end it with close_window), another loss, dropout, or a "
     "rescaling by parameter would do that."
 )
+
+STEPS_RTOL = 0.1  # of a step on one micro-batch, that of a window is farther
+MOST_NOISE = 0.1  # relative; more is not rounding
+SIGMAS = 8  # rounding errors of one token are correlated: 5 were seen
 
 
 class Evidence(NamedTuple):
@@ -63,6 +72,7 @@ class Evidence(NamedTuple):
       first: the gradient of the loop's first update, `[parameters]`.
       second: of its second; zeros where there was none.
       rtol: the relative error of a right gradient.
+      noise: the relative rounding error that was measured, where `rtol` comes from it.
     """
 
     gradients: np.ndarray
@@ -70,6 +80,16 @@ class Evidence(NamedTuple):
     first: np.ndarray
     second: np.ndarray
     rtol: float
+    noise: float = 0.0
+
+    @property
+    def stepped_again(self) -> bool:
+        return bool(self.second.any())  # NaN is a movement too
+
+    @property
+    def nearest(self) -> float:
+        """Relative error of the nearest known gradient."""
+        return min(_candidates(self).values())
 
     @property
     def exact(self) -> np.ndarray:
@@ -91,12 +111,30 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(got - expected) / size)
 
 
+class Weights(NamedTuple):
+    """What a token of each micro-batch counts for, relative to the exact mean.
+
+    Attributes:
+      values: `[k]`, 1 where it is exact.
+      errors: how far they may be off by rounding, `[k]`.
+    """
+
+    values: np.ndarray
+    errors: np.ndarray
+
+    def are_near(self, expected: Any) -> np.ndarray:
+        return abs(self.values - expected) <= self.errors * np.maximum(1, expected)
+
+
 def judge(evidence: Evidence) -> dict[str, Any]:
     """The fields of an `AuditReport`, but for its parameters."""
     applied, exact = evidence.first, evidence.exact
-    stepped_again = bool(evidence.second.any())  # NaN is a movement too
-    candidates = _candidates(evidence, stepped_again)
-    verdict, factor, explanation = _conclude(evidence, candidates, stepped_again)
+    candidates, weights = _candidates(evidence), _weights(evidence)
+    verdict, factor, explanation = _conclude(evidence, candidates, weights)
+    if evidence.noise and not explanation.startswith("cannot tell"):
+        explanation += (
+            f" Rounding noise of {evidence.noise:.1e} was measured and is tolerated."
+        )
     size = np.linalg.norm(applied) * np.linalg.norm(exact)
     return {
         "verdict": verdict,
@@ -106,7 +144,7 @@ def judge(evidence: Evidence) -> dict[str, Any]:
         "factor": factor,
         "rtol": evidence.rtol,
         "candidates": candidates,
-        "weights": _weights(evidence),
+        "weights": None if weights is None else tuple(weights.values.tolist()),
     }
 
 
@@ -131,7 +169,7 @@ def _forms_of_one(which: np.ndarray, evidence: Evidence) -> list[np.ndarray]:
     return [which / own, which / own / k, which / total, which * 1.0]
 
 
-def _candidates(evidence: Evidence, stepped_again: bool) -> dict[Verdict, float]:
+def _candidates(evidence: Evidence) -> dict[Verdict, float]:
     """Relative error of what was applied to the nearest form of each candidate."""
 
     def nearest(got: np.ndarray, forms: list[np.ndarray]) -> float:
@@ -144,7 +182,7 @@ def _candidates(evidence: Evidence, stepped_again: bool) -> dict[Verdict, float]
     size = np.linalg.norm(evidence.exact)
     found[Verdict.DISCARDED] = float(np.linalg.norm(evidence.first) / size)
     found[Verdict.STEPPED_EVERY_MICRO_BATCH] = np.inf
-    if stepped_again:
+    if evidence.stepped_again:
         # Updates of a micro-batch each: the first of the first, the second of the next.
         places = np.flatnonzero(evidence.tokens)[:2]
         errors = [
@@ -157,48 +195,74 @@ def _candidates(evidence: Evidence, stepped_again: bool) -> dict[Verdict, float]
 
 
 def _conclude(
-    evidence: Evidence, candidates: dict[Verdict, float], stepped_again: bool
+    evidence: Evidence, candidates: dict[Verdict, float], weights: Weights | None
 ) -> tuple[Verdict, float | None, str]:
     """Verdict, factor, and the sentence that says so."""
     rtol = evidence.rtol
     if not np.isfinite(evidence.first).all():
         return Verdict.UNKNOWN, None, NOT_FINITE
-    if stepped_again:
+    if evidence.stepped_again:
         verdict = Verdict.STEPPED_EVERY_MICRO_BATCH
-        if candidates[verdict] <= rtol:
+        if candidates[verdict] <= max(rtol, STEPS_RTOL):
             return verdict, None, MENDS[verdict]
         return Verdict.UNKNOWN, None, SEVERAL_STEPS
     if not evidence.first.any():
         return Verdict.DISCARDED, None, MENDS[Verdict.DISCARDED]
+    if evidence.noise > MOST_NOISE:
+        return Verdict.UNKNOWN, None, TOO_NOISY.format(evidence.noise)
     within = [verdict for verdict, error in candidates.items() if error <= rtol]
     if Verdict.EXACT in within:
-        return _exact_unless_ambiguous(evidence)
+        if weights is None or weights.are_near(1).all():
+            return _exact_unless_ambiguous(evidence, weights)
+        return Verdict.UNKNOWN, None, _unknown_weights(weights)
     factor = _factor(evidence, evidence.exact)
     if within:
         verdict = min(within, key=candidates.__getitem__)
         return verdict, factor, MENDS[verdict]
-    return Verdict.UNKNOWN, factor, _unknown(evidence, factor)
+    return Verdict.UNKNOWN, factor, _unknown(evidence, factor, weights)
 
 
-def _exact_unless_ambiguous(evidence: Evidence) -> tuple[Verdict, float | None, str]:
-    exact, rtol = evidence.exact, evidence.rtol
+def _exact_unless_ambiguous(
+    evidence: Evidence, weights: Weights | None
+) -> tuple[Verdict, float | None, str]:
+    """Whether another gradient is as good, which the weights do not rule out."""
+    total, places = evidence.tokens.sum(), np.arange(len(evidence.tokens))
+
+    def may_be(form: np.ndarray) -> bool:
+        far = distance(evidence.weighted(form), evidence.exact) > 2 * evidence.rtol
+        return not (far or weights and not weights.are_near(form * total).all())
+
     same = [
         verdict.value
         for verdict, forms in _forms(evidence).items()
-        if verdict is not Verdict.EXACT
-        and any(distance(evidence.weighted(form), exact) <= 2 * rtol for form in forms)
+        if verdict is not Verdict.EXACT and any(map(may_be, forms))
     ]
-    if not same:
+    hidden = [
+        i
+        for i in places[evidence.gradients.any(1)].tolist()
+        if any(
+            may_be((places != i) / total + twice * (places == i))
+            for twice in (0, 2 / total)
+        )
+    ]
+    if same:
+        explanation = (
+            "cannot tell: on these micro-batches the exact gradient is as good as that "
+            f"which is {' or '.join(same)}. Give it ragged micro-batches, two or more "
+            f"with different numbers of tokens: got {evidence.tokens.tolist()}."
+        )
+    elif hidden:
+        explanation = (
+            f"cannot tell: rounding hides whether micro-batches {hidden}, counted from "
+            "0, are lost or count twice, so small are their gradients. Give it "
+            "micro-batches of similar sizes, or audit in float32."
+        )
+    else:
         return Verdict.EXACT, 1.0, MENDS[Verdict.EXACT]
-    explanation = (
-        "cannot tell: on these micro-batches the exact gradient is as good as that "
-        f"which is {' or '.join(same)}. Give it ragged micro-batches, two or more with "
-        f"different numbers of tokens: got {evidence.tokens.tolist()}."
-    )
     return Verdict.UNKNOWN, None, explanation
 
 
-def _unknown(evidence: Evidence, factor: float | None) -> str:
+def _unknown(evidence: Evidence, factor: float | None, weights: Weights | None) -> str:
     """What can be said of a gradient that has no name."""
     if factor is not None:
         size = _name(factor, evidence)
@@ -211,18 +275,24 @@ def _unknown(evidence: Evidence, factor: float | None) -> str:
             "the direction is that of a mean of means, and the size is wrong as well: "
             f"{size}. Use make_train_step with a summed loss."
         )
-    weights = _weights(evidence)
-    if weights is None:
-        return NO_SUM
-    lost = sum(abs(weight) <= evidence.rtol for weight in weights)
+    return NO_SUM if weights is None else _unknown_weights(weights)
+
+
+def _unknown_weights(weights: Weights) -> str:
+    told = weights.errors < 0.5
+    lost, twice = (np.sum(told & weights.are_near(times)) for times in (0, 2))
     if lost:
         return (
-            f"{lost} of the {len(weights)} micro-batches count for nothing: the window "
+            f"{lost} of the {len(told)} micro-batches count for nothing: the window "
             "closes without them, or they are lost on the way."
         )
+    if twice:
+        verb = "count" if twice > 1 else "counts"
+        return f"{twice} of the {len(told)} micro-batches {verb} twice."
+    values = weights.values
     return (
         "the micro-batches are weighted in a way of their own, a token with "
-        f"{min(weights):.3g} to {max(weights):.3g} where 1 is exact. Something "
+        f"{min(values):.3g} to {max(values):.3g} where 1 is exact. Something "
         "rescales each of them: clipping, say, which belongs inside the optimizer that "
         "runs once a window."
     )
@@ -256,17 +326,28 @@ def _name(factor: float, evidence: Evidence) -> str:
     return f"it is {factor:.6g} times what it should be{''.join(known[:1])}"
 
 
-def _weights(evidence: Evidence) -> tuple[float, ...] | None:
-    """What a token of each micro-batch counts for, if that explains it."""
-    if not np.isfinite(evidence.first).all():
+def _weights(evidence: Evidence) -> Weights | None:
+    """What a token of each micro-batch counts for, if that explains what is applied."""
+    first, has_tokens = evidence.first, evidence.tokens > 0
+    if not np.isfinite(first).all() or not first.any():
         return None
-    has_tokens = evidence.tokens > 0
     columns = evidence.gradients[has_tokens].T
-    found, _, rank, _ = np.linalg.lstsq(columns, evidence.first, rcond=None)
-    if rank < columns.shape[1] or not evidence.first.any():
+    size, k = columns.shape
+    left, singular, right = np.linalg.svd(columns, full_matrices=False)
+    if size < k or singular[-1] <= singular[0] * size * np.finfo(float).eps:
         return None
-    if not evidence.is_near(columns @ found, evidence.first):
+    inverse = (right.T / singular) @ left.T
+    found = inverse @ first
+    rest = first - columns @ found
+    if np.linalg.norm(rest) > evidence.rtol * np.linalg.norm(first):
         return None
-    weights = np.zeros(len(evidence.tokens))
-    weights[has_tokens] = found * evidence.tokens.sum()
-    return tuple(weights.tolist())
+    if size > 4 * k:
+        # Standard errors where the noise differs from number to number (White's).
+        errors = SIGMAS * np.sqrt(inverse**2 @ rest**2)
+    else:
+        # Too few numbers to estimate the noise: it may be as large as rtol.
+        errors = np.linalg.norm(inverse, axis=1) * evidence.rtol * np.linalg.norm(first)
+    values, slack = np.zeros(len(has_tokens)), np.full(len(has_tokens), np.inf)
+    total = evidence.tokens.sum()
+    values[has_tokens], slack[has_tokens] = found * total, errors * total
+    return Weights(values, evidence.rtol + slack)
