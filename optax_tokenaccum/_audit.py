@@ -130,8 +130,10 @@ def _default_rtol(params: Any) -> float:
 
 def _parameters(params: Any, applied: np.ndarray, exact: np.ndarray) -> list[Parameter]:
     found, start = [], 0
-    for path, leaf in _checks.named_leaves(params):
-        end = start + reading.numbers(leaf).size
+    for (path, _), numbers in zip(
+        _checks.named_leaves(params), reading.numbers(params), strict=True
+    ):
+        end = start + numbers.size
         if end > start:
             found.append(Parameter.of(path, applied[start:end], exact[start:end]))
         start = end

@@ -11,6 +11,7 @@ import optax
 from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._axes import Axes
 from optax_tokenaccum._micro_batch import LossFn, sums_and_gradient
+from optax_tokenaccum._overwritten import overwritten
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
 # (params, micro-batches) -> tokens [k], gradients of summed losses [k, parameters].
@@ -172,13 +173,22 @@ def power_of_2(x: Any) -> float:
 
 
 def flat(tree: Any) -> np.ndarray:
-    """Every number of a tree, as float64; integers have no gradient and do not move."""
-    parts = [numbers(leaf) for leaf in jax.tree.leaves(tree)]
+    """Every number of a tree that has a gradient, as float64."""
+    parts = numbers(tree)
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def numbers(leaf: Any) -> np.ndarray:
-    """Those of one leaf."""
+def numbers(tree: Any) -> list[np.ndarray]:
+    """Those of each leaf; none of integers, and of what is overwritten."""
+    return [
+        np.zeros(0) if is_overwritten else _numbers_of(leaf)
+        for leaf, is_overwritten in zip(
+            jax.tree.leaves(tree), jax.tree.leaves(overwritten(tree)), strict=True
+        )
+    ]
+
+
+def _numbers_of(leaf: Any) -> np.ndarray:
     if _arrays.is_float0(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return np.zeros(0)
     flat = np.asarray(leaf).ravel()

@@ -15,8 +15,9 @@ def overwritten(tree: Any) -> Any:
 
     def is_in_it(path: Any, leaf: Any) -> bool:
         keys = (getattr(entry, "key", None) for entry in path)
-        is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        return is_floating and COLLECTION in keys
+        return COLLECTION in keys and jnp.issubdtype(
+            jnp.result_type(leaf), jnp.floating
+        )
 
     return jax.tree_util.tree_map_with_path(is_in_it, tree)
 

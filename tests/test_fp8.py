@@ -15,6 +15,7 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 
 from optax_tokenaccum import (
+    audit,
     make_train_step,
     make_window_step,
     regroup_sums,
@@ -217,3 +218,19 @@ def test_window_value_and_grad_returns_what_comes_next():
     _, gradient = jax.jit(window_value_and_grad(loss_fn))(PARAMS, stacked)
     of_all, _ = jax.grad(loss_fn, has_aux=True)(PARAMS, joined(DATA[0]))
     chex.assert_trees_all_close(scales(gradient), scales(of_all), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("multiple", "verdict"), [(1, "EXACT"), (2, "UNKNOWN")])
+def test_the_audit_does_not_take_scales_for_parameters(multiple: int, verdict: str):
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        step = make_train_step(
+            lambda *args: (multiple * loss_fn(*args)[0], loss_fn(*args)[1]),
+            optimizer,
+            len(micro_batches),
+        )
+        state = step.init(params)
+        for batch in micro_batches:
+            state, _ = step(state, batch)
+        return state.params
+
+    assert audit(run, loss_fn, PARAMS, DATA[0]).verdict.name == verdict
