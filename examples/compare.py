@@ -65,7 +65,8 @@ def compare(
     *,
     train: list[Batch],
     validation: list[Batch],
-    after_update: Callable[[Run], None],
+    say: Callable[[str], None],
+    after_update: Callable[[], None],
 ) -> list[Run]:
     """Trains the same model on the same windows by each method.
 
@@ -78,7 +79,8 @@ def compare(
       accumulation_steps: micro-batches in a window.
       train: the training split, for its final loss.
       validation: the validation split, for its loss at about 20 updates.
-      after_update: called with a run after each of its updates.
+      say: called with what is done next.
+      after_update: called after each update of each run.
 
     Returns:
       The finished runs.
@@ -98,6 +100,7 @@ def compare(
         compiles = not shapes <= shapes_compiled
         shapes_compiled |= shapes
         for run in runs:
+            say(f"{'compiling' if compiles else 'training'}: {run.method}")
             start = time.perf_counter()
             run.params = jax.block_until_ready(next(run.loop))
             if not compiles:
@@ -108,8 +111,9 @@ def compare(
                 run.validation_losses[update] = mean_loss(
                     run.params, frozen, validation
                 )
-            after_update(run)
+            after_update()
     for run in runs:
+        say(f"measuring: {run.method}")
         run.train_loss = mean_loss(run.params, frozen, train)
         run.memory = {
             name: _memory(program) for name, program in _finish(run.loop).items()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 MAX_TURNS = 10
 _LINES_NAMED = 10
+_LIKE = 'each line must be like {"prompt": "...", "completion": "..."}'
 
 
 class Pair(NamedTuple):
@@ -100,7 +101,8 @@ def read_jsonl(path: Path) -> list[Pair]:
       The pairs, in the order of the file.
 
     Raises:
-      DataError: the file cannot be read, or has bad lines, which are named by number.
+      DataError: the file cannot be read or is empty, or has bad lines, which are named
+        by number.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -118,9 +120,12 @@ def read_jsonl(path: Path) -> list[Pair]:
             [f"  and {len(bad) - _LINES_NAMED} more"] if len(bad) > _LINES_NAMED else []
         )
         raise DataError(
-            f'{path}: each line must be like {{"prompt": "...", "completion": "..."}}; '
-            f"mend or remove the {len(bad)} of {len(lines)} that are not:\n"
-            + "\n".join(bad[:_LINES_NAMED] + more)
+            f"{path}: {_LIKE}; fix or remove the {len(bad)} of {len(lines)} that are "
+            "not:\n" + "\n".join(bad[:_LINES_NAMED] + more)
+        )
+    if not pairs:
+        raise DataError(
+            f"{path} is empty{' except for blank lines' * bool(lines)}: {_LIKE}"
         )
     return pairs
 
@@ -172,6 +177,8 @@ def _parse(line: bytes) -> Pair:
         raise ValueError(f"not JSON ({place})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason}, byte {error.start})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON of this kind (nested too deeply)") from error
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     for field in Pair._fields:

@@ -17,8 +17,9 @@ these are random too, so there is less to learn.
 Your own data: `--data FILE.jsonl`, a line an example, with `prompt` and `completion`.
 
 `--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. It can be
-killed at any moment and ends as if it never had been, see `resumable.py`. Started again
-with more `--updates`, it goes on for longer. It uses all devices that jax sees, and can
+killed at any moment and ends as if it never had been, see `resumable.py`; Ctrl-C says
+which checkpoint is the last. The loss is printed with each of them. Started again with
+more `--updates`, it goes on for longer. It uses all devices that jax sees, and can
 go on on more or on fewer.
 
 `--coordinator HOST:PORT --num-processes N --process-id I` beside it trains on the
@@ -34,6 +35,7 @@ import jax
 import optax
 import processes
 import resumable
+from bar import Bar
 from batches import (
     VOCABULARY,
     Batch,
@@ -44,8 +46,9 @@ from batches import (
     make_windows,
     padded_lengths,
 )
-from compare import Run, compare
+from compare import compare
 from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
+from interrupt import end_on_ctrl_c
 from jax.sharding import Mesh
 from lora import init_adapters
 from methods import REFERENCE, loss_fn
@@ -61,10 +64,10 @@ from report import (
 )
 from resumable import CheckpointError, Settings, fingerprint
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from run_directory import last_checkpoint
 from transformer import Params, init
 
-from optax_tokenaccum import TrainStep, make_train_step
+from optax_tokenaccum import StepMetrics, TrainStep, make_train_step
 
 EVALUATION_ROWS = 32
 # What decides on the arithmetic or on the data. Not the number of updates: the windows
@@ -85,6 +88,7 @@ DECIDING = (
 def main() -> None:
     """Reads the command line and the data, and trains."""
     options = parse_options(sys.argv[1:])
+    end_on_ctrl_c(lambda: how_to_go_on(options.checkpoint_dir))
     try:
         if options.distributed:
             processes.start(
@@ -93,6 +97,16 @@ def main() -> None:
         run(options)
     except (CheckpointError, DataError, OSError, PeerError) as error:
         sys.exit(f"error: {error}")
+
+
+def how_to_go_on(directory: Path | None) -> str:
+    """Says after an interruption what the same command would do, as `main` was told."""
+    if directory is None:
+        return ": a comparison cannot be resumed, the same command begins anew"
+    number = last_checkpoint(directory)
+    if number is None:
+        return " before the first checkpoint: the same command begins anew"
+    return f": the same command resumes from checkpoint {number} in {directory}"
 
 
 def run(options: Namespace) -> None:
@@ -108,10 +122,10 @@ def run(options: Namespace) -> None:
     # A GPU's default product of float32 matrices shortens the factors (TF32): its
     # rounding would drown the differences that are measured here.
     jax.config.update("jax_default_matmul_precision", "highest")
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
     with processes.together():
         train, validation = load(options.data, options.max_length, console)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
     windows = make_windows(
         train,
         updates=options.updates,
@@ -139,14 +153,9 @@ def compare_methods(
     """Trains by every method, and reports."""
     params, frozen = make_parameters(options)
     lengths = padded_lengths(options.max_length)
-    with make_progress(console) as progress:
-        methods = list(dict.fromkeys([REFERENCE, *options.methods]))
-        methods += PLANNED if options.plan else []
-        bar = progress.add_task("training", total=len(methods) * len(windows))
-
-        def after_update(run: Run) -> None:
-            progress.update(bar, advance=1, description=f"training: {run.method}")
-
+    methods = list(dict.fromkeys([REFERENCE, *options.methods]))
+    methods += PLANNED if options.plan else []
+    with Bar(console, len(methods) * len(windows)) as bar:
         runs = compare(
             methods,
             params,
@@ -156,7 +165,8 @@ def compare_methods(
             options.gradient_accumulation_steps,
             train=batches_in_order(train, EVALUATION_ROWS, lengths),
             validation=batches_in_order(validation, EVALUATION_ROWS, lengths),
-            after_update=after_update,
+            say=bar.say,
+            after_update=bar.step,
         )
 
     console.print(make_table(runs))
@@ -204,8 +214,19 @@ def train_one_run(
         f"gradient_step {opt_state.gradient_step}, mini_step {opt_state.mini_step}; "
         f"devices: {mesh.size}, processes: {jax.process_count()}"
     )
-    with make_progress(console) as progress:
-        bar = progress.add_task("training", total=total, completed=done)
+
+    def print_loss(metrics: list[StepMetrics]) -> None:
+        """Prints the loss of the windows that closed since the last checkpoint."""
+        closed = [window for window in metrics if window.updated]
+        if closed:
+            tokens = sum(window.num_tokens for window in closed)
+            loss = sum(window.loss * window.num_tokens for window in closed) / tokens
+            console.print(
+                f"update {closed[-1].gradient_step} of {options.updates}: loss "
+                f"{loss:.4f}, the mean of {tokens:,.0f} tokens"
+            )
+
+    with Bar(console, total, done) as bar:
         state = resumable.train(
             options.checkpoint_dir,
             settings,
@@ -213,8 +234,10 @@ def train_one_run(
             step,
             position,
             micro_batches,
-            after_micro_batch=lambda done: progress.update(bar, completed=done),
+            after_micro_batch=bar.show,
+            after_fetch=print_loss,
             place=lambda batch: spread_rows(fill_rows(batch, mesh.size), mesh),
+            progress=bar.compiling,
             frozen=on_every_device(frozen, mesh),
         )
     console.print(
@@ -238,12 +261,6 @@ def settings_of(options: Namespace, train: list[Batch]) -> Settings:
     """Everything that a run cannot change on its way."""
     deciding = {name: getattr(options, name) for name in DECIDING}
     return deciding | {"data_sha256": fingerprint(train)}
-
-
-def make_progress(console: Console) -> Progress:
-    """Makes the bar that shows how far the training is."""
-    columns = ["{task.description}", BarColumn(), MofNCompleteColumn()]
-    return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
 def make_parameters(options: Namespace) -> tuple[Params, Params]:
@@ -284,10 +301,15 @@ def load(
         pairs = read_jsonl(data)
     length_of = {pair: len(encode(pair).inputs) for pair in pairs}
     kept = [pair for pair in pairs if length_of[pair] <= max_length]
+    if not kept:
+        raise DataError(
+            f"no pair is left: all {len(pairs)} are longer than --max-length "
+            f"{max_length}, and the shortest has {min(length_of.values())} tokens"
+        )
     console.print(
         f"{len(pairs)} pairs of prompt and completion: left out "
         f"{len(pairs) - len(kept)} of over {max_length} tokens (--max-length; the "
-        f"longest has {max(length_of.values(), default=0)})"
+        f"longest has {max(length_of.values())})"
     )
     train, validation = split_by_prompt(kept)
     console.print(

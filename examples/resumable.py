@@ -21,11 +21,13 @@ now. Where several processes train together, all call both functions, with a dir
 that they share, and the first one writes the settings and the metrics.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -108,13 +110,15 @@ def train(
     position: Position,
     micro_batches: Sequence[Any],
     after_micro_batch: Callable[[int], None] = lambda done: None,
+    after_fetch: Callable[[list[StepMetrics]], None] = lambda metrics: None,
     place: Callable[[Any], Any] = lambda batch: batch,
+    progress: Callable[[list[Any]], Iterable[Any]] = iter,
     **loss_kwargs: Any,
 ) -> StepState:
     """Trains on the micro-batches that are not done yet.
 
-    The device is waited for only where a checkpoint is due. It is written while the
-    training goes on, and counts only once it is complete.
+    All programs are compiled first. The device is waited for only where a checkpoint is
+    due. It is written while the training goes on, and counts only once it is complete.
 
     Args:
       directory: of the run.
@@ -124,18 +128,24 @@ def train(
       position: from `resume`; its state is donated to the step.
       micro_batches: all of the run, the same ones in the same order at every start.
       after_micro_batch: called with the number of micro-batches done.
+      after_fetch: called before a checkpoint with the metrics since the one before it.
       place: puts a micro-batch on the devices.
+      progress: wraps the list of programs to compile, see `TrainStep.compile`.
       **loss_kwargs: go to the step as they are.
 
     Returns:
       The state after the last micro-batch, which is also the last checkpoint.
 
     Raises:
-      processes.PeerError: another process was given something else.
+      CheckpointError: a checkpoint cannot be written.
+      OSError: the settings or the metrics cannot be written.
+      processes.PeerError: another process cannot go on, or was given something else.
     """
     processes.agree({"save_every": save_every, "micro-batches": len(micro_batches)})
-    if processes.is_first():
-        write_settings(directory, settings)
+    with processes.together():
+        if processes.is_first():
+            write_settings(directory, settings)
+        opened = _open_metrics(directory / METRICS, position.metrics_bytes)
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(KEPT),
         cleanup_tmp_directories=True,
@@ -143,16 +153,22 @@ def train(
     state, done, _ = position
     waiting: list[StepMetrics] = []
     with (
-        _open_metrics(directory / METRICS, position.metrics_bytes) as log,
+        opened as log,
         ocp.CheckpointManager(directory.absolute(), options=options) as manager,
     ):
-        for batch in micro_batches[done:]:
+        left = micro_batches[done:]
+        shapes = {str(jax.tree.map(jax.typeof, batch)): batch for batch in left}
+        if shapes:
+            batches = map(place, shapes.values())
+            step.compile(state, batches, progress=progress, **loss_kwargs)
+        for batch in left:
             state, metrics = step(state, place(batch), **loss_kwargs)
             waiting.append(metrics)
             done += 1
             if done % save_every == 0 or done == len(micro_batches):
                 begin = done - len(waiting)
                 fetched = jax.device_get(waiting)
+                after_fetch(fetched)
                 for number, metrics in enumerate(fetched, start=begin + 1):
                     log.write(_line(number, micro_batches[number - 1], metrics))
                 # A checkpoint must never cover a line that a crash can take away.
@@ -165,16 +181,30 @@ def train(
                     "groups": groups_of(state),
                     "settings": settings,
                 }
-                manager.save(
-                    done,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardSave(state),
-                        position=ocp.args.JsonSave(record),
-                    ),
+                items = ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    position=ocp.args.JsonSave(record),
                 )
+                with _or_not_written(directory):
+                    manager.save(done, args=items)
                 waiting.clear()
             after_micro_batch(done)
+        with _or_not_written(directory):
+            manager.wait_until_finished()
     return state
+
+
+@contextlib.contextmanager
+def _or_not_written(directory: Path) -> Generator[None, None, None]:
+    """Says what an error of this save, or of the one before it, means for the run."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # The second is TensorStore's.
+        raise CheckpointError(
+            f"a checkpoint in {directory} could not be written "
+            f"({textwrap.shorten(str(error), 200)}). The complete ones are intact: "
+            "make room, and the same command resumes from the last of them"
+        ) from error
 
 
 def fingerprint(tree: Any) -> str:

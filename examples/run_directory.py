@@ -35,6 +35,12 @@ def is_of_run(directory: Path, settings: Settings) -> bool:
     )
 
 
+def last_checkpoint(directory: Path) -> int | None:
+    """The number of the last complete checkpoint, by its name alone."""
+    names = (path.name for path in directory.glob("*"))
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
 def write_settings(directory: Path, settings: Settings) -> None:
     """Says that the directory is of such a run, where nothing says so yet."""
     directory.mkdir(parents=True, exist_ok=True)

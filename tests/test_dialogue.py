@@ -108,6 +108,23 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, line, reason):
     assert "line 1" not in str(error.value)
 
 
+def test_json_nested_too_deeply_is_a_bad_line(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": ' + "[" * 100_000 + "\n")
+    with pytest.raises(dialogue.DataError, match="line 1: not JSON"):
+        dialogue.read_jsonl(file)
+
+
+@pytest.mark.parametrize("content", ["", "\n  \n\t\n"], ids=["nothing", "blank lines"])
+def test_an_empty_file_is_said_to_be_empty(tmp_path, content):
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(dialogue.DataError) as error:
+        dialogue.read_jsonl(file)
+    assert str(error.value).startswith(f"{file} is empty")
+    assert '{"prompt": "...", "completion": "..."}' in str(error.value)
+
+
 def test_many_bad_lines_are_counted(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text("{}\n" * 25)
@@ -135,3 +152,5 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path):
         out.getvalue()
     )
     assert "the longest has 11" in out.getvalue()
+    with pytest.raises(dialogue.DataError, match="all 8 .* shortest has 4 tokens"):
+        finetune.load(file, 3, console)

@@ -1,6 +1,7 @@
 """Tests of `examples/finetune.py` and of the files beside it."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -361,14 +362,46 @@ def run_command(*words):
 
 
 @pytest.mark.slow
-def test_bad_data_ends_the_command_without_a_traceback(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\n', "line 1: 'completion' must be a text"),
+        ("\n", "data.jsonl is empty"),
+    ],
+    ids=["no completion", "empty"],
+)
+def test_bad_data_ends_the_command_without_a_traceback(tmp_path, content, message):
     file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "a"}\n')
+    file.write_text(content)
     result = run_command("--data", file, "--out", tmp_path / "out")
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
-    assert "line 1: 'completion' must be a text" in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_comparison_with_one_line(tmp_path):
+    small = "--updates=1", "--d-model=32", "--layers=1"
+    out = "--out", str(tmp_path / "out")
+    command = [sys.executable, finetune.__file__, *small, *out]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("compiling: full-batch"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaint == (
+        "interrupted: a comparison cannot be resumed, the same command begins anew\n"
+    )
+    assert not [*(tmp_path / "out").iterdir()]
 
 
 @pytest.mark.slow
@@ -409,7 +442,8 @@ def test_exact_methods_follow_the_full_batch_and_the_mean_of_means_does_not(
         assert losses[-1] == row["validation_loss"] < losses[0]
         assert row["tokens_per_second"] > 0
         assert all(size > 0 for size in row["memory_bytes"].values())
-        assert method in result.stdout
+        for activity in ("compiling", "training", "measuring"):
+            assert result.stdout.count(f"{activity}: {method}\n") == 1
     assert content["settings"]["optimizer"] == "sgd"
     assert content["settings"]["lora_rank"] == lora_rank
     assert ("planned: " in result.stdout) == ("--plan" in words)

@@ -4,6 +4,7 @@
 where.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -226,6 +227,98 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_had_been(
     assert_same_end(command, directory, uninterrupted)
 
 
+def interrupt(process, log, is_due):
+    """Sends what Ctrl-C sends, when it is due, and returns what was printed."""
+    deadline = time.monotonic() + 300
+    while not is_due(log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130, log.read_text()
+    printed = log.read_text()
+    assert "Traceback" not in printed and "Exception ignored" not in printed
+    assert printed.count("interrupted") == 1
+    return printed.splitlines()[-1]
+
+
+def test_ctrl_c_ends_the_run_with_one_line_and_loses_no_checkpoint(
+    command, uninterrupted, tmp_path
+):
+    directory, log = tmp_path / "run", tmp_path / "log"
+    moments = {
+        "compiling": lambda printed: "compiling 1/" in printed,
+        "in a save": lambda printed: unfinished_saves(directory),
+        "between saves": lambda printed: max(checkpoints(directory), default=0) > done,
+    }
+    for moment, is_due in moments.items():
+        done = max(checkpoints(directory), default=0)
+        process = command.start(log, directory, cached=moment != "compiling")
+        line = interrupt(process, log, is_due)
+        assert where_it_begins(log.read_text()) == (done, *divmod(done, K)), moment
+        assert line == (
+            f"interrupted: the same command resumes from checkpoint {last} in "
+            f"{directory}"
+            if (last := max(checkpoints(directory), default=0))
+            else "interrupted before the first checkpoint: the same command begins anew"
+        ), moment
+        assert number_of_lines(directory) >= last, moment
+    assert last
+    status, printed = command.run(directory)
+    assert status == 0, printed
+    assert where_it_begins(printed) == (last, *divmod(last, K))
+    assert_same_end(command, directory, uninterrupted)
+
+
+def test_ctrl_c_in_a_terminal_shows_the_cursor_that_the_bar_hides(command, tmp_path):
+    terminal, end = os.openpty()
+    words = [sys.executable, finetune.__file__, *command.words(tmp_path / "run")]
+    printed = b""
+    with os.fdopen(terminal, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            [*map(str, words)], stdin=end, stdout=end, stderr=end
+        )
+        os.close(end)
+        with contextlib.suppress(OSError):  # How Linux ends it.
+            while text := screen.read(4096):
+                printed += text
+                if b"compiling 1/" in printed:
+                    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    hidden, shown = b"\x1b[?25l", b"\x1b[?25h"
+    assert printed.rfind(shown) > printed.rfind(hidden) > 0
+    assert printed.endswith(b"the same command begins anew\r\n")
+    assert b"Traceback" not in printed
+
+
+def test_the_loss_of_every_token_is_printed_with_its_checkpoint(uninterrupted):
+    printed = uninterrupted.with_suffix(".log").read_text()
+    found = re.findall(
+        r"^update (\d+) of (\d+): loss (\S+), the mean of ([\d,]+) tokens$",
+        printed,
+        re.MULTILINE,
+    )
+    path = uninterrupted / "metrics.jsonl"
+    closed = [
+        line
+        for line in map(json.loads, path.read_text().splitlines())
+        if line["updated"]
+    ]
+    ends = [int(end) for end, *_ in found]
+    assert len(ends) == MICRO_BATCHES // SAVE_EVERY + bool(MICRO_BATCHES % SAVE_EVERY)
+    assert ends[-1] == UPDATES and {total for _, total, *_ in found} == {str(UPDATES)}
+    naive = 0
+    for begin, (end, _, loss, tokens) in zip([0, *ends], found, strict=False):
+        lines = closed[begin : int(end)]
+        losses, counts = zip(
+            *((line["loss"], line["num_tokens"]) for line in lines), strict=True
+        )
+        assert loss == f"{np.average(losses, weights=counts):.4f}"
+        assert tokens == f"{sum(counts):,.0f}"
+        naive += loss != f"{np.mean(losses):.4f}"
+    assert naive, "the mean of the windows' means must differ somewhere"
+    assert printed.index("compiling 1/") < printed.index("\nupdate ")
+
+
 def test_a_resume_that_drops_the_open_window_ends_elsewhere(command, copy):
     chosen = options.parse_options([*map(str, command.words(copy))])
     setting = setting_of(command, copy)
@@ -300,6 +393,17 @@ REFUSED = {
         f"checkpoint {{0}}/{MICRO_BATCHES} is damaged",
     ),
 }
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_anything_compiles(
+    command, tmp_path
+):
+    (tmp_path / "file").write_text("mine")
+    log = tmp_path / "log"
+    assert command.start(log, tmp_path / "file" / "run").wait(timeout=300) == 1
+    printed = log.read_text()
+    assert printed.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in printed and "compiling" not in printed
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -220,6 +221,27 @@ def killed(command):
         if number > STOPPED:
             shutil.rmtree(directory / str(number))
     return directory
+
+
+def test_ctrl_c_ends_every_process_with_one_line(command, tmp_path):
+    directory = tmp_path / "interrupted"
+    with command.start(directory, two_by_hand(), devices=4) as started:
+        deadline = time.monotonic() + 150
+        while STOPPED not in checkpoints(directory):
+            assert started[0].poll() is None, command.printed(directory, 0)
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        for process in started:
+            process.send_signal(signal.SIGINT)
+        assert [process.wait(timeout=60) for process in started] == [130, 130]
+    printed = [command.printed(directory, number) for number in range(2)]
+    line = "interrupted: the same command resumes from checkpoint {} in {}"
+    for text in printed:
+        assert text.count("interrupted") == 1 and "Traceback" not in text
+        last = text.partition("from checkpoint ")[2].partition(" ")[0]
+        assert int(last) in checkpoints(directory) and int(last) >= STOPPED
+        assert line.format(last, directory) in text
+    assert "update 2 of" in printed[0] and "update" not in printed[1]
 
 
 def test_after_a_kill_the_same_devices_go_on_bit_for_bit(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -194,6 +195,40 @@ def test_metrics_that_a_checkpoint_covers_must_be_there(tmp_path, how):
     assert snapshot(tmp_path) == before
 
 
+def run_without_room(directory):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+    with pytest.raises(
+        resumable.CheckpointError, match="could not be written"
+    ) as error:
+        run(directory)
+    assert "the same command resumes from the last" in str(error.value)
+
+
+def in_a_process(name, directory):
+    """Calls a function of this file."""
+    code = "import sys, pathlib, test_resumable as test\n"
+    code += f"test.{name}(pathlib.Path(sys.argv[1]))"
+    return subprocess.run(
+        [sys.executable, "-c", code, directory],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_finds_no_room_is_an_error_that_loses_nothing(tmp_path):
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", DATA[:6])
+    done = in_a_process("run_without_room", tmp_path / "parts")
+    assert done.returncode == 0, done.stderr
+    position = resumable.resume(tmp_path / "parts", SETTINGS, STEP, PARAMS)
+    assert position.micro_batches == 6
+    assert_trees_equal(run(tmp_path / "parts"), whole)
+
+
 DAMAGES = {
     "deleted": lambda path: path.unlink(),
     "cut to half": cut_to_half,
@@ -234,16 +269,7 @@ def damage_every_file(directory):
 def test_a_damaged_checkpoint_is_refused_or_restored_exactly(tmp_path):
     run(tmp_path / "run")
     # In a process of its own: the reads that Orbax drops end when they like.
-    code = "import sys, pathlib, test_resumable as test\n"
-    code += "test.damage_every_file(pathlib.Path(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "run"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = in_a_process("damage_every_file", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     outcomes = [line.split("\t") for line in done.stdout.splitlines()]

@@ -1,0 +1,40 @@
+"""Ctrl-C ends the program at once, with one line and exit code 130."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+def end_on_ctrl_c(last_words: Callable[[], str]) -> None:
+    """Makes Ctrl-C end the program as if it were killed, with a line on stderr.
+
+    Python's `KeyboardInterrupt` is raised wherever the main thread is, once it is in
+    Python again: after a compilation; in a callback of jax's, which swallows it; in a
+    save, whose threads then fail or never end. Another thread ends all of these.
+
+    Args:
+      last_words: called at the end, from another thread.
+    """
+    if signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        return  # Whoever started the program has it ignored, as `nohup` does.
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.set_wakeup_fd(sender.fileno())
+
+    def end() -> None:
+        with sender, receiver:
+            receiver.recv(1)
+            if sys.stdout.isatty():  # A bar hides the cursor, and goes on printing.
+                screen = os.dup(1)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.write(screen, SHOW_CURSOR + b"\n")
+            print(f"interrupted{last_words()}", file=sys.stderr, flush=True)
+            os._exit(130)
+
+    threading.Thread(target=end, daemon=True).start()
