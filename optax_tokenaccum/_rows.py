@@ -53,19 +53,12 @@ def spread_rows(devices: DataParallel, batch: Any, axis: int = 0) -> SpreadRows:
       ValueError: the leaves differ in their rows, the devices do not divide them, or
         arrays are of one process among several.
     """
+    _check_process(devices, batch)
     spread = SpreadRows(batch, _which_are_whole(devices, batch, axis), axis)
-    reaches_all = devices.sharding().is_fully_addressable
 
     def place(x: Any, spec: P) -> Any:
         if _is_on_a_mesh(x) or not _checks.is_concrete(x):
             return x
-        if hasattr(x, "__array__") and not reaches_all:
-            raise ValueError(
-                "A batch for the devices of several processes must be made of "
-                "arrays over all of them: got one of this process alone, of shape "
-                f"{jnp.shape(x)}. Let each process give its rows to "
-                "jax.make_array_from_process_local_data."
-            )
         sharding = devices.sharding(*spec)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -73,6 +66,21 @@ def spread_rows(devices: DataParallel, batch: Any, axis: int = 0) -> SpreadRows:
 
     placed = jax.tree.map(place, batch, spread.specs(devices))
     return dataclasses.replace(spread, batch=placed)
+
+
+def _check_process(devices: DataParallel, batch: Any) -> None:
+    """Raises where arrays are of one process among several."""
+    if devices.sharding().is_fully_addressable:
+        return
+    for x in jax.tree.leaves(batch):
+        is_local = hasattr(x, "__array__") and _checks.is_concrete(x)
+        if is_local and not _is_on_a_mesh(x):
+            raise ValueError(
+                "A batch for the devices of several processes must be made of "
+                "arrays over all of them: got one of this process alone, of shape "
+                f"{jnp.shape(x)}. Let each process give its rows to "
+                "jax.make_array_from_process_local_data."
+            )
 
 
 def _which_are_whole(devices: DataParallel, batch: Any, axis: int) -> tuple[bool, ...]:
