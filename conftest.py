@@ -11,6 +11,7 @@ if not os.environ.get("COMPILE_AS_USERS"):
     flags |= {
         "xla_backend_optimization_level": 0,
         "xla_cpu_parallel_codegen_split_count": 1,
+        "xla_llvm_disable_expensive_passes": True,
     }
 given = os.environ.get("XLA_FLAGS", "")
 added = [f"--{flag}={value}" for flag, value in flags.items() if flag not in given]
