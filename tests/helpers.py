@@ -112,10 +112,6 @@ def difference(before: Any, after: Any) -> Any:
     )
 
 
-def assert_trees_equal(got: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
 def signatures(tree: Any) -> list[Any]:
     """Shape, dtype and weak type of every leaf: what decides on a second trace."""
     return [

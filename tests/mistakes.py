@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import helpers
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,7 +169,7 @@ def counted_badly_in_jit(keep: Any, count: float) -> None:
     _, state = update(GRADS, state, PARAMS, num_tokens=count)
     assert (int(state.mini_step), float(state.acc_tokens)) == (1, 0.0)
     updates, state = update(GRADS, state, PARAMS, num_tokens=2.0)
-    helpers.assert_trees_equal(updates, jax.tree.map(lambda g: -g / 2, GRADS))
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -g / 2, GRADS))
 
 
 def returned_a_mean(keep: Any) -> None:
@@ -194,4 +194,4 @@ def schedule_of_0_in_jit(keep: Any) -> None:
     update, state = jax.jit(optimizer.update), optimizer.init(PARAMS)
     for _ in range(2):
         updates, state = update(GRADS, state, PARAMS, num_tokens=1)
-        helpers.assert_trees_equal(updates, jax.tree.map(jnp.negative, GRADS))
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.negative, GRADS))

@@ -3,7 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
-import helpers
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -217,7 +217,7 @@ def test_any_cut_in_any_order_is_the_full_batch_and_the_naive_one_is_not(way: st
     def check(data: Rows, cut: np.ndarray) -> None:
         got = WAYS[way](zeros(data), micro_batches(data, cut))
         if not data.weights.any():
-            helpers.assert_trees_equal(got, zeros(data))
+            chex.assert_trees_all_equal(got, zeros(data))
             return
         exact, bound, naive = reference(data, cut)
         assert within(got, exact, bound)

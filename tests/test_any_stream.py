@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import helpers
 import hypothesis
 import hypothesis.strategies as st
@@ -63,7 +64,7 @@ def what_matters(tree: Any) -> Any:
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    helpers.assert_trees_equal(what_matters(got), what_matters(expected))
+    chex.assert_trees_all_equal(what_matters(got), what_matters(expected))
 
 
 def run_transformation(
@@ -142,7 +143,7 @@ def test_the_step_of_k_is_its_two_halves(counts: list[int], k: int):
         run_step(STEPS[k], stream_of(counts)),
         run_halves(stream_of(counts), closes),
     )
-    helpers.assert_trees_equal(got, expected)
+    chex.assert_trees_all_equal(got, expected)
 
 
 # Partial windows.
@@ -249,14 +250,14 @@ def test_a_rejected_micro_batch_anywhere_leaves_the_state_of_a_run_that_never_sa
     state, metrics = run_step(SKIPPING_STEP, stream)
     expected, expected_metrics = run_step(SKIPPING_STEP, good)
     assert_same(state, expected)
-    helpers.assert_trees_equal([m for m in metrics if not m.skipped], expected_metrics)
+    chex.assert_trees_all_equal([m for m in metrics if not m.skipped], expected_metrics)
     assert [bool(m.skipped) for m in metrics] == bad[: len(stream)]
 
     state, metrics = run_window_step("skip", stream)
     expected, expected_metrics = run_window_step("skip", good)
-    helpers.assert_trees_equal(state, expected)
+    chex.assert_trees_all_equal(state, expected)
     assert metrics.skipped == any(bad[: len(stream)])
-    helpers.assert_trees_equal(
+    chex.assert_trees_all_equal(
         metrics._replace(skipped=None), expected_metrics._replace(skipped=None)
     )
 

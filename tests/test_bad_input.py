@@ -4,7 +4,7 @@ import pathlib
 import re
 from typing import Any
 
-import helpers
+import chex
 import jax
 import jax.numpy as jnp
 import mistakes_in_arguments
@@ -92,7 +92,7 @@ def test_after_an_error_the_same_window_goes_on(k: Any):
             step(state, batch, **more)
     state, metrics = step(state, 3 * BATCH)
     assert metrics.updated and float(metrics.num_tokens) == 8.0
-    helpers.assert_trees_equal(state.params, PARAMS | {"w": jnp.full(3, -2.0)})
+    chex.assert_trees_all_equal(state.params, PARAMS | {"w": jnp.full(3, -2.0)})
 
 
 def test_an_init_that_reads_values_is_no_reason_to_refuse_its_state():
@@ -102,4 +102,4 @@ def test_an_init_that_reads_values_is_no_reason_to_refuse_its_state():
     inner = SGD._replace(init=init, update=lambda g, state, params=None: (g, state))
     optimizer = token_accumulation(inner, 1)
     updates, _ = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS, num_tokens=1)
-    helpers.assert_trees_equal(updates, PARAMS)
+    chex.assert_trees_all_equal(updates, PARAMS)

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -157,7 +158,7 @@ def assert_ran_once_a_window(calls: list[Any], dtypes: tuple[str, str]) -> None:
     np.testing.assert_array_equal(values, WINDOW_VALUES[order])
     grads = {name: np.stack([np.asarray(g[name]) for g in grads]) for name in SHAPES}
     windows = cast(WINDOW_GRADS, dtypes)
-    helpers.assert_trees_equal(grads, {name: g[order] for name, g in windows.items()})
+    chex.assert_trees_all_equal(grads, {name: g[order] for name, g in windows.items()})
     calls.clear()
 
 
@@ -165,15 +166,11 @@ def check_transformation(
     name: str, dtypes: tuple[str, str], inner: Any, params: dict[str, jax.Array]
 ) -> Any:
     """Runs all windows twice; returns parameters and inner state after the first."""
-    calls, traces, results = [], [], []
+    chex.clear_trace_counter()
+    calls, results = [], []
     optimizer = token_accumulation(watched(inner, calls), K)
     program = make_program(name, watched(inner, []), optimizer)
-
-    def traced(*args: Any) -> Any:
-        traces.append(1)
-        return program(*args)
-
-    jitted = jax.jit(traced, donate_argnums=0)
+    jitted = jax.jit(chex.assert_max_traces(program, n=1), donate_argnums=0)
     state = optimizer.init(params)
     assert_close(state.inner_opt_state, jax.tree.map(jnp.asarray, inner.init(params)))
     carry = (jax.tree.map(jnp.copy, params), state)
@@ -197,7 +194,6 @@ def check_transformation(
         assert_close(closing, bare_updates, beside)
         assert_ran_once_a_window(calls, dtypes)
         results.append(jax.tree.map(jnp.copy, (carry[0], carry[1].inner_opt_state)))
-    assert len(traces) == 1
     return results[0]
 
 

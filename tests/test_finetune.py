@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import batches
+import chex
 import compare
 import finetune
 import jax
@@ -120,7 +121,7 @@ def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     for epoch in epochs:
         assert rows_of(*(window.whole for window in epoch)) == everything
     assert rows_of(epochs[0][0].whole) != rows_of(epochs[1][0].whole)
-    jax.tree.map(np.testing.assert_array_equal, windows, make(0))
+    chex.assert_trees_all_equal(windows, make(0))
     assert rows_of(make(1)[0].whole) != rows_of(windows[0].whole)
 
 
@@ -236,9 +237,7 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
             loops[method](jax.tree.map(jnp.copy, params), frozen, windows, inner, k)
         )
 
-    jax.tree.map(
-        np.testing.assert_array_equal, frozen, finetune.make_parameters(setting)[1]
-    )
+    chex.assert_trees_all_equal(frozen, finetune.make_parameters(setting)[1])
     before = lora.merge(params, frozen)
     after = lora.merge(updates["full-batch"][-1], frozen)
     changed = jax.tree.map(lambda x, y: bool((x != y).any()), before, after)

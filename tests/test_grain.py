@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import chex
 import grain
 import helpers
 import jax
@@ -26,7 +27,6 @@ from grain_data import (
     planned,
     rows_of,
 )
-from helpers import assert_trees_equal
 
 from optax_tokenaccum import make_train_step, make_window_step, pad_window
 from optax_tokenaccum.grain import PlannedMicroBatch
@@ -138,16 +138,16 @@ def test_goes_on_bit_for_bit_from_every_micro_batch(name):
         assert iterator.get_state() == state
         rest = list(iterator)
         assert len(rest) == len(whole) - done
-        assert_trees_equal(rest, whole[done:])
+        chex.assert_trees_all_equal(rest, whole[done:])
 
 
 def test_order_is_that_of_the_dataset():
     whole = list(planned())
     threads = iter(PIPELINES["threads before and behind"]())
-    assert_trees_equal(list(threads), whole)
+    chex.assert_trees_all_equal(list(threads), whole)
     once, twice = (planned(DATA.repeat(n)) for n in (1, 2))
-    assert_trees_equal(list(once), whole)
-    assert_trees_equal(list(once), whole)  # another epoch
+    chex.assert_trees_all_equal(list(once), whole)
+    chex.assert_trees_all_equal(list(once), whole)  # another epoch
     counts = [
         [sum(map(len, map(rows_of, window))) for window in windows_of(dataset)]
         for dataset in (once, twice)
@@ -176,7 +176,7 @@ def test_training_goes_on_bit_for_bit_from_every_micro_batch():
     assert len(states) == len(positions)
     for state, position in zip(states, positions, strict=True):
         iterator.set_state(position)
-        assert_trees_equal(train(state, iterator)[-1], states[-1])
+        chex.assert_trees_all_equal(train(state, iterator)[-1], states[-1])
 
 
 def test_orbax_saves_it_beside_the_state(tmp_path):
@@ -207,7 +207,9 @@ def test_orbax_saves_it_beside_the_state(tmp_path):
             return manager.restore(5, args=arguments)
 
         restored = restore(iter(planned()))
-        assert_trees_equal(train(restored["state"], restored["data"])[-1], states[-1])
+        chex.assert_trees_all_equal(
+            train(restored["state"], restored["data"])[-1], states[-1]
+        )
         with pytest.raises(ValueError, match="window_size was stored as 8, got 9"):
             restore(iter(planned(window_size=9)))
 
@@ -217,12 +219,12 @@ def check_workers() -> None:
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=2)
     whole = list(planned())
     before = iter(planned(DATA.to_iter_dataset().mp_prefetch(options)))
-    assert_trees_equal([next(before) for _ in range(5)], whole[:5])
+    chex.assert_trees_all_equal([next(before) for _ in range(5)], whole[:5])
     state = before.get_state()
     assert state["micro_batches_done"] > 0
     next(before)
     before.set_state(json.loads(json.dumps(state)))
-    assert_trees_equal(list(before), whole[5:])
+    chex.assert_trees_all_equal(list(before), whole[5:])
     behind = iter(planned().mp_prefetch(options))
     with pytest.raises(Exception, match="Workers must prefetch sequences, before"):
         next(behind)

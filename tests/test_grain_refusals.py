@@ -2,11 +2,11 @@
 
 from typing import Any
 
+import chex
 import grain
 import numpy as np
 import pytest
 from grain_data import DATA, ORDER, SEQUENCES, SETTINGS, WINDOW, planned, rows_of
-from helpers import assert_trees_equal
 
 from optax_tokenaccum import plan_window
 from optax_tokenaccum.grain import planned_micro_batches
@@ -38,7 +38,7 @@ def test_settings_are_compared_as_they_work():
     next(saved)
     same = iter(planned(length_buckets=[np.int64(n) for n in reversed(powers)]))
     same.set_state(saved.get_state())
-    assert_trees_equal(list(same), list(saved))
+    chex.assert_trees_all_equal(list(same), list(saved))
 
 
 class Flatten(grain.experimental.FlatMapTransform):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import batches
+import chex
 import finetune
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ import pytest
 import resumable
 from checksum import checksum
 from directories import checkpoints, cut_to_half, snapshot, unfinished_saves
-from helpers import assert_trees_equal, relative_error
+from helpers import relative_error
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -133,7 +134,7 @@ def assert_same_end(command, directory, expected):
     got, want = (resumable.resume(path, *setting) for path in (directory, expected))
     assert got.micro_batches == want.micro_batches == MICRO_BATCHES
     assert want.state.opt_state.gradient_step == UPDATES
-    assert_trees_equal(got.state, want.state)
+    chex.assert_trees_all_equal(got.state, want.state)
     # To the last bit, where a comparison of numbers lets -0.0 be 0.0.
     assert checksum(got.state) == checksum(want.state)
     metrics = (directory / "metrics.jsonl").read_bytes()
@@ -361,7 +362,7 @@ def test_a_resume_that_drops_the_open_window_ends_elsewhere(command, copy):
         "without any optimizer state": fresh,
     }
     with jax.default_matmul_precision("highest"):
-        assert_trees_equal(go_on(state), end)
+        chex.assert_trees_all_equal(go_on(state), end)
         for name, opt_state in naive.items():
             got = go_on(StepState(state.params, opt_state))
             assert relative_error(got.params, end.params) > 1e-4, name

@@ -88,13 +88,13 @@ def test_windows_are_the_full_batches_and_the_naive_loop_is_not():
         batch = helpers.ragged_batch(seed)
         before, expected = state.params, mean_gradient(state, batch)
         for micro_batch in helpers.cut(batch, K):
-            helpers.assert_trees_equal(state.params, before)
+            chex.assert_trees_all_equal(state.params, before)
             assert state.step == seed
             state = train_step(state, micro_batch)
         error = helpers.relative_error(applied(state), expected)
         assert error < helpers.RTOL["float32"]
         moved = jax.tree.map(np.subtract, before, applied(state))
-        helpers.assert_trees_equal(state.params, moved)
+        chex.assert_trees_all_equal(state.params, moved)
         assert state.step == seed + 1
 
     tx = optax.MultiSteps(SGD, K).gradient_transformation()
@@ -110,7 +110,7 @@ def test_windows_are_the_full_batches_and_the_naive_loop_is_not():
 def test_a_partial_window_closes_with_its_own_denominator():
     state = new(token_accumulation(SGD, 99))
     untouched = state.close_window()
-    helpers.assert_trees_equal(untouched.params, state.params)
+    chex.assert_trees_all_equal(untouched.params, state.params)
     assert untouched.step == 0
     expected = mean_gradient(state, BATCH)
     for micro_batch in helpers.cut(BATCH, K):
@@ -289,7 +289,7 @@ def test_the_count_reaches_every_form_of_tx(tx: Any, last: str):
         assert state.step == 0
         state = state.close_window()
     mean = -3.0 if last == "by schedule" else -2.0  # of means: -14/3
-    helpers.assert_trees_equal(
+    chex.assert_trees_all_equal(
         state.params, jax.tree.map(lambda p: jnp.full_like(p, mean), PARAMS)
     )
     assert state.step == 1

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -45,12 +46,12 @@ def test_mean_losses_are_weighted_and_the_mean_of_means_differs():
     state = optimizer.init(PARAMS)
     _, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=1)
     updates, state = optimizer.update(grads(10.0), state, PARAMS, num_tokens=9)
-    helpers.assert_trees_equal(updates, grads(-9.2))
+    chex.assert_trees_all_equal(updates, grads(-9.2))
     theirs = optax.MultiSteps(optax.sgd(1.0), 2)
     state = theirs.init(PARAMS)
     _, state = theirs.update(grads(2.0), state, PARAMS)
     updates, state = theirs.update(grads(10.0), state, PARAMS)
-    helpers.assert_trees_equal(updates, grads(-6.0))
+    chex.assert_trees_all_equal(updates, grads(-6.0))
 
 
 def test_summed_losses_with_gradients_sum():
@@ -58,7 +59,7 @@ def test_summed_losses_with_gradients_sum():
     state = optimizer.init(PARAMS)
     _, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=1)
     updates, state = optimizer.update(grads(90.0), state, PARAMS, num_tokens=9)
-    helpers.assert_trees_equal(updates, grads(-9.2))
+    chex.assert_trees_all_equal(updates, grads(-9.2))
 
 
 @pytest.mark.parametrize("gradients", ["sum", "mean"])
@@ -67,7 +68,7 @@ def test_plain_sum_of_what_was_given(gradients: Any):
     state = optimizer.init(PARAMS)
     for scale, n in [(2.0, 5), (10.0, 9), (np.nan, 0)]:
         updates, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=n)
-    helpers.assert_trees_equal(updates, grads(-12.0))
+    chex.assert_trees_all_equal(updates, grads(-12.0))
 
 
 def test_inner_opt_and_close_window():
@@ -77,7 +78,7 @@ def test_inner_opt_and_close_window():
     state = optimizer.init(PARAMS)
     _, state = optimizer.update(grads(2.0), state, PARAMS, num_tokens=4)
     updates, state = close_window(optimizer, state, PARAMS)
-    helpers.assert_trees_equal(updates, grads(-2.0))
+    chex.assert_trees_all_equal(updates, grads(-2.0))
     assert optimizer.has_updated(state)
 
 

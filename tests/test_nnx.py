@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -82,11 +83,11 @@ def test_two_windows_are_the_full_batches_and_optax_multi_steps_is_not():
             metrics = step(model, optimizer, micro_batch)
             assert bool(metrics.updated) == (i == K - 1)
             if i < K - 1:
-                helpers.assert_trees_equal(params_of(model), before)
+                chex.assert_trees_all_equal(params_of(model), before)
         gradient = applied(optimizer)
         assert helpers.relative_error(gradient, expected) < helpers.RTOL["float32"]
         moved = jax.tree.map(np.subtract, before, gradient)
-        helpers.assert_trees_equal(params_of(model), moved)
+        chex.assert_trees_all_equal(params_of(model), moved)
         assert metrics.num_tokens == batch["mask"].sum()
         norm = np.float32(optax.tree.norm(expected))
         np.testing.assert_allclose(metrics.grad_norm, norm, helpers.RTOL["float32"])
@@ -185,7 +186,7 @@ def test_lora_alone_is_trained_and_kept():
         step(model, optimizer, micro_batch)
     got = applied(optimizer)
     assert helpers.relative_error(got, expected) < helpers.RTOL["float32"]
-    helpers.assert_trees_equal(params_of(model, frozen), rest)
+    chex.assert_trees_all_equal(params_of(model, frozen), rest)
     sums = optimizer.opt_state.acc_grads
     assert optax.tree.size(sums) == optax.tree.size(before)
 
@@ -238,7 +239,7 @@ def test_multi_steps_of_sums_does_what_token_accumulation_does(form: str):
             metrics = step(model, optimizer, micro_batch)
         assert metrics.updated
         trained.append(params_of(model))
-    helpers.assert_trees_equal(*trained)
+    chex.assert_trees_all_equal(*trained)
 
 
 def test_an_optimizer_without_a_schedule_says_so():

@@ -91,7 +91,7 @@ def test_narrow_gradients_are_summed_in_float32(way: Any, dtype: str):
 def test_a_sum_that_float16_cannot_hold(way: Any):
     large = jnp.full(3, 60_000.0, jnp.float16)
     got = way(jnp.zeros(3, jnp.float16), [(large, jnp.float32(1))] * 4)
-    helpers.assert_trees_equal(got, large)
+    chex.assert_trees_all_equal(got, large)
     assert jnp.isinf(large + large).all()
 
 
@@ -209,7 +209,7 @@ def test_float8_parameters(way: Any):
     dtype = jnp.float8_e4m3fn
     x = [jnp.full(2, value, dtype) for value in (16.0, 0.5, 0.5, 0.5)]
     got = way(jnp.zeros(2, dtype), [(row, jnp.float32(1 / 4)) for row in x])
-    helpers.assert_trees_equal(got, jnp.full(2, 17.5, dtype))
+    chex.assert_trees_all_equal(got, jnp.full(2, 17.5, dtype))
     naive = x[0] + x[1] + x[2] + x[3]
     assert (naive < got).all()
 
@@ -231,7 +231,7 @@ def test_float8_parameters(way: Any):
 )
 def test_trees_with_little_in_them(way: Any, params: Any, x: Any):
     got = way(params, [(x, jnp.float32(1)), (x, jnp.float32(3))])
-    helpers.assert_trees_equal(got, jax.tree.map(lambda x: x / 2, x))
+    chex.assert_trees_all_equal(got, jax.tree.map(lambda x: x / 2, x))
 
 
 # Integers have gradients without numbers, of dtype float0.
@@ -256,11 +256,11 @@ def test_integer_parameters_are_left_alone_even_by_weight_decay():
         state = step.init(MIXED)
         for scale in (1.0, 3.0):
             state, metrics = step(state, jnp.full(3, scale))
-        helpers.assert_trees_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
+        chex.assert_trees_all_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
         assert not metrics.skipped
     step = make_window_step(mixed_loss, inner)
     state, _ = step(step.init(MIXED), jnp.array([[1.0] * 3, [3.0] * 3]))
-    helpers.assert_trees_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
+    chex.assert_trees_all_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
     decayed = optax.apply_updates(MIXED["index"], -0.5 * MIXED["index"])
     assert (decayed != MIXED["index"]).any()
 
@@ -279,13 +279,13 @@ def test_frozen_parameters_of_4_bits_are_left_alone():
     state = step.init(params)
     for scale in (1.0, 3.0):
         state, _ = step(state, jnp.full(6, scale))
-    helpers.assert_trees_equal(state.params, params | {"scale": jnp.float32(4.0)})
+    chex.assert_trees_all_equal(state.params, params | {"scale": jnp.float32(4.0)})
 
 
 def test_window_value_and_grad_gives_integers_zeros():
     (loss, _), grads = window_value_and_grad(mixed_loss)(MIXED, jnp.ones((2, 3)))
-    helpers.assert_trees_equal(grads["w"], jnp.full(3, 0.5))
-    helpers.assert_trees_equal(grads["index"], jnp.zeros(3, jnp.int32))
+    chex.assert_trees_all_equal(grads["w"], jnp.full(3, 0.5))
+    chex.assert_trees_all_equal(grads["index"], jnp.zeros(3, jnp.int32))
     assert grads["index"].dtype == jnp.int32
 
 
@@ -312,10 +312,10 @@ def test_float0_reaches_inner_as_it_would_without_accumulation(wrap: Any):
     state = optimizer.init(MIXED)
     for scale, expected in ((1.0, 0.0), (3.0, -1.0)):
         updates, state = update(state, jnp.full(3, scale))
-        helpers.assert_trees_equal(updates, jnp.full(3, expected))
+        chex.assert_trees_all_equal(updates, jnp.full(3, expected))
     _, state = update(state, jnp.ones(3))
     updates, _ = close_window(optimizer, state, MIXED)
-    helpers.assert_trees_equal(updates["w"], jnp.full(3, -0.5))
+    chex.assert_trees_all_equal(updates["w"], jnp.full(3, -0.5))
 
 
 def _seen() -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,7 @@ def test_window_without_tokens_is_0_where_the_quotient_of_sums_is_nan():
     theirs = program(maxtext)(PARAMS, micro_batches)
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(theirs))
     exact = program(ours)(PARAMS, micro_batches)
-    helpers.assert_trees_equal(exact, jax.tree.map(np.zeros_like, PARAMS))
+    chex.assert_trees_all_equal(exact, jax.tree.map(np.zeros_like, PARAMS))
 
 
 @pytest.mark.parametrize(("form", "expected"), [(maxtext, 0.5), (ours, 1.0)])

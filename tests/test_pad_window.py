@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-import helpers
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -56,7 +56,7 @@ def test_every_micro_batch_of_the_plan_is_there_once(
         expected = pad_micro_batch(sequences, plan, pad_values=-1)
         key = (plan.num_rows, plan.length), sorted(expected[1]["index"].tolist())
         (match,) = [batch for *k, batch in found if tuple(k) == key]
-        helpers.assert_trees_equal(match, expected)
+        chex.assert_trees_all_equal(match, expected)
 
 
 def test_there_is_room_for_the_plan_that_needs_most():
@@ -80,7 +80,7 @@ def test_the_window_is_a_tree_whose_shapes_do_not_depend_on_the_plan():
     assert jax.tree.structure(first) == jax.tree.structure(second)
     on_device = jax.device_put(windows[0])
     assert isinstance(on_device, PlannedWindow)
-    helpers.assert_trees_equal(on_device, windows[0])
+    chex.assert_trees_all_equal(on_device, windows[0])
     other = pad_window(
         ragged_window(0)[1], pad_values=PADS, max_tokens=128, length_buckets=[64]
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,7 @@ def test_one_program_for_all_windows_and_one_per_shape():
     assert len(counts) == 4 and len(shapes) > 2
     assert len(for_windows) == 1
     assert len(for_micro_batches) == len(shapes) + 1
-    helpers.assert_trees_equal(
+    chex.assert_trees_all_equal(
         jax.tree.map(np.isfinite, window_state.params),
         jax.tree.map(lambda x: np.full(x.shape, True), params),
     )

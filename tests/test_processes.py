@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import batches
+import chex
 import finetune
 import jax
 import methods
@@ -23,7 +24,7 @@ import options
 import orbax.checkpoint as ocp
 import pytest
 from directories import checkpoints, cut_to_half, snapshot
-from helpers import RTOL, assert_trees_equal, relative_error
+from helpers import RTOL, relative_error
 from rich.console import Console
 
 pytestmark = pytest.mark.slow
@@ -252,7 +253,7 @@ def test_after_a_kill_the_same_devices_go_on_bit_for_bit(
     assert statuses == [0, 0], (first, second)
     assert f"goes on after {STOPPED} of" in first and "mini_step 2;" in first
     assert "devices: 8, processes: 2" in first
-    assert_trees_equal(state_of(directory), state_of(uninterrupted))
+    chex.assert_trees_all_equal(state_of(directory), state_of(uninterrupted))
     metrics = (directory / "metrics.jsonl").read_bytes()
     assert metrics == (uninterrupted / "metrics.jsonl").read_bytes()
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -77,17 +78,12 @@ def test_halves_are_two_programs_and_another_shape_is_one_more():
 
 
 def test_loss_is_traced_once():
-    traces: list[int] = []
-
-    def traced_loss(params: Any, batch: Any) -> Any:
-        traces.append(1)
-        return loss_fn(params, batch)
-
-    step = make_train_step(traced_loss, optax.adamw(1e-3), 3)
+    chex.clear_trace_counter()
+    traced_once = chex.assert_max_traces(loss_fn, n=1)
+    step = make_train_step(traced_once, optax.adamw(1e-3), 3)
     state = step.init(new_params())
     for _ in range(9):
         state, _ = step(state, BATCH)
-    assert len(traces) == 1
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chex
 import helpers
 import jax
 import optax
@@ -96,9 +97,9 @@ def test_goes_on_from_every_micro_batch(name: str, tmp_path: Path):
     for done, state in enumerate(states):
         with ocp.StandardCheckpointer() as checkpointer:
             restored = checkpointer.restore(tmp_path / str(done), target)
-        helpers.assert_trees_equal(restored, state)
+        chex.assert_trees_all_equal(restored, state)
         end = way.states(restored, batches[done:])[-1]
-        helpers.assert_trees_equal(end, states[-1])
+        chex.assert_trees_all_equal(end, states[-1])
 
         inner = state.opt_state.inner_opt_state
         begun = way.init(state.params)
@@ -143,9 +144,9 @@ def test_a_grain_iterator_goes_on_in_the_middle_of_a_window(
                 data=grain.checkpoint.CheckpointRestore(iter(dataset)),
             )
             restored = manager.restore(done, args=args)
-        helpers.assert_trees_equal(restored.state, state)
+        chex.assert_trees_all_equal(restored.state, state)
         end = way.states(restored.state, restored.data)[-1]
-        helpers.assert_trees_equal(end, states[-1])
+        chex.assert_trees_all_equal(end, states[-1])
         if done % K:
             begun_anew = itertools.islice(dataset, 2 * K - done)
             naive = way.states(restored.state, begun_anew)[-1]

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def test_apply_if_finite_inside_drops_a_window():
     state = step.init(PARAMS)
     for batch in MARKED[:K]:
         state, metrics = step(state, batch)
-    helpers.assert_trees_equal(state.params, PARAMS)
+    chex.assert_trees_all_equal(state.params, PARAMS)
     assert metrics.updated and metrics.gradient_step == 1
     assert state.opt_state.inner_opt_state.total_notfinite == 1
     for batch in [m for m in MARKED if not m["bad"]]:
@@ -79,7 +80,7 @@ def test_apply_if_finite_inside_gives_up_after_windows():
     step = make_train_step(loss_fn_of_marked, optax.apply_if_finite(SGD, 2), 2)
     state = step.init(PARAMS)
     for window in range(3):
-        helpers.assert_trees_equal(state.params, PARAMS)
+        chex.assert_trees_all_equal(state.params, PARAMS)
         for batch in MARKED[1], MARKED[2]:
             state, metrics = step(state, batch)
         assert metrics.gradient_step == window + 1

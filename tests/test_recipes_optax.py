@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -228,7 +229,7 @@ def test_close_window_closes_what_is_open_in_a_partition(n: int, closed: set[str
 def test_frozen_parameters_hold_no_sums(around: str):
     make, _, _ = AROUND[around]
     params, state = run(make(exactly), micro_batches=MICRO_BATCHES[:K])
-    helpers.assert_trees_equal(params["embed"], PARAMS["embed"])
+    chex.assert_trees_all_equal(params["embed"], PARAMS["embed"])
     sums = optax.tree.get(state, "acc_grads")
     assert jax.tree.map(jnp.shape, sums) == {
         "embed": optax.MaskedNode(),
@@ -289,7 +290,7 @@ def test_injected_k_has_to_be_static():
         update()
     params, _ = update(static_args="every_k_schedule")
     expected, _ = run(exactly(SGD), micro_batches=MICRO_BATCHES[:K])
-    helpers.assert_trees_equal(params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 def test_schedule_free_around_moves_in_an_open_window():
@@ -330,7 +331,7 @@ def test_sums_of_a_lookahead():
 
 def test_both_forms_of_lookahead_are_the_same():
     pair, (fast, slow) = map(expected_of, ("lookahead_of_pairs", "lookahead_in_state"))
-    helpers.assert_trees_equal(pair, optax.LookaheadParams(fast=fast, slow=slow))
+    chex.assert_trees_all_equal(pair, optax.LookaheadParams(fast=fast, slow=slow))
     assert helpers.relative_error(fast, slow) > 0.01
 
 

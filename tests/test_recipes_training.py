@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import chex
 import clipping
 import helpers
 import jax
@@ -263,7 +264,7 @@ def accept_window(optimizer: Any, kind: str, scale: float, undo: bool = True) ->
     for batch in helpers.cut(WINDOWS[0], K):
         is_rejected = True
         while is_rejected:
-            helpers.assert_trees_equal(params, PARAMS)
+            chex.assert_trees_all_equal(params, PARAMS)
             params, state, scaling, scale = micro_step(params, state, scaling, batch)
             is_rejected = bool(state.skip_state["should_skip"])
             rejected += is_rejected

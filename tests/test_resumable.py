@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 import resumable
 from directories import cut_to_half, snapshot, unfinished_saves
-from helpers import RTOL, assert_trees_equal, relative_error
+from helpers import RTOL, relative_error
 from jax.sharding import Mesh
 
 from optax_tokenaccum import make_train_step
@@ -66,7 +67,7 @@ def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, first):
     # Orbax waits for its clearing of leftovers before a save, and not without one.
     assert first == len(DATA) or not unfinished_saves(parts)
     ends = [resumable.resume(path, SETTINGS, STEP, PARAMS) for path in (parts, whole)]
-    assert_trees_equal(*ends)
+    chex.assert_trees_all_equal(*ends)
     names = "metrics.jsonl", "settings.json"
     assert [(parts / name).read_bytes() for name in names] == [
         (whole / name).read_bytes() for name in names
@@ -96,7 +97,7 @@ def test_a_run_goes_on_in_the_middle_of_a_window_on_other_devices(tmp_path, case
         assert x.shape == y.shape and x.sharding.is_equivalent_to(y.sharding, x.ndim)
     got = run(tmp_path / "parts", DATA[:8], step=after)
     if len({*LAYOUTS[case]}) == 1:
-        assert_trees_equal(got, whole)
+        chex.assert_trees_all_equal(got, whole)
     assert relative_error(got.params, whole.params) < RTOL["float32"]
 
     sums = jax.tree.map(jnp.zeros_like, position.state.opt_state.acc_grads)
@@ -226,7 +227,7 @@ def test_a_checkpoint_that_finds_no_room_is_an_error_that_loses_nothing(tmp_path
     assert done.returncode == 0, done.stderr
     position = resumable.resume(tmp_path / "parts", SETTINGS, STEP, PARAMS)
     assert position.micro_batches == 6
-    assert_trees_equal(run(tmp_path / "parts"), whole)
+    chex.assert_trees_all_equal(run(tmp_path / "parts"), whole)
 
 
 DAMAGES = {
@@ -258,7 +259,7 @@ def damage_every_file(directory):
                 outcome = "refused"
             else:
                 # Orbax writes some files that it does not need in order to read.
-                assert_trees_equal(position, intact)
+                chex.assert_trees_all_equal(position, intact)
                 outcome = "unharmed"
             assert snapshot(directory) == before, path
             print(outcome, name, path.relative_to(last), len(original), sep="\t")

@@ -41,6 +41,7 @@ that move in the split, MultiSteps under shard_map, sums on device 0 alone.
 import functools
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -115,9 +116,9 @@ def test_one_nan_micro_batch_poisoned_every_later_update(way: Any):
     """optax 0.2.8: the sums are reset by a product with 0."""
     windows = [[NAN, LONG], [SHORT, LONG], [LONG, SHORT]]
     theirs = optax_multi_steps(GUARDED)(PARAMS, windows)
-    helpers.assert_trees_equal(theirs[-1], PARAMS)
+    chex.assert_trees_all_equal(theirs[-1], PARAMS)
     first, second, third = way(loss_fn, GUARDED, 2)(PARAMS, windows)
-    helpers.assert_trees_equal(first, PARAMS)
+    chex.assert_trees_all_equal(first, PARAMS)
     assert_exact(first, second, SHORT, LONG)
     assert_exact(second, third, LONG, SHORT)
     (unguarded,) = program(way)(PARAMS, [[NAN, LONG]])

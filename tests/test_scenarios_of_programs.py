@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def test_k_of_0_and_below_never_updated(k: int):
     state = theirs.init(PARAMS)
     for _ in range(3):
         updates, state = theirs.update(GRADS, state, PARAMS)
-        helpers.assert_trees_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))
     with pytest.raises(ValueError, match="at least 1"):
         token_accumulation(SGD, k)
 

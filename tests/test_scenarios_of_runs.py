@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -165,8 +166,8 @@ def test_resume_in_mid_window_lost_micro_batches(kind: str):
         state, metrics = step(state, batch)
         restored, resumed_metrics = resumed(restored, batch)
         theirs, _ = resumed(theirs, batch)
-    helpers.assert_trees_equal(restored, state)
-    helpers.assert_trees_equal(resumed_metrics, metrics)
+    chex.assert_trees_all_equal(restored, state)
+    chex.assert_trees_all_equal(resumed_metrics, metrics)
     assert metrics.updated
     theirs, _ = resumed.close_window(theirs)
     assert is_exact(restored.params, sgd_over([STREAM]))

@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,10 @@ def test_window_divides_the_sum_once_and_the_mean_of_means_differs(maybe_jit: An
     optimizer, state = new(optax.sgd(1.0), 2)
     update = maybe_jit(optimizer.update)
     opened, state = update(grads(2.0), state, PARAMS, num_tokens=1)
-    helpers.assert_trees_equal(opened, grads(0.0))
+    chex.assert_trees_all_equal(opened, grads(0.0))
     assert (int(state.mini_step), int(state.gradient_step)) == (1, 0)
     closed, state = update(grads(90.0), state, PARAMS, num_tokens=9)
-    helpers.assert_trees_equal(closed, grads(-9.2))  # torchtitan's figures
+    chex.assert_trees_all_equal(closed, grads(-9.2))  # torchtitan's figures
     assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
     assert abs((2.0 / 1 + 90.0 / 9) / 2 - 9.2) > 0.01 * 9.2
 
@@ -63,8 +64,8 @@ def test_k_of_1_is_the_bare_optimizer():
     for scale in (1.0, -3.0, 0.2):
         updates, state = optimizer.update(grads(4 * scale), state, params, num_tokens=4)
         expected, bare_state = bare.update(grads(scale), bare_state, params)
-        helpers.assert_trees_equal(updates, expected)
-        helpers.assert_trees_equal(state.inner_opt_state, bare_state)
+        chex.assert_trees_all_equal(updates, expected)
+        chex.assert_trees_all_equal(state.inner_opt_state, bare_state)
         params = optax.apply_updates(params, updates)
 
 
@@ -76,7 +77,7 @@ def test_first_micro_batch_overwrites_what_the_last_window_left():
         acc_value=jnp.asarray(np.nan),
     )
     updates, state = optimizer.update(grads(6.0), poisoned, PARAMS, num_tokens=2)
-    helpers.assert_trees_equal(updates, grads(-3.0))
+    chex.assert_trees_all_equal(updates, grads(-3.0))
 
 
 def test_inner_optimizer_does_not_run_on_an_open_window():
@@ -166,7 +167,7 @@ def test_token_budget_closes_on_the_micro_batch_that_reaches_it(
     for n in (4, 5, 1, 12, 9, 0, 3):
         updates, state = update(grads(2.0 * n), state, PARAMS, num_tokens=n)
         closed.append(bool(has_updated(state)))
-        helpers.assert_trees_equal(updates, grads(-2.0 if closed[-1] else 0.0))
+        chex.assert_trees_all_equal(updates, grads(-2.0 if closed[-1] else 0.0))
     assert closed == [False, False, True, True, False, False, True]
 
 
@@ -178,7 +179,7 @@ def test_token_budget_does_not_close_on_the_tokens_of_the_last_window():
     _, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=12)
     updates, state = optimizer.update(grads(np.nan), state, PARAMS, num_tokens=3)
     assert (int(state.gradient_step), bool(has_updated(state))) == (1, False)
-    helpers.assert_trees_equal(updates, grads(0.0))
+    chex.assert_trees_all_equal(updates, grads(0.0))
 
 
 @pytest.mark.parametrize("flag", [bool, jnp.asarray], ids=["python", "traced"])
@@ -192,7 +193,7 @@ def test_close_window_closes_and_its_false_never_postpones(flag: Any, maybe_jit:
             grads(6.0), state, PARAMS, num_tokens=3, close_window=flag(ask)
         )
         closed.append(bool(has_updated(state)))
-        helpers.assert_trees_equal(updates, grads(-2.0 if closed[-1] else 0.0))
+        chex.assert_trees_all_equal(updates, grads(-2.0 if closed[-1] else 0.0))
     assert closed == [False, True, True, False, True]
 
 
@@ -202,7 +203,7 @@ def test_without_a_schedule_the_caller_closes():
         updates, state = optimizer.update(
             grads(4.0), state, PARAMS, num_tokens=2, close_window=close
         )
-    helpers.assert_trees_equal(updates, grads(-2.0))
+    chex.assert_trees_all_equal(updates, grads(-2.0))
     with pytest.raises(ValueError, match="close_window=True or False to every update"):
         optimizer.update(grads(4.0), state, PARAMS, num_tokens=2)
 
@@ -219,7 +220,7 @@ def test_micro_batch_without_tokens_counts_and_adds_nothing(
         maybe_jit(optimizer.update), state, PARAMS, micro_batches
     )
     expected = jax.tree.map(lambda p: p - np.float32(9.2), PARAMS)
-    helpers.assert_trees_equal(params, expected)
+    chex.assert_trees_all_equal(params, expected)
     assert int(state.gradient_step) == 1
 
 
@@ -232,7 +233,7 @@ def test_impossible_count_raises_concrete_and_adds_nothing_traced(count: float):
     params, state = helpers.run_window(
         jax.jit(optimizer.update), state, PARAMS, micro_batches
     )
-    helpers.assert_trees_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
+    chex.assert_trees_all_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
 
 
 def test_window_without_tokens_closes_without_an_update(maybe_jit: Any):
@@ -241,8 +242,8 @@ def test_window_without_tokens_closes_without_an_update(maybe_jit: Any):
     params, state = helpers.run_window(
         update, state, PARAMS, [(grads(np.nan), 0), (grads(np.nan), 0)]
     )
-    helpers.assert_trees_equal(params, PARAMS)
-    helpers.assert_trees_equal(
+    chex.assert_trees_all_equal(params, PARAMS)
+    chex.assert_trees_all_equal(
         state.inner_opt_state, optimizer.init(PARAMS).inner_opt_state
     )
     assert (int(state.mini_step), int(state.gradient_step)) == (0, 0)
@@ -250,7 +251,7 @@ def test_window_without_tokens_closes_without_an_update(maybe_jit: Any):
     params, state = helpers.run_window(
         update, state, params, [(grads(1.0), 1), (grads(1.0), 1)]
     )
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+    chex.assert_tree_all_finite((params, state))
     assert int(state.gradient_step) == 1
 
 
@@ -271,9 +272,9 @@ def test_rejected_micro_batch_never_happened(
     spoilt = list(good)
     spoilt.insert(position, (grads(np.nan), 5))
     params, state = helpers.run_window(update, state, PARAMS, spoilt)
-    helpers.assert_trees_equal(params, clean[0])
+    chex.assert_trees_all_equal(params, clean[0])
     of_last_call = {"skip_state": (), "has_updated": ()}
-    helpers.assert_trees_equal(
+    chex.assert_trees_all_equal(
         state._replace(**of_last_call), clean[1]._replace(**of_last_call)
     )
 
@@ -302,7 +303,7 @@ def test_close_window_on_a_rejected_micro_batch_closes_with_what_is_there():
     updates, state = optimizer.update(
         grads(np.nan), state, PARAMS, num_tokens=3, close_window=True
     )
-    helpers.assert_trees_equal(updates, grads(-2.0))
+    chex.assert_trees_all_equal(updates, grads(-2.0))
     assert has_updated(state)
 
 
@@ -349,16 +350,16 @@ def test_close_window_uses_the_denominator_of_the_partial_window(
     close = maybe_jit(lambda state, params: close_window(optimizer, state, params))
     state = optimizer.init(PARAMS)
     untouched, state = close(state, PARAMS)
-    helpers.assert_trees_equal(untouched, grads(0.0))
+    chex.assert_trees_all_equal(untouched, grads(0.0))
     assert not has_updated(state)
     for scale, n in [(2.0, 1), (90.0, 9)]:
         _, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=n)
     updates, state = close(state, PARAMS)
-    helpers.assert_trees_equal(updates, grads(-9.2))
+    chex.assert_trees_all_equal(updates, grads(-9.2))
     assert has_updated(state)
     for _ in range(8):
         updates, state = optimizer.update(grads(6.0), state, PARAMS, num_tokens=3)
-    helpers.assert_trees_equal(updates, grads(-2.0))
+    chex.assert_trees_all_equal(updates, grads(-2.0))
 
 
 def test_close_window_gives_inner_the_value_of_the_micro_batches():
@@ -374,7 +375,7 @@ def test_clipping_inside_sees_the_window():
     optimizer, state = new(optax.chain(optax.clip(1.0), optax.sgd(1.0)), 2)
     for scale in (-30.0, 32.0):
         updates, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=1)
-    helpers.assert_trees_equal(updates, grads(-1.0))  # clipped before: 0
+    chex.assert_trees_all_equal(updates, grads(-1.0))  # clipped before: 0
 
 
 def test_counts_may_be_any_kind_of_number():
@@ -382,9 +383,9 @@ def test_counts_may_be_any_kind_of_number():
     update = jax.jit(optimizer.update)
     for n in (3, 3.0, np.int64(3), np.float32(3), jnp.asarray(3), jnp.asarray(3.0)):
         updates, _ = optimizer.update(grads(6.0), state, PARAMS, num_tokens=n)
-        helpers.assert_trees_equal(updates, grads(-2.0))
+        chex.assert_trees_all_equal(updates, grads(-2.0))
         updates, _ = update(grads(6.0), state, PARAMS, num_tokens=n)
-        helpers.assert_trees_equal(updates, grads(-2.0))
+        chex.assert_trees_all_equal(updates, grads(-2.0))
 
 
 def test_state_fields_are_those_of_multi_steps_where_they_mean_the_same():

@@ -51,7 +51,7 @@ def test_state_is_a_named_tuple_with_the_accumulation(kind: str):
     state = with_schedule(kind, 2).init(PARAMS)
     assert isinstance(state, StepState)
     assert isinstance(state.opt_state, TokenAccumulationState)
-    helpers.assert_trees_equal(state.params, PARAMS)
+    chex.assert_trees_all_equal(state.params, PARAMS)
 
 
 def test_metrics_of_every_call_of_a_window(kind: str):
@@ -68,7 +68,7 @@ def test_metrics_of_every_call_of_a_window(kind: str):
         "mini_step": 1,
         "gradient_step": 0,
     }
-    helpers.assert_trees_equal(state.params, PARAMS)
+    chex.assert_trees_all_equal(state.params, PARAMS)
     state, closed = step(state, jnp.full(9, 10.0))
     assert numbers(closed) == {
         "loss": pytest.approx(-9.2),  # not -6, the mean of means
@@ -80,7 +80,7 @@ def test_metrics_of_every_call_of_a_window(kind: str):
         "gradient_step": 1,
     }
     expected = {"w": PARAMS["w"] - np.float32(9.2)}
-    helpers.assert_trees_equal(state.params, expected)
+    chex.assert_trees_all_equal(state.params, expected)
     assert closed.aux is None
 
 
@@ -98,7 +98,7 @@ def test_init_copies_so_that_the_callers_arrays_live(kind: str):
     state = step.init(params)
     for batch in batches(1, 2, 3):
         state, _ = step(state, batch)
-    helpers.assert_trees_equal(params, PARAMS)
+    chex.assert_trees_all_equal(params, PARAMS)
 
 
 def test_donates_and_metrics_outlive_the_state(kind: str):
@@ -123,7 +123,7 @@ def test_without_donation_states_can_be_used_again(kind: str):
     middle, _ = step(start, first)
     once, _ = step(middle, second)
     again, _ = step(middle, second)
-    helpers.assert_trees_equal(once, again)
+    chex.assert_trees_all_equal(once, again)
     assert int(start.opt_state.mini_step) == 0
 
 
@@ -141,7 +141,7 @@ def test_going_back_and_side_by_side_follow_the_state_not_the_object(kind: str):
     back, _ = step(middle, data[1])
     back, metrics = step(back, data[2])
     assert bool(metrics.updated)
-    helpers.assert_trees_equal(back, a)
+    chex.assert_trees_all_equal(back, a)
 
 
 def test_halves_for_loops_whose_data_says_where_a_window_ends():
@@ -151,14 +151,14 @@ def test_halves_for_loops_whose_data_says_where_a_window_ends():
         step(state, jnp.ones(1))
     state, empty = step.close_window(state)
     assert numbers(empty)["updated"] is False and numbers(empty)["loss"] == 0.0
-    helpers.assert_trees_equal(state.params, PARAMS)
+    chex.assert_trees_all_equal(state.params, PARAMS)
     for value, size in ((2.0, 1), (10.0, 9)):
         state, metrics = step.accumulate(state, jnp.full(size, value))
         assert not metrics.updated
     assert int(metrics.mini_step) == 2
     state, metrics = step.close_window(state)
     assert metrics.updated and float(metrics.num_tokens) == 10.0
-    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
+    chex.assert_trees_all_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
     assert has_updated(state)
     state, _ = step.accumulate(state, jnp.ones(1))
     assert not has_updated(state)
@@ -173,7 +173,7 @@ def test_window_without_tokens_changes_nothing(kind: str):
     state = step.init(PARAMS)
     for batch in batches(1, 2):
         state, metrics = step(state, batch)
-    helpers.assert_trees_equal(state.params, PARAMS)
+    chex.assert_trees_all_equal(state.params, PARAMS)
     assert numbers(metrics) == numbers(metrics) | {
         "loss": 0.0,
         "num_tokens": 0.0,
@@ -193,7 +193,7 @@ def test_rejected_micro_batch_is_reported_and_never_happened():
         state, metrics = step(state, jnp.full(1 if value == 2.0 else 9, value))
         skipped.append((bool(metrics.skipped), bool(metrics.updated)))
     assert skipped == [(False, False), (True, False), (False, True)]
-    helpers.assert_trees_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
+    chex.assert_trees_all_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
 
 
 def test_token_budget():
@@ -358,7 +358,7 @@ def test_parameters_that_share_an_array_are_parameters_of_their_own(kind: str):
     state = step.init(tied)
     for batch in batches(2, 2):
         state, _ = step(state, batch)
-    helpers.assert_trees_equal(state.params["again"], PARAMS["w"])
+    chex.assert_trees_all_equal(state.params["again"], PARAMS["w"])
     assert not np.array_equal(state.params["w"], PARAMS["w"])
 
 

@@ -4,6 +4,7 @@ import functools
 import operator
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -55,23 +56,23 @@ def test_state_goes_through_scan(optimizer: Any):
 
 
 def test_one_trace_and_in_place_over_many_windows(optimizer: Any):
-    traces: list[int] = []
+    chex.clear_trace_counter()
 
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @chex.assert_max_traces(n=1)
     def step(params: Any, state: Any, scale: Any, n: Any) -> Any:
-        traces.append(1)
         updates, state = optimizer.update(grads(scale), state, params, num_tokens=n)
         return optax.apply_updates(params, updates), state
 
-    jitted = jax.jit(step, donate_argnums=(0, 1))
     params, state = jax.tree.map(jnp.copy, PARAMS), optimizer.init(PARAMS)
     before = helpers.signatures(state)
     with helpers.count_compilations() as compilations:
         for i in range(20):
             old = state
-            params, state = jitted(params, state, float(i), i % 5)
+            params, state = step(params, state, float(i), i % 5)
             assert old.acc_grads["w"].is_deleted()
     assert helpers.signatures(state) == before
-    assert len(traces) == len(compilations) == 1
+    assert len(compilations) == 1
     assert int(state.gradient_step) > 2
 
 
@@ -133,7 +134,7 @@ def test_vmap_with_counts_of_its_own_in_every_lane():
         assert helpers.relative_error(got, expected) < helpers.RTOL["float32"]
         assert int(steps[lane]) == int(expected_steps)
     assert steps.tolist() == [1, 1, 0]
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+    chex.assert_tree_all_finite(params)
 
 
 def test_reverse_mode_goes_through_a_window():
@@ -159,9 +160,7 @@ def test_init_can_be_traced_and_shaped(optimizer: Any):
         state
     )
     shapes = jax.eval_shape(optimizer.init, PARAMS)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(shapes)] == [
-        (x.shape, x.dtype) for x in jax.tree.leaves(state)
-    ]
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
 
 
 def test_debug_nans_finds_none_in_windows_without_tokens():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,7 @@ def test_window_without_tokens_anywhere_changes_nothing(way: str):
     after, metrics = run(way, step, before, np.zeros((3, DEVICES, 4), np.float32))
     inner = after.opt_state if way == "window" else after.opt_state.inner_opt_state
     assert not metrics.updated and metrics.num_tokens == 0
-    jax.tree.map(np.testing.assert_array_equal, (after.params, inner), expected)
+    chex.assert_trees_all_equal((after.params, inner), expected)
 
 
 @pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
@@ -271,9 +272,7 @@ def test_same_devices_get_the_same_sums_bit_for_bit():
     step, window = make_step("two programs", loss_fn), ragged()
     state, _ = step(step.init(jnp.zeros(())), window[0])
     saved = jax.device_get(state)
-    jax.tree.map(
-        np.testing.assert_array_equal, regroup_sums(saved, state), jax.device_get(state)
-    )
+    chex.assert_trees_all_equal(regroup_sums(saved, state), jax.device_get(state))
 
 
 def test_sums_of_devices_in_a_step_without():

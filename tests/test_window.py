@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -115,15 +116,15 @@ def test_window_without_tokens_is_zero_and_updates_nothing():
         PARAMS, micro_batches
     )
     assert (float(loss), float(num_tokens)) == (0.0, 0.0)
-    helpers.assert_trees_equal(grads, {"w": np.zeros(2)})
+    chex.assert_trees_all_equal(grads, {"w": np.zeros(2)})
     step = make_window_step(sum_fn, optax.adamw(0.1))
     start = step.init(PARAMS)
     before = jax.tree.map(np.asarray, start)
     state, metrics = step(start, micro_batches)
-    helpers.assert_trees_equal(state, before)
+    chex.assert_trees_all_equal(state, before)
     assert not metrics.updated and int(metrics.gradient_step) == 0
     state, metrics = step(state, micro_batches, num_micro_batches=0)
-    helpers.assert_trees_equal(state, before)
+    chex.assert_trees_all_equal(state, before)
 
 
 def test_aux_is_stacked_and_zero_where_not_run():
@@ -134,13 +135,13 @@ def test_aux_is_stacked_and_zero_where_not_run():
     micro_batches = {"x": jnp.arange(1.0, 5.0)[:, None], "n": jnp.ones((4, 1))}
     f = window_value_and_grad(with_aux, has_aux=True)
     (_, (_, aux)), _ = f(PARAMS, micro_batches)
-    helpers.assert_trees_equal(aux["x"], micro_batches["x"])
-    helpers.assert_trees_equal(aux["square"], np.array([1.0, 4.0, 9.0, 16.0]))
+    chex.assert_trees_all_equal(aux["x"], micro_batches["x"])
+    chex.assert_trees_all_equal(aux["square"], np.array([1.0, 4.0, 9.0, 16.0]))
     (_, (_, aux)), _ = f(PARAMS, micro_batches, num_micro_batches=2)
-    helpers.assert_trees_equal(aux["square"], np.array([1.0, 4.0, 0.0, 0.0]))
+    chex.assert_trees_all_equal(aux["square"], np.array([1.0, 4.0, 0.0, 0.0]))
     step = make_window_step(with_aux, optax.sgd(0.1), has_aux=True)
     _, metrics = step(step.init(PARAMS), micro_batches)
-    helpers.assert_trees_equal(metrics.aux["square"], np.array([1.0, 4.0, 9.0, 16.0]))
+    chex.assert_trees_all_equal(metrics.aux["square"], np.array([1.0, 4.0, 9.0, 16.0]))
 
 
 def test_batches_may_hold_keys_and_aux_plain_numbers():
@@ -216,7 +217,7 @@ def test_state_is_the_inner_optimizers_own_and_checkpoints_of_it_load():
     loaded = state._replace(opt_state=jax.tree.map(jnp.copy, bare))
     first, _ = step(state, micro_batches)
     again, _ = step(loaded._replace(params=step.init(PARAMS).params), micro_batches)
-    helpers.assert_trees_equal(first, again)
+    chex.assert_trees_all_equal(first, again)
 
 
 def test_rejected_micro_batches_never_happened():
@@ -241,7 +242,7 @@ def test_donates_in_place_and_compiles_once():
             state, metrics = step(state, micro_batches)
             assert old.params["w"].is_deleted()
     assert len(compilations) == 1
-    helpers.assert_trees_equal(params, PARAMS)
+    chex.assert_trees_all_equal(params, PARAMS)
     kept = step(step.init(PARAMS), micro_batches)[1]
     jax.tree.map(lambda x: x.delete(), state)
     assert np.isfinite([float(kept.loss), float(metrics.loss)]).all()
@@ -275,7 +276,7 @@ def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
     assert np.asarray(split["y"])[:, :2].max() < 6
     assert isinstance(split["x"], np.ndarray)
     jitted = jax.jit(split_batch, static_argnums=1)(batch, 3)
-    helpers.assert_trees_equal(jitted, split)
+    chex.assert_trees_all_equal(jitted, split)
 
 
 @pytest.mark.parametrize(
