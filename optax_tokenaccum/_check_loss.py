@@ -1,7 +1,7 @@
 """Is a loss a sum over tokens, and its count theirs?"""
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,18 +115,20 @@ def check_loss_fn(
             f"micro-batches of {sizes} rows."
         )
 
-    # Compiled once for a function; one without a hash, as dataclasses are, each time.
-    hashable = isinstance(loss_fn, Hashable)
-    jitted = jax.jit(loss_fn if hashable else lambda *given: loss_fn(*given))
+    # A function that is jitted keeps its programs from one check to the next.
+    is_jitted = isinstance(loss_fn, jax.stages.Wrapped)
+    jitted = loss_fn if is_jitted else jax.jit(lambda *given: loss_fn(*given))
 
     def at(params: Any) -> Measure:
         def measure(batch: Any) -> tuple[float, float]:
-            loss_sum, (num_tokens, _) = unpack(jitted(params, batch), False)
-            return float(loss_sum), float(_checks.as_num_tokens(num_tokens))
+            loss_sum, num_tokens = jitted(params, batch)
+            return float(loss_sum), float(num_tokens)
 
         return measure
 
     batch = batches[int(np.argmax(sizes))]
+    _, (num_tokens, _) = unpack(jitted(params, batch), False)
+    _checks.as_num_tokens(num_tokens)
     program = str(jax.make_jaxpr(jitted)(params, batch))
     rtol = 1e-2 if re.search(r"\b(b?f16|f8_\w+)\[", program) else RTOL
     measure = at(params)
