@@ -1,5 +1,6 @@
 """Flax NNX: a train step for a model and an `nnx.Optimizer` that accumulates."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -82,59 +83,64 @@ class TrainStep:
     ) -> StepMetrics:
         """Runs a program that leaves every array where it was."""
         _accumulation_of(optimizer)
-        placement = self._settle(model, optimizer, batch)
+        leaves = _leaves(model, optimizer)
+        if not self._is_settled(leaves, batch):
+            self._settle(model, optimizer, batch)
+        shardings = tuple(map(_own_sharding, leaves))
 
         # The compiler would place what is returned as it sees fit, and the next call
         # compile once more.
         def run(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Any) -> Any:
+            leaves = _leaves(model, optimizer)
             metrics = program(model, optimizer, *batch)
-            held = _held(nnx.state((model, optimizer)))
-            placed = {
-                path: jax.lax.with_sharding_constraint(held[path], sharding)
-                for path, sharding in placement
-                if path in held
-            }
-            nnx.update((model, optimizer), nnx.from_flat_state(placed))
+            for leaf, sharding in zip(leaves, shardings, strict=True):
+                if sharding is not None:
+                    value = leaf.get_raw_value()
+                    leaf.set_raw_value(
+                        jax.lax.with_sharding_constraint(value, sharding)
+                    )
             return metrics
 
-        key = program, placement
+        key = program, shardings
         if key not in self._jitted:
             donated = (0, 1) if self._donate else ()
             self._jitted[key] = nnx.jit(run, donate_argnums=donated)
         return self._jitted[key](model, optimizer, *batch)
 
-    def _settle(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any
-    ) -> tuple[tuple[Any, NamedSharding], ...]:
+    def _is_settled(self, leaves: list[Any], batch: Any) -> bool:
+        """Whether `_settle`, which is slow, would have nothing to do."""
+        arrays = jax.tree.leaves(list(map(_value_of, leaves)))
+        ids = set(map(id, arrays))
+        shared = ids & set(map(id, jax.tree.leaves(batch)))
+        if self._donate and (shared or len(ids) < len(arrays)):
+            return False
+        unplaced = set(map(_arrays.is_unplaced, arrays))
+        return len(unplaced) == 1 and not any(
+            getattr(x, "weak_type", False) for x in arrays
+        )
+
+    def _settle(self, model: Any, optimizer: Any, batch: Any) -> None:
         """Prepares arrays that would be donated twice, or cost a second compilation.
 
         An array that is there twice is copied. One that was never placed goes to the
         devices of the parameters: to those of the parameter whose path ends its own
         (sums and moments made before the parameters were placed), or to all of them.
-
-        Returns:
-          The shardings of arrays on a mesh, by the path of their variable.
         """
-        placement = []
         params = _held(nnx.state(model, optimizer.wrt))
         home, taken = _arrays.home(params), {id(x) for x in jax.tree.leaves(batch)}
-        for path, variable in nnx.to_flat_state(nnx.state((model, optimizer))):
 
-            def settle(x: Any, path: Any = path) -> Any:
-                if home is not None and _arrays.is_unplaced(x):
-                    ends = (params.get(path[i:]) for i in range(len(path)))
-                    like = [p for p in ends if getattr(p, "shape", None) == x.shape]
-                    x = jax.device_put(x, _arrays.home(like, whole=False) or home)
-                return _arrays.settled(x, taken if self._donate else set())
+        def settle(path: Any, x: Any) -> Any:
+            if home is not None and _arrays.is_unplaced(x):
+                ends = (params.get(path[i:]) for i in range(len(path)))
+                like = [p for p in ends if getattr(p, "shape", None) == x.shape]
+                x = jax.device_put(x, _arrays.home(like, whole=False) or home)
+            return _arrays.settled(x, taken if self._donate else set())
 
-            before = variable.get_raw_value()
-            after = jax.tree.map(settle, before)
-            if after is not before:
-                variable.set_raw_value(after)
-            sharding = sharding_of(after)
-            if sharding is not None and not is_explicit(sharding.mesh):
-                placement.append((path, sharding))
-        return tuple(placement)
+        state = {
+            path: jax.tree.map(functools.partial(settle, path), x)
+            for path, x in _held(nnx.state((model, optimizer))).items()
+        }
+        _put((model, optimizer), state)
 
     def _program(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any
@@ -174,12 +180,12 @@ class TrainStep:
         def loss_of(params: Any, rest: Any, batch: Any) -> Any:
             model = nnx.merge(graphdef, params, rest)
             loss_sum, counted = loss_fn(model, batch)
-            return loss_sum, (counted, _pure(nnx.state(model)))
+            return loss_sum, (counted, list(_held(nnx.state(model)).values()))
 
         (loss_sum, (counted, after)), grads = nnx.value_and_grad(loss_of, has_aux=True)(
             params, rest, batch
         )
-        nnx.update(model, after)
+        _put(model, dict(zip(_held(nnx.state(model)), after, strict=True)))
         return (loss_sum, counted), _pure(grads)
 
 
@@ -262,21 +268,56 @@ def _close(
 def _take_back(skipped: jax.Array, before: dict[Any, Any], model: nnx.Module) -> None:
     """Gives the model's variables what they held `before`, where `skipped`."""
     after = _held(nnx.state(model))
-    before = {path: before[path] for path in before.keys() & after.keys()}
-    after = {path: after[path] for path in before}
+    pairs = {path: (before[path], after[path]) for path in before if path in after}
     _checks.check_same_tree(
-        after,
-        before,
+        {"/".join(map(str, path)): new for path, (_, new) in pairs.items()},
+        {"/".join(map(str, path)): old for path, (old, _) in pairs.items()},
         "With should_skip_update_fn the model's variables must keep their shapes, so "
         "that a rejected micro-batch can be undone",
     )
-    kept = jax.tree.map(functools.partial(jnp.where, skipped), before, after)
-    nnx.update(model, nnx.from_flat_state(kept))
+    select = functools.partial(jnp.where, skipped)
+    _put(model, {path: jax.tree.map(select, *pair) for path, pair in pairs.items()})
 
 
 def _held(state: Any) -> dict[Any, Any]:
     """What the variables of a state hold, by their paths."""
     return {path: _pure(variable) for path, variable in nnx.to_flat_state(state)}
+
+
+def _put(node: Any, held: dict[Any, Any]) -> None:
+    """Writes back what `_held` read, by the same paths."""
+    for path, leaf in nnx.to_flat_state(nnx.state(node)):
+        if path not in held:
+            continue
+        if isinstance(leaf, nnx.Variable):
+            leaf.set_raw_value(held[path])
+            continue
+        with contextlib.suppress(ValueError):  # in a tuple, where nnx cannot set it
+            nnx.update(node, nnx.from_flat_state({path: held[path]}))
+
+
+def _leaves(model: nnx.Module, optimizer: nnx.Optimizer) -> list[Any]:
+    """Every variable once, and the model's arrays that are in none.
+
+    Modules may hold each other, which jax's trees do not survive; nnx's walk is slow.
+    """
+    of_model = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
+    of_optimizer = jax.tree.leaves(
+        (optimizer.step, optimizer.opt_state),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+    return [*of_model, *of_optimizer]
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _own_sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding of a variable on a mesh whose types do not say it."""
+    sharding = sharding_of(_value_of(leaf))
+    is_kept = isinstance(leaf, nnx.Variable) and sharding is not None
+    return sharding if is_kept and not is_explicit(sharding.mesh) else None
 
 
 def _is_graph_mode() -> bool:
