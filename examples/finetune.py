@@ -28,6 +28,12 @@ GKE `--distributed` alone is enough. See `processes.py` and `docs/many_processes
 """
 
 import sys
+
+from interrupt import end_on_ctrl_c, say_on_ctrl_c
+
+if __name__ == "__main__":  # To import the rest takes seconds.
+    end_on_ctrl_c()
+
 from argparse import Namespace
 from pathlib import Path
 
@@ -48,7 +54,6 @@ from batches import (
 )
 from compare import compare
 from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
-from interrupt import end_on_ctrl_c
 from jax.sharding import Mesh
 from lora import init_adapters
 from methods import REFERENCE, loss_fn
@@ -88,7 +93,7 @@ DECIDING = (
 def main() -> None:
     """Reads the command line and the data, and trains."""
     options = parse_options(sys.argv[1:])
-    end_on_ctrl_c(lambda: how_to_go_on(options.checkpoint_dir))
+    say_on_ctrl_c(lambda: how_to_go_on(options.checkpoint_dir))
     try:
         if options.distributed:
             processes.start(

@@ -8,17 +8,20 @@ import threading
 from collections.abc import Callable
 
 SHOW_CURSOR = b"\x1b[?25h"
+_last_words: list[Callable[[], str]] = [lambda: " before it began"]
 
 
-def end_on_ctrl_c(last_words: Callable[[], str]) -> None:
+def say_on_ctrl_c(last_words: Callable[[], str]) -> None:
+    """Sets what Ctrl-C says from now on, after "interrupted"; called in a thread."""
+    _last_words.append(last_words)
+
+
+def end_on_ctrl_c() -> None:
     """Makes Ctrl-C end the program as if it were killed, with a line on stderr.
 
     Python's `KeyboardInterrupt` is raised wherever the main thread is, once it is in
     Python again: after a compilation; in a callback of jax's, which swallows it; in a
     save, whose threads then fail or never end. Another thread ends all of these.
-
-    Args:
-      last_words: called at the end, from another thread.
     """
     if signal.getsignal(signal.SIGINT) != signal.default_int_handler:
         return  # Whoever started the program has it ignored, as `nohup` does.
@@ -34,7 +37,8 @@ def end_on_ctrl_c(last_words: Callable[[], str]) -> None:
                 screen = os.dup(1)
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 os.write(screen, SHOW_CURSOR + b"\n")
-            print(f"interrupted{last_words()}", file=sys.stderr, flush=True)
+            # Not what a bar has put in the place of stderr.
+            print(f"interrupted{_last_words[-1]()}", file=sys.__stderr__, flush=True)
             os._exit(130)
 
     threading.Thread(target=end, daemon=True).start()

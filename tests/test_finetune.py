@@ -1,6 +1,7 @@
 """Tests of `examples/finetune.py` and of the files beside it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -380,27 +381,38 @@ def test_bad_data_ends_the_command_without_a_traceback(tmp_path, content, messag
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_a_comparison_with_one_line(tmp_path):
-    small = "--updates=1", "--d-model=32", "--layers=1"
-    out = "--out", str(tmp_path / "out")
-    command = [sys.executable, finetune.__file__, *small, *out]
+def interrupted_after(line, *words, **variables):
+    """Sends what Ctrl-C sends, after a line of the command; what is said then."""
     with subprocess.Popen(
-        command,
+        [sys.executable, finetune.__file__, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | variables,
     ) as process:
-        for line in process.stdout:
-            if line.startswith("compiling: full-batch"):
-                break
+        assert line in process.stdout
         process.send_signal(signal.SIGINT)
         _, complaint = process.communicate(timeout=60)
     assert process.returncode == 130
+    return complaint
+
+
+def test_ctrl_c_ends_the_command_before_jax_is_imported(tmp_path):
+    (tmp_path / "jax.py").write_text(
+        "import time\nprint(1, flush=True)\ntime.sleep(60)"
+    )
+    complaint = interrupted_after("1\n", PYTHONPATH=str(tmp_path))
+    assert complaint == "interrupted before it began\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_comparison_with_one_line(tmp_path):
+    small = "--updates=1", "--d-model=32", "--layers=1"
+    complaint = interrupted_after("compiling: full-batch\n", *small, "--out", tmp_path)
     assert complaint == (
         "interrupted: a comparison cannot be resumed, the same command begins anew\n"
     )
-    assert not [*(tmp_path / "out").iterdir()]
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

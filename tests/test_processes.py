@@ -225,7 +225,7 @@ def killed(command):
 
 
 def test_ctrl_c_ends_every_process_with_one_line(command, tmp_path):
-    directory = tmp_path / "interrupted"
+    directory = tmp_path / "ended"
     with command.start(directory, two_by_hand(), devices=4) as started:
         deadline = time.monotonic() + 150
         while STOPPED not in checkpoints(directory):
