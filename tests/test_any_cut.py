@@ -19,6 +19,8 @@ from optax_tokenaccum import (
     window_value_and_grad,
 )
 
+pytestmark = pytest.mark.slow
+
 ROWS, LONGEST_WINDOW = 12, 6
 
 examples = functools.partial(hypothesis.settings, deadline=None)

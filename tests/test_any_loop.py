@@ -14,6 +14,8 @@ import pytest
 
 from optax_tokenaccum import StepMetrics, TrainStep, make_train_step
 
+pytestmark = pytest.mark.slow
+
 RATE, MOMENTUM = 0.125, 0.5
 INNER = optax.sgd(RATE, MOMENTUM)
 START = np.array([1.0, -2.0, 0.5])

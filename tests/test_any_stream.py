@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from optax_tokenaccum import (
     TokenAccumulationState,
@@ -18,6 +19,8 @@ from optax_tokenaccum import (
     make_window_step,
     token_accumulation,
 )
+
+pytestmark = pytest.mark.slow
 
 PARAMS = {"w": jnp.array([0.5, -0.25, 1.0]), "b": jnp.array(0.125)}
 INNER = optax.adamw(0.1)

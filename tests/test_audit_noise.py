@@ -17,6 +17,8 @@ from right_loops import by_train_step
 
 from optax_tokenaccum import Verdict, audit
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 2
 gradient_of = functools.cache(lambda loss_fn: jax.jit(jax.grad(loss_fn, has_aux=True)))
 

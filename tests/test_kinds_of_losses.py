@@ -9,6 +9,8 @@ from kinds_of_losses import RIGHT, WRONG, Loss, make_batch, make_params
 
 from optax_tokenaccum import LossReport, check_loss_fn
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(20)
 
 
