@@ -44,6 +44,8 @@ from optimizers import (
 
 from optax_tokenaccum import MultiSteps, make_train_step, token_accumulation
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS = find_optimizers()
 CASES = [
     pytest.param(name, dtypes, id="-".join((name, *dtypes)))

@@ -11,6 +11,8 @@ from optax.transforms import _accumulation
 
 from optax_tokenaccum import MultiSteps
 
+pytestmark = pytest.mark.slow
+
 # Its tests of the class, and that of every optimizer with accumulation.
 PREFIXES = {
     "optax.transforms._accumulation_test": "test_multi_steps",

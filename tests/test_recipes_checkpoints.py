@@ -18,6 +18,8 @@ import pytest
 
 from optax_tokenaccum import MultiSteps, StepState, make_train_step, token_accumulation
 
+pytestmark = pytest.mark.slow
+
 K = 4
 PARAMS = helpers.init_params(0)
 ROWS = helpers.ragged_batch(0)

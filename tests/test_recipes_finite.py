@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from wrapped_optimizers import (
     BATCHES,
     MICRO_BATCHES,
@@ -21,6 +22,8 @@ from wrapped_optimizers import (
 )
 
 from optax_tokenaccum import has_updated, make_train_step
+
+pytestmark = pytest.mark.slow
 
 
 def loss_fn_of_marked(params: Any, batch: Any) -> Any:

@@ -19,6 +19,8 @@ from optax_tokenaccum import (
     token_accumulation,
 )
 
+pytestmark = pytest.mark.slow
+
 K = 8
 RTOL = helpers.RTOL["float32"]
 PARAMS, BATCH = helpers.init_params(0), helpers.ragged_batch(0)

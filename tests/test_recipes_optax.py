@@ -40,6 +40,8 @@ from optax_tokenaccum import (
     token_accumulation,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def by_transformation(recipe: Recipe) -> Any:
     params, state = run(exactly(recipe.inner), recipe=recipe)

@@ -13,6 +13,8 @@ import pytest
 
 from optax_tokenaccum import check_loss_fn, make_train_step
 
+pytestmark = pytest.mark.slow
+
 K = 8
 RTOL = helpers.RTOL["float32"]
 PARAMS, REFERENCE = helpers.init_params(0), helpers.init_params(1)

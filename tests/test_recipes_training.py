@@ -18,6 +18,8 @@ from flax.training.dynamic_scale import DynamicScale
 
 from optax_tokenaccum import make_train_step, token_accumulation
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[1] / "docs"
 PARAMS = helpers.init_params(0)
 K = 8
