@@ -30,10 +30,11 @@ from right_loops import (
 
 from optax_tokenaccum import Verdict, audit, make_train_step, token_accumulation
 
+pytestmark = pytest.mark.slow
+
 SEEDS = int(os.environ.get("AUDIT_SEEDS", "2"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_loops_pass(name: str, dtype: str):
