@@ -1,6 +1,10 @@
 """Every test sees 8 devices on however few cores, and compiles quickly, not well."""
 
 import os
+from pathlib import Path
+
+import jax
+import pytest
 
 collect_ignore = ["docs/conf.py"]  # of Sphinx, which the tests do without
 
@@ -13,7 +17,20 @@ if not os.environ.get("COMPILE_AS_USERS"):
         "xla_cpu_parallel_codegen_split_count": 1,
         "xla_llvm_disable_expensive_passes": True,
     }
+    if jax.__version_info__ < (0, 11):  # halves compilation; newer jax has no such flag
+        flags["xla_cpu_use_fusion_emitters"] = False
 given = os.environ.get("XLA_FLAGS", "")
 added = [f"--{flag}={value}" for flag, value in flags.items() if flag not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *added])
 os.environ.setdefault("NPROC", "32")  # without which 8 devices on 2 cores may deadlock
+
+
+RECIPES = Path(__file__).parent / "docs" / "recipes"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the blocks of the recipes as slow, as their tests are."""
+    for item in items:
+        if item.path.is_relative_to(RECIPES):
+            item.add_marker(pytest.mark.slow)

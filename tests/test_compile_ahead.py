@@ -52,7 +52,9 @@ def state_for(step: Any, kind: str) -> Any:
     return jax.eval_shape(step.init, PARAMS)
 
 
-@pytest.mark.parametrize("kind", ["real", "committed", "abstract"])
+@pytest.mark.parametrize(
+    "kind", ["real", "abstract", pytest.param("committed", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_nothing_is_left_for_a_train_step_to_compile(schedule: Any, kind: str):
     step = make_train_step(loss_fn, optax.adamw(1e-3), **schedule)

@@ -216,6 +216,7 @@ def drive(loop):
             return updates, stop.value
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
     setting = options.parse_options(
         ["--lora-rank=2", "--d-model=32", "--layers=2", "--micro-batch-size=2"]

@@ -195,6 +195,7 @@ def test_a_skip_function_is_not_shown_the_scales():
     chex.assert_trees_all_equal(got, train_step()(DATA[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_an_open_window_goes_on_with_fewer_devices(count: int):
     mesh = jax.sharding.Mesh(jax.devices()[:count], "data")
@@ -223,6 +224,7 @@ def test_window_value_and_grad_returns_what_comes_next():
 
 
 @pytest.mark.parametrize(("multiple", "verdict"), [(1, "EXACT"), (2, "UNKNOWN")])
+@pytest.mark.slow
 def test_the_audit_does_not_take_scales_for_parameters(multiple: int, verdict: str):
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         step = make_train_step(

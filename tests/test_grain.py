@@ -123,6 +123,7 @@ PIPELINES: dict[str, Callable[[], grain.IterDataset]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_goes_on_bit_for_bit_from_every_micro_batch(name):
     iterator = iter(PIPELINES[name]())

@@ -103,6 +103,7 @@ def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
 FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("layout", "kind", "optimizer", "reduce_every"),

@@ -155,6 +155,7 @@ def test_a_checkpoint_whose_count_is_float32_goes_on(tmp_path: Path):
         chex.assert_trees_all_equal(restored, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
 @pytest.mark.parametrize("accumulator_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("skip", [None, optax.skip_not_finite], ids=["all", "skips"])

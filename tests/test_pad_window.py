@@ -14,6 +14,7 @@ from ragged_windows import CUT, PADS, ragged_window
 from optax_tokenaccum import PlannedWindow, pad_micro_batch, pad_window, plan_window
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None)
 @hypothesis.given(
     st.lists(st.integers(1, 16), min_size=1, max_size=20),

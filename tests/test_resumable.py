@@ -84,6 +84,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_a_run_goes_on_in_the_middle_of_a_window_on_other_devices(tmp_path, case):
     # Small gradients would drown in what AdamW makes of them.

@@ -239,6 +239,7 @@ def layouts() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [("8", "4"), ("8", "4 x 2"), ("4", "8"), ("8", "3"), ("8", "1"), ("1", "8")]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -193,7 +194,7 @@ def test_windows_and_a_partial_last_one():
             part = jax.tree.map(lambda x, rows=rows: x[rows], batch)
             expected.append(full_batch(model, part))
             for micro_batch in micro_batches[:k]:
-                helpers.assert_trees_equal(trained(trainer), before)
+                chex.assert_trees_all_equal(trained(trainer), before)
                 yield micro_batch
             if k == K:
                 error = helpers.relative_error(applied(trainer), expected[-1][1])
@@ -210,7 +211,7 @@ def test_windows_and_a_partial_last_one():
     shipped = new(PeftTrainer, Tiny())
     shipped.train(window(2)[1][: K // 2])
     assert shipped.train_steps == 0
-    helpers.assert_trees_equal(trained(shipped), arrays(nnx.state(Tiny(), nnx.Param)))
+    chex.assert_trees_all_equal(trained(shipped), arrays(nnx.state(Tiny(), nnx.Param)))
 
 
 class StepOfTheirOwn(PeftTrainer):
@@ -251,7 +252,7 @@ def test_wrapped_twice_by_a_step_of_their_own_stands_still_and_then_jumps():
 
     def batches() -> Iterator[TrainingInput]:
         for _ in range(K * K):
-            helpers.assert_trees_equal(trained(trainer), before)
+            chex.assert_trees_all_equal(trained(trainer), before)
             yield micro_batches[trainer.iter_steps % K]
 
     trainer.train(batches())
@@ -272,7 +273,7 @@ def test_lora_alone_is_trained():
     before = arrays(nnx.state(model, frozen))
     trainer.train(micro_batches)
     assert helpers.relative_error(applied(trainer), expected) < RTOL
-    helpers.assert_trees_equal(arrays(nnx.state(model, frozen)), before)
+    chex.assert_trees_all_equal(arrays(nnx.state(model, frozen)), before)
 
 
 def test_steps_count_updates_as_shipped():
@@ -299,10 +300,10 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
     first.train(micro_batches)
     resumed = new(TokenTrainer, Tiny(), adam, **options)
     assert (resumed.train_steps, resumed.iter_steps) == (1, K)
-    helpers.assert_trees_equal(trained(resumed), trained(first))
+    chex.assert_trees_all_equal(trained(resumed), trained(first))
     resumed.train(micro_batches)
     assert (resumed.train_steps, resumed.iter_steps) == (2, 2 * K)
-    helpers.assert_trees_equal(trained(resumed), trained(straight))
+    chex.assert_trees_all_equal(trained(resumed), trained(straight))
 
     theirs = {"checkpoint_root_directory": str(tmp_path / "theirs")}
     new(PeftTrainer, Tiny(), adam, **theirs).train(micro_batches[:K])
