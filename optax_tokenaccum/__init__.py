@@ -1,22 +1,26 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
 from optax_tokenaccum._accumulation import close_window, has_updated, token_accumulation
-from optax_tokenaccum._accumulation_state import TokenAccumulationState
-from optax_tokenaccum._audit import audit
-from optax_tokenaccum._audit_report import AuditReport, Verdict
-from optax_tokenaccum._check_loss import LossReport, check_loss_fn
-from optax_tokenaccum._collectives import CollectiveReport, collectives
+from optax_tokenaccum._audit.audit import audit
+from optax_tokenaccum._audit.check_loss import LossReport, check_loss_fn
+from optax_tokenaccum._audit.report import AuditReport, Verdict
+from optax_tokenaccum._compiled.collectives import CollectiveReport, collectives
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
-from optax_tokenaccum._pad import pad_micro_batch
-from optax_tokenaccum._plan import MicroBatchPlan, choose_length_buckets, plan_window
-from optax_tokenaccum._planned_window import PlannedWindow, pad_window
-from optax_tokenaccum._regroup import regroup_sums
-from optax_tokenaccum._split import split_batch
-from optax_tokenaccum._step_state import StepMetrics, StepState
-from optax_tokenaccum._train_step import TrainStep, make_train_step
-from optax_tokenaccum._window import window_value_and_grad
-from optax_tokenaccum._window_step import WindowStep, make_window_step
+from optax_tokenaccum._ragged.pad import pad_micro_batch
+from optax_tokenaccum._ragged.plan import (
+    MicroBatchPlan,
+    choose_length_buckets,
+    plan_window,
+)
+from optax_tokenaccum._ragged.planned_window import PlannedWindow, pad_window
+from optax_tokenaccum._steps.regroup import regroup_sums
+from optax_tokenaccum._steps.split_batch import split_batch
+from optax_tokenaccum._steps.state import StepMetrics, StepState
+from optax_tokenaccum._steps.train_step import TrainStep, make_train_step
+from optax_tokenaccum._steps.window import window_value_and_grad
+from optax_tokenaccum._steps.window_step import WindowStep, make_window_step
 
 __version__ = "0.1.0"
 

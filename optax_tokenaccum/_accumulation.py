@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._accumulation_state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._add_and_close import make_accumulation
-from optax_tokenaccum._schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.accumulation import make_accumulation
+from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._transformation import Transformation
 
 

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import optax
 
-from optax_tokenaccum import _arrays, _checks
 from optax_tokenaccum._accumulation import has_updated
-from optax_tokenaccum._accumulation_state import TokenAccumulationState
-from optax_tokenaccum._add_and_close import Accumulation, make_accumulation
-from optax_tokenaccum._schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._transformation import Transformation
 
 
@@ -179,12 +179,12 @@ def _taken_over(new: Any, old: Any) -> Any:
             "token counts are lost. Take a checkpoint whose mini_step is 0, or give up "
             "the open window: state._replace(mini_step=0)."
         )
-    _checks.check_same_tree(
+    checks.check_same_tree(
         old.inner_opt_state,
         new.inner_opt_state,
         "The old inner state must be one of tx's inner optimizer and parameters",
     )
     return new._replace(
-        gradient_step=_arrays.cast_like(old.gradient_step, new.gradient_step),
-        inner_opt_state=_arrays.cast_like(old.inner_opt_state, new.inner_opt_state),
+        gradient_step=arrays.cast_like(old.gradient_step, new.gradient_step),
+        inner_opt_state=arrays.cast_like(old.inner_opt_state, new.inner_opt_state),
     )

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum import _arrays, _checks
-from optax_tokenaccum._accumulation_state import TokenAccumulationState
-from optax_tokenaccum._add_and_close import Accumulation
-from optax_tokenaccum._overwritten import check_has_none
+from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core.accumulation import Accumulation
+from optax_tokenaccum._core.overwritten import check_has_none
+from optax_tokenaccum._core.state import TokenAccumulationState
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Transformation:
         six square layers 2.5 times as long.
         """
         inner, sums = self.accumulation.inner, state.acc_grads
-        _checks.check_inner_state(inner, state.inner_opt_state, sums)
+        checks.check_inner_state(inner, state.inner_opt_state, sums)
         whole = state._replace(acc_grads=self.accumulation.sums.opened(sums))
         shapes, _ = jax.eval_shape(
             lambda: inner.update(
@@ -77,14 +77,14 @@ class Transformation:
                 **extra_args,
             )
         )
-        _checks.check_same_tree(
+        checks.check_same_tree(
             shapes,
             whole.acc_grads,
             "The inner optimizer must return updates like the parameters",
         )
         in_place = jax.tree.map(_holds, sums, shapes)
         empty = jax.tree.map(
-            lambda fits, acc, u: acc if fits else _arrays.zeros_of(u),
+            lambda fits, acc, u: acc if fits else arrays.zeros_of(u),
             in_place,
             sums,
             shapes,
@@ -95,7 +95,7 @@ class Transformation:
             like,
             params,
             extra_args,
-            finish=lambda updates, _: _arrays.cast_like(updates, empty),
+            finish=lambda updates, _: arrays.cast_like(updates, empty),
             otherwise=empty,
         )
 

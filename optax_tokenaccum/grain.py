@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import grain
 
-from optax_tokenaccum._checks import as_count
-from optax_tokenaccum._pad import pad_micro_batch
-from optax_tokenaccum._plan import MicroBatchPlan, plan_window, shapes_of
-from optax_tokenaccum._sequences import Sequences
+from optax_tokenaccum._core.checks import as_count
+from optax_tokenaccum._ragged.pad import pad_micro_batch
+from optax_tokenaccum._ragged.plan import MicroBatchPlan, plan_window, shapes_of
+from optax_tokenaccum._ragged.sequences import Sequences
 
 
 class PlannedMicroBatch(NamedTuple):

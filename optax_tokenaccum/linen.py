@@ -12,9 +12,9 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from optax_tokenaccum._accumulation import has_updated
-from optax_tokenaccum._accumulation_state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._core.overwritten import nothing_yet
+from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._multi_steps import MultiSteps
-from optax_tokenaccum._overwritten import nothing_yet
 
 
 class TrainState(train_state.TrainState):

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from optax_tokenaccum import _arrays, _checks
-from optax_tokenaccum._add_and_close import Accumulation
-from optax_tokenaccum._micro_batch import unpack
+from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core.accumulation import Accumulation
+from optax_tokenaccum._core.loss_fn import unpack
 from optax_tokenaccum._multi_steps import accumulation_of
-from optax_tokenaccum._placement import is_explicit, sharding_of
-from optax_tokenaccum._step_state import StepMetrics, close_and_apply
+from optax_tokenaccum._steps.placement import is_explicit, sharding_of
+from optax_tokenaccum._steps.state import StepMetrics, close_and_apply
 
 # What variables hold. Reading one instead, `variable[...]`, runs its own `get_value`.
 _pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -114,7 +114,7 @@ class TrainStep:
         shared = ids & set(map(id, jax.tree.leaves(batch)))
         if self._donate and (shared or len(ids) < len(arrays)):
             return False
-        unplaced = set(map(_arrays.is_unplaced, arrays))
+        unplaced = set(map(arrays.is_unplaced, arrays))
         return len(unplaced) == 1 and not any(
             getattr(x, "weak_type", False) for x in arrays
         )
@@ -127,14 +127,14 @@ class TrainStep:
         (sums and moments made before the parameters were placed), or to all of them.
         """
         params = _held(nnx.state(model, optimizer.wrt))
-        home, taken = _arrays.home(params), {id(x) for x in jax.tree.leaves(batch)}
+        home, taken = arrays.home(params), {id(x) for x in jax.tree.leaves(batch)}
 
         def settle(path: Any, x: Any) -> Any:
-            if home is not None and _arrays.is_unplaced(x):
+            if home is not None and arrays.is_unplaced(x):
                 ends = (params.get(path[i:]) for i in range(len(path)))
                 like = [p for p in ends if getattr(p, "shape", None) == x.shape]
-                x = jax.device_put(x, _arrays.home(like, whole=False) or home)
-            return _arrays.settled(x, taken if self._donate else set())
+                x = jax.device_put(x, arrays.home(like, whole=False) or home)
+            return arrays.settled(x, taken if self._donate else set())
 
         state = {
             path: jax.tree.map(functools.partial(settle, path), x)
@@ -237,7 +237,7 @@ def make_train_step(
       False 1.0
       True 4.0
     """
-    _checks.check_function(loss_fn, "loss_fn")
+    checks.check_function(loss_fn, "loss_fn")
     return TrainStep(loss_fn, has_aux, donate)
 
 
@@ -269,7 +269,7 @@ def _take_back(skipped: jax.Array, before: dict[Any, Any], model: nnx.Module) ->
     """Gives the model's variables what they held `before`, where `skipped`."""
     after = _held(nnx.state(model))
     pairs = {path: (before[path], after[path]) for path in before if path in after}
-    _checks.check_same_tree(
+    checks.check_same_tree(
         {"/".join(map(str, path)): new for path, (_, new) in pairs.items()},
         {"/".join(map(str, path)): old for path, (old, _) in pairs.items()},
         "With should_skip_update_fn the model's variables must keep their shapes, so "

@@ -9,7 +9,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum import _processes, make_train_step, make_window_step
+from optax_tokenaccum import make_train_step, make_window_step
+from optax_tokenaccum._devices import processes
 
 
 def rows(numbers: np.ndarray, mesh: Any, *, micro_batches: int = 0) -> jax.Array:
@@ -33,7 +34,7 @@ def attempt(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
 def compare_alone(state: Any, process: int) -> Any:
     """In a group of this process, which in process 1 has compared once more."""
     for _ in range(1 + process):
-        _processes._compare((process,), "")
+        processes._compare((process,), "")
     return state, None
 
 
@@ -72,7 +73,7 @@ def main(port: int, process: int) -> None:
             num_micro_batches=integer(1 + process),
         )
     state = step.init(np.zeros((), np.float32))
-    _processes.TIMEOUT_SECONDS = 3
+    processes.TIMEOUT_SECONDS = 3
     if process == 0:
         attempt("alone", step, state, rows(np.ones((4, 5), np.float32), mesh))
 

@@ -5,7 +5,7 @@ Texts are those of real programs, shortened; on 8 devices unless they say otherw
 
 import pytest
 
-from optax_tokenaccum._compiled_text import Operation, Program
+from optax_tokenaccum._compiled.text import Operation, Program
 
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
 STRIDED = ((0, 2, 4, 6), (1, 3, 5, 7))

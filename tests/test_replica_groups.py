@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from optax_tokenaccum._replica_groups import axes_of, connected_by
+from optax_tokenaccum._compiled.replica_groups import axes_of, connected_by
 
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -1,0 +1,253 @@
+"""Is the count of a loss the count of the tokens that the loss is a sum over?"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_tokenaccum._core import checks
+
+# (loss_sum, num_tokens) of some rows, at some parameters.
+Measure = Callable[[Any], tuple[float, float]]
+
+RTOL = 1e-4  # of a loss in float32
+MOST_PROBES = 32  # entries of a mask that are looked at
+
+
+class Mask(NamedTuple):
+    """Leaves of a batch that agree on which entries count, and may be its mask.
+
+    Attributes:
+      path: where they are.
+      places: their places among the leaves.
+      nothing: what takes an entry of each of them away.
+      there: where there is an entry, bools of the leaves' shape.
+      is_mask: whether they can only be a mask, not weights or labels.
+    """
+
+    path: str
+    places: list[int]
+    nothing: list[Any]
+    there: np.ndarray
+    is_mask: bool
+
+    def kept(self, batch: Any, keep: Any) -> Any:
+        """The batch with the entries of `keep` alone."""
+        leaves, structure = jax.tree.flatten(batch)
+        for place, nothing in zip(self.places, self.nothing, strict=True):
+            leaves[place] = np.where(keep, leaves[place], nothing)
+        return structure.unflatten(leaves)
+
+    def among(self, batch: Any, far: float) -> Any:
+        """The batch with other floats around the mask, no zeros among them.
+
+        Weights or rewards of zero, and targets that are met, make a token cost nothing.
+        """
+        leaves, structure = jax.tree.flatten(batch)
+        for place, leaf in enumerate(leaves):
+            if place not in self.places and jnp.issubdtype(leaf.dtype, jnp.floating):
+                moved = np.where(leaf == 0, 1, leaf) + far * np.sign(leaf)
+                leaves[place] = moved.astype(leaf.dtype)
+        return structure.unflatten(leaves)
+
+
+def check_count(
+    measures: list[Measure], batches: list[Any], dims: set[int], rtol: float
+) -> tuple[str | None, list[str]]:
+    """How it was checked, `None` where it could not be, and what was found.
+
+    Args:
+      measures: at the parameters, at parameters of zero, and at others.
+      batches: micro-batches whose leaves share an axis of rows.
+      dims: the sizes of the parameters' axes; the number of classes is among them.
+      rtol: relative error of a loss.
+    """
+    how, found, is_sure = _check_masks(measures, batches, rtol)
+    if is_sure and not found:
+        return how, found
+    how_rows, found_in_rows = _check_uniform(measures[1], batches, dims)
+    if how_rows and not (found and found_in_rows):
+        # Rows are never cut: if their counts are right, then all is.
+        return how_rows, found_in_rows
+    return how, found
+
+
+def rows_of(batch: Any, start: int, stop: int) -> Any:
+    """Some rows of a batch."""
+    return jax.tree.map(lambda x: x[start:stop], batch)
+
+
+def _check_masks(
+    measures: list[Measure], batches: list[Any], rtol: float
+) -> tuple[str | None, list[str], bool]:
+    """Takes entries of what looks like a mask away: loss and count change together."""
+    batch = max(batches, key=lambda batch: measures[0](batch)[1])
+    masks: dict[tuple[bool, bool], list[Mask]] = {}
+    for mask in _masks(batch):
+        masks.setdefault(_gates(mask, measures, batch, rtol), []).append(mask)
+    of_both, of_count = masks.get((True, True), []), masks.get((False, True), [])
+    # Weights, rewards and one-hot labels leave a loss of zero too: what takes away the
+    # loss alone is a mask only if there is no other.
+    of_loss = [] if of_both else masks.get((True, False), [])
+    of_loss = [m for m in of_loss if m.is_mask and _adds_up(m, measures, batch, rtol)]
+    of_count = [m for m in of_count if m.is_mask]
+    looked_at = [*of_both, *of_count, *of_loss]
+    how = f"entry by entry of {', '.join(m.path for m in looked_at)}"
+    sure = [_adds_up(mask, measures, batch, rtol) for mask in of_both]
+    found = []
+    for mask in looked_at:
+        adds_up = mask not in of_both or sure[of_both.index(mask)]
+        found += _findings(mask, measures, batch, adds_up)
+    return how if looked_at else None, found, bool(looked_at) and all(sure)
+
+
+def _masks(batch: Any) -> Iterator[Mask]:
+    """Bools, zeros and ones, weights, labels with an ignore index."""
+    named = checks.named_leaves(batch)
+    seen: list[Mask] = []
+    for place, (path, leaf) in enumerate(named):
+        nothing = _value_of_nothing(leaf)
+        if nothing is None:
+            continue
+        there = leaf != nothing
+        values = np.unique(leaf).tolist()
+        sums = there.sum(-1) if leaf.ndim > 1 else np.full(1, 2)
+        # Of every one-hot label one entry is there.
+        is_mask = set(values) <= {0, 1} and sums.max() > 1 or nothing < 0
+        same = (m for m in seen if np.array_equal(m.there, there))
+        if (twin := next(same, None)) is None:
+            seen.append(Mask(path, [place], [nothing], there, is_mask))
+        else:
+            twin.places.append(place)
+            twin.nothing.append(nothing)
+    yield from seen
+
+
+def _value_of_nothing(leaf: Any) -> Any:
+    """What takes an entry of a mask away, or `None` where a leaf is not a mask."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not leaf.size:  # keys
+        return None
+    low, zero = np.min(leaf), np.zeros((), leaf.dtype)
+    if leaf.dtype == jnp.bool_ or set(np.unique(leaf).tolist()) == {0, 1}:
+        return zero
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return zero if low == 0 or 0 < low < 1 else None
+    return low if low < 0 and jnp.issubdtype(leaf.dtype, jnp.integer) else None
+
+
+def _gates(
+    mask: Mask, measures: list[Measure], batch: Any, rtol: float
+) -> tuple[bool, bool]:
+    """Whether there is no loss, and whether there is no count, without any entry."""
+    nothing = mask.kept(batch, False)
+    pairs = [(measure(batch)[0], measure(nothing)[0]) for measure in measures]
+    told = [abs(after) <= rtol * abs(before) for before, after in pairs if before]
+    _, count = measures[0](nothing)
+    return bool(told) and all(told), count == 0
+
+
+def _adds_up(mask: Mask, measures: list[Measure], batch: Any, rtol: float) -> bool:
+    """Whether the loss is a sum over the entries, as it is not over tokens attended."""
+    # Every other entry, so that the tokens of a sequence are apart.
+    half = np.cumsum(mask.there).reshape(mask.there.shape) % 2 == 0
+    for measure in measures:
+        whole, first, second = (
+            measure(mask.kept(batch, keep))[0] for keep in (True, half, ~half)
+        )
+        size = max(abs(whole), abs(first), abs(second))
+        if abs(whole - first - second) > rtol / 10 * size:
+            return False
+    return True
+
+
+def _findings(
+    mask: Mask, measures: list[Measure], batch: Any, adds_up: bool
+) -> Iterator[str]:
+    """Entries that change the count alone, or the loss alone."""
+    only_loss, only_count, both = 0, 0, 0
+    for entry in _entries(mask.there):
+        row = rows_of(batch, entry[0], entry[0] + 1)
+        keep = np.ones((1, *mask.there.shape[1:]), bool)
+        keep[0, *entry[1:]] = False
+
+        def changes(measure: Measure, row: Any, keep: Any = keep) -> bool:
+            before, after = measure(row)[0], measure(mask.kept(row, keep))[0]
+            return abs(after - before) > 1e-6 * abs(before)  # not where it is NaN
+
+        counts = measures[0](row)[1] != measures[0](mask.kept(row, keep))[1]
+        given = [changes(measure, row) for measure in measures[: 1 if counts else None]]
+        if not counts:
+            # A token that others attend to costs nothing at parameters of zero.
+            only_loss += adds_up and all(given)
+        elif any(given) or any(
+            # The loss of this token may be zero just here.
+            changes(measure, other)
+            for other in (row, mask.among(row, 0), mask.among(row, 100))
+            for measure in measures
+        ):
+            both += 1
+        else:
+            only_count += 1
+    if only_count:
+        yield (
+            f"the count takes in what the loss leaves out: {only_count} of "
+            f"{both + only_count + only_loss} entries of {mask.path} change the count "
+            "alone. Is it taken from labels before their shift, or with padding? "
+            "Count with the mask that the loss is multiplied by."
+        )
+    if only_loss:
+        yield (
+            f"the loss takes in what the count leaves out: {only_loss} of "
+            f"{both + only_count + only_loss} entries of {mask.path} change the loss "
+            "alone. Is it one per sequence, or a constant? Count with the mask "
+            "that the loss is multiplied by."
+        )
+
+
+def _entries(there: np.ndarray) -> np.ndarray:
+    """Entries of a mask that are there: the first, the last, and some between."""
+    places = np.argwhere(there)
+    rows = np.unique(places[:, 0], return_index=True)[1] if len(places) else []
+    chosen = np.linspace(0, len(places) - 1, min(len(places), MOST_PROBES)).astype(int)
+    return places[np.union1d(chosen, rows[: MOST_PROBES // 2]).astype(int)]
+
+
+def _check_uniform(
+    measure_at_zero: Measure, batches: list[Any], dims: set[int]
+) -> tuple[str | None, list[str]]:
+    """With equal logits every token costs the same: the loss is a count itself."""
+    rows = [
+        rows_of(batch, i, i + 1)
+        for batch in batches
+        for i in range(jax.tree.leaves(batch)[0].shape[0])
+    ][:MOST_PROBES]
+    losses, counts = np.array([measure_at_zero(row) for row in rows]).T
+    if not np.isfinite(losses).all() or np.ptp(losses) <= RTOL * abs(losses).max():
+        return None, []  # rows of equal lengths tell nothing
+    how = "at parameters of zero, where every token costs the same"
+    ratio = losses.sum() / counts.sum() if counts.sum() else np.inf
+    if (abs(losses - ratio * counts) <= RTOL * abs(losses).max()).all():
+        return how, []
+    for classes in dims - {1}:
+        # A token costs the log of the number of classes.
+        exact = losses / np.log(classes)
+        tokens = np.round(exact)
+        if (abs(exact - tokens) > RTOL * np.maximum(tokens, 1)).any():
+            continue
+        if np.ptp(counts) == 0 and counts[0] == 1:
+            what = "one per sequence"
+        elif np.ptp(counts) == 0 and counts[0] >= tokens.max():
+            what = "the same with any padding"
+        elif (counts - tokens == 1)[tokens > 0].all():
+            what = "+1 in every row: labels before their shift?"
+        else:
+            continue
+        return how, [
+            f"the count is not that of the loss but {what}. Rows with "
+            f"{' to '.join(f'{n:g}' for n in tokens[:4])} loss tokens were counted as "
+            f"{counts[:4].tolist()}. Count with the mask that the loss is multiplied "
+            "by."
+        ]
+    return None, []

@@ -1,0 +1,208 @@
+"""Is a loss a sum over tokens, and its count theirs?"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_tokenaccum._audit.check_count import RTOL, Measure, check_count, rows_of
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._core.loss_fn import LossFn, unpack
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What `check_loss_fn` found. `print(report)` says it in words.
+
+    Attributes:
+      findings: what is wrong, a sentence each; empty where nothing was found.
+      count_checked: how the count was checked; `None` where it could not be.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_tokenaccum import check_loss_fn
+      >>> def loss_fn(params, batch):
+      ...     errors = (params * batch["x"] - 1) ** 2
+      ...     return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+      >>> batch = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
+      >>> print(check_loss_fn(loss_fn, jnp.array(2.0), [batch]))
+      OK: the loss and its count are sums over rows.
+      The count was checked entry by entry of ['mask'].
+    """
+
+    findings: tuple[str, ...]
+    count_checked: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def assert_exact(self) -> None:
+        """Raises `AssertionError` with the findings unless it passed."""
+        if not self.passed:
+            raise AssertionError(f"loss_fn does not return sums.\n{self}")
+
+    def __str__(self) -> str:
+        lines = [f"WRONG: {finding}" for finding in self.findings]
+        if self.passed:
+            lines.append("OK: the loss and its count are sums over rows.")
+        if self.count_checked:
+            lines.append(f"The count was checked {self.count_checked}.")
+        else:
+            lines.append(
+                "Whether the count is the loss's own was not checked: no leaf of the "
+                "batch looks like a mask, and the loss is not uniform at parameters of "
+                "zero."
+            )
+        return "\n".join(lines)
+
+
+def check_loss_fn(
+    loss_fn: LossFn, params: Any, micro_batches: Sequence[Any]
+) -> LossReport:
+    """Checks that `loss_fn` returns a sum over tokens and the number of those tokens.
+
+    The likeliest mistake with exact accumulation is a loss that is no sum: it compiles,
+    it trains, and the result is wrong. The same rows are cut in other ways and counted
+    twice: sums must add up. A leaf without whose entries there is neither loss nor
+    count is a mask. Its entries are taken away one at a time, and loss and count must
+    change together, at some parameters at least: a token may cost nothing at others.
+    Where there is no mask, parameters of zero make a cross entropy the same for every
+    token, so that loss and count must be proportional.
+
+    It finds a loss that is already a mean, a count from another mask (unshifted, with
+    padding, one per sequence), a term that depends on the batch (an auxiliary loss,
+    batch statistics), and randomness. A term below 1e-4 of the loss (1e-2 where the
+    loss computes in 16 bits) is not found. Neither is a count that leaves out a leaf
+    of float zeros and ones that scales the loss: it may be a reward. Where it cannot
+    know whether the count is right, `count_checked` is `None`.
+
+    Args:
+      loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`.
+      params: the parameters to look at.
+      micro_batches: pytrees whose leaves share a leading axis of rows, of two rows or
+        more, with different numbers of tokens.
+
+    Returns:
+      A `LossReport`: print it.
+
+    Raises:
+      ValueError: the leaves of a micro-batch do not share a leading axis, or no
+        micro-batch has two rows.
+      TypeError: `loss_fn` is not a function or returned something else than a pair.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_tokenaccum import check_loss_fn
+      >>> def loss_fn(params, batch):
+      ...     errors = (params * batch["x"] - 1) ** 2
+      ...     return jnp.mean(errors * batch["mask"]), jnp.sum(batch["mask"])
+      >>> batch = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
+      >>> print(check_loss_fn(loss_fn, jnp.array(2.0), [batch]).findings[0])
+      the loss is already a mean: rows counted twice leave it as it is. Return the sum.
+    """
+    checks.check_function(loss_fn, "loss_fn")
+    batches = [jax.tree.map(_as_numpy, batch) for batch in micro_batches]
+    sizes = [checks.leading_axis(batch, "a micro-batch") for batch in batches]
+    if max(sizes, default=0) < 2:
+        raise ValueError(
+            "check_loss_fn needs a micro-batch of at least two rows, to cut it: got "
+            f"micro-batches of {sizes} rows."
+        )
+
+    # A function that is jitted keeps its programs from one check to the next.
+    is_jitted = isinstance(loss_fn, jax.stages.Wrapped)
+    jitted = loss_fn if is_jitted else jax.jit(lambda *given: loss_fn(*given))
+
+    def at(params: Any) -> Measure:
+        def measure(batch: Any) -> tuple[float, float]:
+            loss_sum, num_tokens = jitted(params, batch)
+            return float(loss_sum), float(num_tokens)
+
+        return measure
+
+    batch = batches[int(np.argmax(sizes))]
+    _, (num_tokens, _) = unpack(jitted(params, batch), False)
+    checks.as_num_tokens(num_tokens)
+    program = str(jax.make_jaxpr(jitted)(params, batch))
+    rtol = 1e-2 if re.search(r"\b(b?f16|f8_\w+)\[", program) else RTOL
+    measure = at(params)
+    findings = list(_findings_on_sums(measure, batch, rtol))
+    how = None
+    if not findings:
+        params = jax.tree.map(jnp.asarray, params)
+        zeros, negative = (jax.tree.map(f, params) for f in (jnp.zeros_like, _negative))
+        dims = {size for x in jax.tree.leaves(params) for size in x.shape}
+        measures = [measure, at(zeros), at(negative)]
+        how, found = check_count(measures, batches, dims, rtol)
+        findings += found
+    return LossReport(tuple(findings), how)
+
+
+def _twice(x: Any) -> Any:
+    concatenate = np.concatenate if isinstance(x, np.ndarray) else jnp.concatenate
+    return concatenate([x, x])
+
+
+def _negative(x: jax.Array) -> jax.Array:
+    return -x if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _as_numpy(x: Any) -> Any:
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+
+
+def _findings_on_sums(measure: Measure, batch: Any, rtol: float) -> Iterator[str]:
+    """What does not add up when rows are counted twice or apart."""
+    rows = checks.leading_axis(batch, "a micro-batch")
+
+    def same(x: float, y: float, size: float = 0.0) -> bool:
+        return abs(x - y) <= rtol * max(abs(x), abs(y), size)
+
+    loss, n = measure(batch)
+    if not (np.isfinite(loss) and np.isfinite(n)):
+        yield f"loss and count must be finite: got {loss} and {n}."
+        return
+    if not all(map(same, measure(batch), (loss, n))):
+        yield "the loss is random: two calls differ. Fix its key, or leave dropout out."
+        return
+    twice, n_twice = measure(jax.tree.map(_twice, batch))
+    halves = [
+        measure(rows_of(batch, *cut)) for cut in ((0, rows // 2), (rows // 2, rows))
+    ]
+    loss_apart, n_apart = np.sum(halves, axis=0).tolist()
+    size = sum(abs(loss) for loss, _ in halves)
+    if not same(n_twice, 2 * n):
+        yield (
+            f"the count is no sum: {n:g} tokens, and {n_twice:g} with every row twice. "
+            "Return the sum of the loss's own mask."
+        )
+    elif not same(n_apart, n):
+        yield (
+            f"the count depends on the batch: {n:g} tokens in all rows, {n_apart:g} in "
+            "their halves. Return the sum of the loss's own mask."
+        )
+    if same(twice, loss, size) and not same(loss, 0, size):
+        yield (
+            "the loss is already a mean: rows counted twice leave it as it is. Return "
+            "the sum."
+        )
+    elif not same(twice, 2 * loss, size):
+        yield (
+            "the loss holds a term that is no sum over tokens: it is "
+            f"{twice:.6g}, not {2 * loss:.6g}, with every row twice. An auxiliary loss "
+            "that is a mean goes in as loss_sum + c * auxiliary * num_tokens."
+        )
+    elif not same(loss_apart, loss, size):
+        yield (
+            "the loss of a row depends on the other rows: all rows together have "
+            f"{loss:.6g}, their halves {loss_apart:.6g}. Batch statistics (BatchNorm) "
+            "and balance losses do that; no accumulation can make them those of the "
+            "full batch."
+        )

@@ -1,0 +1,236 @@
+"""Reading the gradient that a loop applies off the parameters that it moves."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core.loss_fn import LossFn, sums_and_gradient
+from optax_tokenaccum._core.overwritten import overwritten
+from optax_tokenaccum._devices.axes import Axes
+
+Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
+# (params, micro-batches) -> tokens [k], gradients of summed losses [k, parameters].
+TokenSums = Callable[[Any, list[Any]], tuple[np.ndarray, np.ndarray]]
+
+# How far nearby points are, relative to each number: a few units of bfloat16, so that
+# its rounding errors are others there.
+NEARBY = 2.0**-6
+
+
+class Reading(NamedTuple):
+    """One way to read a loop's first update, with the gradients to compare it to.
+
+    Attributes:
+      gradients: of each micro-batch's summed loss, `[k, parameters]`.
+      first: the gradient that the first update applied, `[parameters]`.
+    """
+
+    gradients: np.ndarray
+    first: np.ndarray
+
+
+class Loop(NamedTuple):
+    """The loop under audit.
+
+    Attributes:
+      run: the loop.
+      token_sums: what is true.
+      scale: of the first update.
+    """
+
+    run: Run
+    token_sums: TokenSums
+    scale: float
+
+    def moved(
+        self, params: Any, micro_batches: list[Any], which: int, scale: float = 1.0
+    ) -> Any:
+        """The parameters after the loop, where one update moves them, or none (-1)."""
+        optimizer = _reading_optimizer(which, scale)
+        moved = self.run(optimizer, arrays.owned(params), list(micro_batches))
+        checks.check_same_tree(
+            moved, params, "run must return the parameters it was given, moved"
+        )
+        return jax.tree.map(jnp.asarray, moved)
+
+    def readings(
+        self, params: Any, micro_batches: list[Any], still: Any = None
+    ) -> list[Reading]:
+        """What the first update applied. A loop that drifts can be read in four ways.
+
+        The drift is what the loop moves without any update, to `still`. It may come
+        before the gradient is taken or after, and may or may not scale the update.
+        """
+        _, gradients = self.token_sums(params, micro_batches)
+        if still is None:
+            still = self.moved(params, micro_batches, -1)
+        start, end = flat(params), flat(still)
+
+        def first(scale: float) -> np.ndarray:
+            return (end - flat(self.moved(params, micro_batches, 0, scale))) / scale
+
+        applied = first(self.scale)
+        if not np.isfinite(applied).all():
+            # A sum that was not divided may be what overflowed: read it smaller.
+            tokens, _ = self.token_sums(params, micro_batches)
+            applied = first(self.scale / power_of_2(tokens.sum()))
+        if (start == end).all():
+            return [Reading(gradients, applied)] * 4
+        _, gradients_there = self.token_sums(still, micro_batches)
+        scaled = np.divide(
+            applied * start, end, out=applied.copy(), where=(start != 0) & (end != 0)
+        )
+        return [
+            Reading(g, x)
+            for g in (gradients, gradients_there)
+            for x in (applied, scaled)
+        ]
+
+    def second(
+        self, params: Any, micro_batches: list[Any], still: Any, scale: float
+    ) -> np.ndarray:
+        """The gradient of the second update; zeros where there is none."""
+
+        def distance_to(moved: Any) -> np.ndarray:
+            return flat(still) - flat(moved)
+
+        found = distance_to(self.moved(params, micro_batches, 1, scale))
+        if found.any() and (flat(still) != flat(params)).any():
+            # Does the loop drift by chance, another way in each run?
+            chance = distance_to(self.moved(params, micro_batches, -1))
+            if np.linalg.norm(found) <= 4 * np.linalg.norm(chance):
+                return np.zeros_like(found)
+        return found / scale  # NaN is a movement too
+
+    def noise(
+        self, params: Any, micro_batches: list[Any], place: int, reading: Reading
+    ) -> float:
+        """The rounding error of the reading at `place`, relative to the gradient.
+
+        It is the second difference of what least squares cannot explain, at the
+        parameters and at two points nearby: errors of the loop change smoothly and
+        cancel, rounding does not.
+        """
+        gradients, first = reading
+        weights, *_ = np.linalg.lstsq(gradients.T, first, rcond=None)
+
+        def rest(direction: int) -> np.ndarray:
+            there = _nearby(params, direction), _nearby(micro_batches, direction, True)
+            gradients, first = self.readings(*there)[place]
+            return first - weights @ gradients
+
+        difference = rest(1) + rest(-1) - 2 * (first - weights @ gradients)
+        size = np.linalg.norm(first)
+        return float(np.linalg.norm(difference) / 6**0.5 / size) if size else 0.0
+
+
+def token_sums_of(loss_fn: LossFn) -> TokenSums:
+    """A function of parameters and micro-batches, in float64."""
+
+    @jax.jit
+    def sums(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        (_, (n, _)), g = sums_and_gradient(loss_fn, False, params, batch, {}, Axes())
+        return checks.as_num_tokens(n), g
+
+    def token_sums(
+        params: Any, micro_batches: list[Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        found = [sums(params, batch) for batch in micro_batches]
+        tokens = np.array([n for n, _ in found], np.float64)
+        if not (np.isfinite(tokens).all() and (tokens >= 0).all() and tokens.any()):
+            raise ValueError(
+                "Token counts must be finite, at least 0, and not all 0: got "
+                f"{tokens.tolist()}."
+            )
+        gradients = np.stack([flat(gradient) for _, gradient in found])
+        return tokens, np.where(tokens[:, None] > 0, gradients, 0)
+
+    return token_sums
+
+
+def readable_scale(params: Any, gradient: np.ndarray) -> float:
+    """A power of 2 that makes the update outweigh the parameters, as far as they reach.
+
+    Rounding to the parameters' dtype then costs a unit of the gradient, not of the
+    parameters. Leaves with a thousandth of the gradient can still be read; float16
+    would overflow there.
+    """
+    margin = 2.0**10
+    if any(x.dtype == jnp.float16 for x in jax.tree.leaves(params)):
+        margin = 4.0
+    size = np.linalg.norm(flat(params)) or np.linalg.norm(gradient)
+    return power_of_2(margin * size / np.linalg.norm(gradient))
+
+
+def power_of_2(x: Any) -> float:
+    """The nearest one."""
+    return float(2.0 ** np.round(np.log2(x)))
+
+
+def flat(tree: Any) -> np.ndarray:
+    """Every number of a tree that has a gradient, as float64."""
+    parts = numbers(tree)
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    """Those of each leaf; none of integers, and of what is overwritten."""
+    return [
+        np.zeros(0) if is_overwritten else _numbers_of(leaf)
+        for leaf, is_overwritten in zip(
+            jax.tree.leaves(tree), jax.tree.leaves(overwritten(tree)), strict=True
+        )
+    ]
+
+
+def _numbers_of(leaf: Any) -> np.ndarray:
+    if arrays.is_float0(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return np.zeros(0)
+    flat = np.asarray(leaf).ravel()
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return np.concatenate([flat.real, flat.imag]).astype(np.float64)
+    return flat.astype(np.float64)
+
+
+def _reading_optimizer(
+    which: int, scale: float
+) -> optax.GradientTransformationExtraArgs:
+    """SGD whose update number `which`, counted from 0, alone moves the parameters."""
+
+    def init(params: Any) -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, jax.Array]:
+        def step(g: Any) -> Any:
+            if arrays.is_float0(g):
+                return g
+            return jnp.where(state == which, -scale * g, 0).astype(g.dtype)
+
+        return jax.tree.map(step, updates), state + 1
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _nearby(tree: Any, direction: int, is_batch: bool = False) -> Any:
+    """Every number a little larger or smaller; of a batch, only what has fractions.
+
+    A mask, a label or an id would mean something else.
+    """
+    random = np.random.default_rng(0)
+
+    def move(x: Any) -> Any:
+        if not jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.inexact):
+            return x
+        if is_batch and (x == np.round(np.asarray(x))).all():
+            return x
+        factor = 1 + direction * NEARBY * random.uniform(-1, 1, np.shape(x))
+        return x * factor.astype(x.dtype)
+
+    return jax.tree.map(move, tree)

@@ -1,0 +1,353 @@
+"""Which of the known gradients an applied one is."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optax_tokenaccum._audit.report import Verdict
+
+# Verdict -> weights of the micro-batches' summed gradients, each in several forms.
+Forms = dict[Verdict, list[np.ndarray]]
+
+MENDS = {
+    Verdict.EXACT: "the loop applies the token mean of the whole window.",
+    Verdict.MEAN_OF_MEANS: (
+        "the loop averages the means of its micro-batches, so a token counts for less "
+        "the longer its micro-batch. Use optax_tokenaccum.MultiSteps and give each "
+        "update its num_tokens, or make_train_step with a summed loss."
+    ),
+    Verdict.DISCARDED: (
+        "the parameters did not move: the updates of the one call that closes the "
+        "window are thrown away, or none closes it. Apply the updates of every call, "
+        "those of an open window are zeros; make_train_step has none to lose."
+    ),
+    Verdict.NOT_DIVIDED: (
+        "the loop applies the sum over tokens. Divide once, by the number of tokens in "
+        "the window; token_accumulation does."
+    ),
+    Verdict.DIVIDED_TWICE: (
+        "the loop divides by the tokens of the window and by the number of its "
+        "micro-batches as well. Drop the second division: losses that are divided by "
+        "the window's count are to be summed (use_grad_mean=False)."
+    ),
+    Verdict.LAST_MICRO_BATCH_ONLY: (
+        "only the last micro-batch's gradient is applied, the others are lost. Carry "
+        "the sums from one micro-batch to the next."
+    ),
+    Verdict.STEPPED_EVERY_MICRO_BATCH: (
+        "the optimizer takes a step for every micro-batch. Wrap it in "
+        "token_accumulation, or use make_train_step, so that it takes one a window."
+    ),
+}
+NOT_FINITE = (
+    "the parameters are not finite after the window. Sums in float16 overflow: keep "
+    "them in float32, and use a mean loss with gradients='mean'."
+)
+SEVERAL_STEPS = (
+    "the optimizer takes several steps, and they are not those of a micro-batch each. "
+    "run must be one window, in which the optimizer takes one step."
+)
+TOO_NOISY = (
+    "cannot tell: at nearby parameters the gradient differs by {:.0%} in a way that "
+    "loss_fn does not explain. Dropout does that: leave it out or fix its key. If it "
+    "is rounding, give rtol."
+)
+NO_SUM = (
+    "the applied gradient is no sum of these micro-batches' gradients. A window left "
+    "open by what came before (end it with close_window), another loss, dropout, or a "
+    "rescaling by parameter would do that."
+)
+
+STEPS_RTOL = 0.1  # of a step on one micro-batch, that of a window is farther
+MOST_NOISE = 0.1  # relative; more is not rounding
+SIGMAS = 8  # rounding errors of one token are correlated: 5 were seen
+
+
+class Evidence(NamedTuple):
+    """What was measured.
+
+    Attributes:
+      gradients: of each micro-batch's summed loss, `[k, parameters]`.
+      tokens: of each micro-batch, `[k]`.
+      first: the gradient of the loop's first update, `[parameters]`.
+      second: of its second; zeros where there was none.
+      rtol: the relative error of a right gradient.
+      noise: the relative rounding error that was measured, where `rtol` comes from it.
+    """
+
+    gradients: np.ndarray
+    tokens: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    rtol: float
+    noise: float = 0.0
+
+    @property
+    def stepped_again(self) -> bool:
+        return bool(self.second.any())  # NaN is a movement too
+
+    @property
+    def nearest(self) -> float:
+        """Relative error of the nearest known gradient."""
+        return min(_candidates(self).values())
+
+    @property
+    def exact(self) -> np.ndarray:
+        return self.gradients.sum(0) / self.tokens.sum()
+
+    def weighted(self, weights: np.ndarray) -> np.ndarray:
+        """The sum of the micro-batches' gradients, each times its weight."""
+        return weights @ self.gradients
+
+    def is_near(self, got: np.ndarray, expected: np.ndarray) -> bool:
+        return distance(got, expected) <= self.rtol
+
+
+def distance(got: np.ndarray, expected: np.ndarray) -> float:
+    """Relative L2 error; infinite where either has no numbers to compare."""
+    size = np.linalg.norm(expected)
+    if not size or not np.isfinite(got).all():
+        return np.inf
+    return float(np.linalg.norm(got - expected) / size)
+
+
+class Weights(NamedTuple):
+    """What a token of each micro-batch counts for, relative to the exact mean.
+
+    Attributes:
+      values: `[k]`, 1 where it is exact.
+      errors: how far they may be off by rounding, `[k]`.
+    """
+
+    values: np.ndarray
+    errors: np.ndarray
+
+    def are_near(self, expected: Any) -> np.ndarray:
+        return abs(self.values - expected) <= self.errors * np.maximum(1, expected)
+
+
+def judge(evidence: Evidence) -> dict[str, Any]:
+    """The fields of an `AuditReport`, but for its parameters."""
+    applied, exact = evidence.first, evidence.exact
+    candidates, weights = _candidates(evidence), _weights(evidence)
+    verdict, factor, explanation = _conclude(evidence, candidates, weights)
+    if evidence.noise and not explanation.startswith("cannot tell"):
+        explanation += (
+            f" Rounding noise of {evidence.noise:.1e} was measured and is tolerated."
+        )
+    size = np.linalg.norm(applied) * np.linalg.norm(exact)
+    return {
+        "verdict": verdict,
+        "explanation": explanation,
+        "relative_error": distance(applied, exact),
+        "cosine": float(applied @ exact / size) if 0 < size < np.inf else 0.0,
+        "factor": factor,
+        "rtol": evidence.rtol,
+        "candidates": candidates,
+        "weights": None if weights is None else tuple(weights.values.tolist()),
+    }
+
+
+def _forms(evidence: Evidence) -> Forms:
+    """The gradients of one update that have a name, by their weights."""
+    n = evidence.tokens
+    k, total = len(n), n.sum()
+    inverse = np.divide(1, n, out=np.zeros(k), where=n > 0)
+    last = np.arange(k) == k - 1
+    return {
+        Verdict.EXACT: [np.full(k, 1 / total)],
+        Verdict.MEAN_OF_MEANS: [inverse / k, inverse / np.count_nonzero(n)],
+        Verdict.NOT_DIVIDED: [np.ones(k)],
+        Verdict.DIVIDED_TWICE: [np.full(k, 1 / total / k)],
+        Verdict.LAST_MICRO_BATCH_ONLY: _forms_of_one(last, evidence),
+    }
+
+
+def _forms_of_one(which: np.ndarray, evidence: Evidence) -> list[np.ndarray]:
+    n = evidence.tokens
+    own, k, total = max(n[which].item(), 1e-300), len(n), n.sum()
+    return [which / own, which / own / k, which / total, which * 1.0]
+
+
+def _candidates(evidence: Evidence) -> dict[Verdict, float]:
+    """Relative error of what was applied to the nearest form of each candidate."""
+
+    def nearest(got: np.ndarray, forms: list[np.ndarray]) -> float:
+        return min(distance(got, evidence.weighted(weights)) for weights in forms)
+
+    found = {
+        verdict: nearest(evidence.first, forms)
+        for verdict, forms in _forms(evidence).items()
+    }
+    size = np.linalg.norm(evidence.exact)
+    found[Verdict.DISCARDED] = float(np.linalg.norm(evidence.first) / size)
+    found[Verdict.STEPPED_EVERY_MICRO_BATCH] = np.inf
+    if evidence.stepped_again:
+        # Updates of a micro-batch each: the first of the first, the second of the next.
+        places = np.flatnonzero(evidence.tokens)[:2]
+        errors = [
+            nearest(got, _forms_of_one(np.arange(len(evidence.tokens)) == i, evidence))
+            for got, i in zip((evidence.first, evidence.second), places, strict=False)
+        ]
+        if len(errors) == 2:
+            found[Verdict.STEPPED_EVERY_MICRO_BATCH] = max(errors)
+    return found
+
+
+def _conclude(
+    evidence: Evidence, candidates: dict[Verdict, float], weights: Weights | None
+) -> tuple[Verdict, float | None, str]:
+    """Verdict, factor, and the sentence that says so."""
+    rtol = evidence.rtol
+    if not np.isfinite(evidence.first).all():
+        return Verdict.UNKNOWN, None, NOT_FINITE
+    if evidence.stepped_again:
+        verdict = Verdict.STEPPED_EVERY_MICRO_BATCH
+        if candidates[verdict] <= max(rtol, STEPS_RTOL):
+            return verdict, None, MENDS[verdict]
+        return Verdict.UNKNOWN, None, SEVERAL_STEPS
+    if not evidence.first.any():
+        return Verdict.DISCARDED, None, MENDS[Verdict.DISCARDED]
+    if evidence.noise > MOST_NOISE:
+        return Verdict.UNKNOWN, None, TOO_NOISY.format(evidence.noise)
+    within = [verdict for verdict, error in candidates.items() if error <= rtol]
+    if Verdict.EXACT in within:
+        if weights is None or weights.are_near(1).all():
+            return _exact_unless_ambiguous(evidence, weights)
+        return Verdict.UNKNOWN, None, _unknown_weights(weights)
+    factor = _factor(evidence, evidence.exact)
+    if within:
+        verdict = min(within, key=candidates.__getitem__)
+        return verdict, factor, MENDS[verdict]
+    return Verdict.UNKNOWN, factor, _unknown(evidence, factor, weights)
+
+
+def _exact_unless_ambiguous(
+    evidence: Evidence, weights: Weights | None
+) -> tuple[Verdict, float | None, str]:
+    """Whether another gradient is as good, which the weights do not rule out."""
+    total, places = evidence.tokens.sum(), np.arange(len(evidence.tokens))
+
+    def may_be(form: np.ndarray) -> bool:
+        far = distance(evidence.weighted(form), evidence.exact) > 2 * evidence.rtol
+        return not (far or weights and not weights.are_near(form * total).all())
+
+    same = [
+        verdict.value
+        for verdict, forms in _forms(evidence).items()
+        if verdict is not Verdict.EXACT and any(map(may_be, forms))
+    ]
+    hidden = [
+        i
+        for i in places[evidence.gradients.any(1)].tolist()
+        if any(
+            may_be((places != i) / total + twice * (places == i))
+            for twice in (0, 2 / total)
+        )
+    ]
+    if same:
+        explanation = (
+            "cannot tell: on these micro-batches the exact gradient is as good as that "
+            f"which is {' or '.join(same)}. Give it ragged micro-batches, two or more "
+            f"with different numbers of tokens: got {evidence.tokens.tolist()}."
+        )
+    elif hidden:
+        explanation = (
+            f"cannot tell: rounding hides whether micro-batches {hidden}, counted from "
+            "0, are lost or count twice, so small are their gradients. Give it "
+            "micro-batches of similar sizes, or audit in float32."
+        )
+    else:
+        return Verdict.EXACT, 1.0, MENDS[Verdict.EXACT]
+    return Verdict.UNKNOWN, None, explanation
+
+
+def _unknown(evidence: Evidence, factor: float | None, weights: Weights | None) -> str:
+    """What can be said of a gradient that has no name."""
+    if factor is not None:
+        size = _name(factor, evidence)
+        return f"the direction is right, the size is not: {size}."
+    mean_of_means, *_ = _forms(evidence)[Verdict.MEAN_OF_MEANS]
+    factor = _factor(evidence, evidence.weighted(mean_of_means))
+    if factor is not None:
+        size = _name(factor, evidence)
+        return (
+            "the direction is that of a mean of means, and the size is wrong as well: "
+            f"{size}. Use make_train_step with a summed loss."
+        )
+    return NO_SUM if weights is None else _unknown_weights(weights)
+
+
+def _unknown_weights(weights: Weights) -> str:
+    told = weights.errors < 0.5
+    lost, twice = (np.sum(told & weights.are_near(times)) for times in (0, 2))
+    if lost:
+        return (
+            f"{lost} of the {len(told)} micro-batches count for nothing: the window "
+            "closes without them, or they are lost on the way."
+        )
+    if twice:
+        verb = "count" if twice > 1 else "counts"
+        return f"{twice} of the {len(told)} micro-batches {verb} twice."
+    values = weights.values
+    return (
+        "the micro-batches are weighted in a way of their own, a token with "
+        f"{min(values):.3g} to {max(values):.3g} where 1 is exact. Something "
+        "rescales each of them: clipping, say, which belongs inside the optimizer that "
+        "runs once a window."
+    )
+
+
+def _factor(evidence: Evidence, direction: np.ndarray) -> float | None:
+    """How many times `direction` was applied, or `None` where it was not."""
+    factor = float(evidence.first @ direction / (direction @ direction))
+    is_it = factor and evidence.is_near(evidence.first, factor * direction)
+    return factor if is_it else None
+
+
+def _name(factor: float, evidence: Evidence) -> str:
+    k, total = len(evidence.tokens), evidence.tokens.sum()
+    names = {
+        "k, the number of micro-batches": k,
+        "1 over k, the number of micro-batches": 1 / k,
+        "the number of tokens": total,
+        "1 over the number of tokens": 1 / total,
+        "the mean number of tokens in a micro-batch": total / k,
+        "k over the number of tokens": k / total,
+        "the sign alone: it goes uphill": -1,
+        "are two devices summed, or is a window counted twice?": 2,
+        "are two devices averaged where they should be summed?": 0.5,
+    }
+    known = [
+        f" ({name})"
+        for name, value in names.items()
+        if abs(factor / value - 1) <= evidence.rtol
+    ]
+    return f"it is {factor:.6g} times what it should be{''.join(known[:1])}"
+
+
+def _weights(evidence: Evidence) -> Weights | None:
+    """What a token of each micro-batch counts for, if that explains what is applied."""
+    first, has_tokens = evidence.first, evidence.tokens > 0
+    if not np.isfinite(first).all() or not first.any():
+        return None
+    columns = evidence.gradients[has_tokens].T
+    size, k = columns.shape
+    left, singular, right = np.linalg.svd(columns, full_matrices=False)
+    if size < k or singular[-1] <= singular[0] * size * np.finfo(float).eps:
+        return None
+    inverse = (right.T / singular) @ left.T
+    found = inverse @ first
+    rest = first - columns @ found
+    if np.linalg.norm(rest) > evidence.rtol * np.linalg.norm(first):
+        return None
+    if size > 4 * k:
+        # Standard errors where the noise differs from number to number (White's).
+        errors = SIGMAS * np.sqrt(inverse**2 @ rest**2)
+    else:
+        # Too few numbers to estimate the noise: it may be as large as rtol.
+        errors = np.linalg.norm(inverse, axis=1) * evidence.rtol * np.linalg.norm(first)
+    values, slack = np.zeros(len(has_tokens)), np.full(len(has_tokens), np.inf)
+    total = evidence.tokens.sum()
+    values[has_tokens], slack[has_tokens] = found * total, errors * total
+    return Weights(values, evidence.rtol + slack)

@@ -1,0 +1,260 @@
+"""What a compiled program sends between devices: losing a deferral is silent."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from optax_tokenaccum._compiled.replica_groups import Groups, axes_of
+from optax_tokenaccum._compiled.text import KINDS, Program
+
+PATHS = ("always", "conditional")
+
+
+class Collective(NamedTuple):
+    """Collective operations of one kind, between the same devices, on the same path.
+
+    Attributes:
+      kind: `"all-reduce"`, say.
+      axes: names of the mesh axes along which the devices of a group differ; `None`
+        where the program has no mesh.
+      groups: the devices that exchange data, by their places in the mesh; of a
+        collective-permute, its pairs of source and target.
+      path: `"always"`, or `"conditional"` inside a conditional's branch.
+      times: how often they run in one run of the program: the trips of the loops around
+        them; `None` where the program does not say.
+      instructions: how many there are. XLA merges and splits them.
+      bytes: of all of them together, each time.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    groups: Groups
+    path: str
+    times: int | None
+    instructions: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """What `collectives` found. `print(report)` shows it as a table.
+
+    Attributes:
+      entries: for each `kind` of operation, its `axes`, `groups` of devices, `path`
+        (`"always"` or `"conditional"`) and number of `times`: how many `instructions`
+        and `bytes` there are each time; most bytes first.
+      mesh: the size of every axis of the program's mesh; `None` where it has none.
+      num_devices: that the program runs on.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_tokenaccum import collectives
+      >>> report = collectives(jax.jit(jnp.sum).lower(jnp.ones(8)).compile())
+      >>> print(report)
+      No collective operations on 1 device.
+      >>> report.bytes(kind="all-reduce", path="always")
+      0
+    """
+
+    entries: tuple[Collective, ...]
+    mesh: dict[str, int] | None
+    num_devices: int
+
+    def bytes(
+        self,
+        kind: str | None = None,
+        axes: str | Sequence[str] | None = None,
+        path: str | None = None,
+    ) -> int:
+        """Bytes of collective operations in one run of the program, on one device.
+
+        Args:
+          kind: only operations of this kind, such as `"all-reduce"`.
+          axes: only operations between devices that differ along this mesh axis, or one
+            of these, whether or not they also differ along others.
+          path: only `"always"`, what every run pays; or `"conditional"`, what stands in
+            branches, all branches together.
+
+        Raises:
+          ValueError: no such kind, axis or path, which would find nothing for ever; or
+            an operation in a loop of which the program does not say how often it runs.
+        """
+        along = {axes} if isinstance(axes, str) else {*(axes or ())}
+        _check_known("kind", () if kind is None else (kind,), KINDS)
+        _check_known("path", () if path is None else (path,), PATHS)
+        if along and self.mesh is None:
+            raise ValueError(
+                "axes must be those of a mesh in the shardings of the program's inputs "
+                f"or outputs: got {axes!r}, and none has a NamedSharding. Look at "
+                "report.entries, which list the devices of every group."
+            )
+        _check_known("axes", along, self.mesh or ())
+        total = 0
+        for entry in self.entries:
+            if (
+                kind not in (None, entry.kind)
+                or path not in (None, entry.path)
+                or (along and along.isdisjoint(entry.axes or ()))
+            ):
+                continue
+            if entry.times is None:
+                raise ValueError(
+                    "Bytes add up only where the program says how often a loop runs: "
+                    f"got {entry.bytes:,} bytes of {entry.kind} in one of unknown "
+                    "length. Add report.entries up with the trips that you know, or "
+                    "make the bounds of the loop Python integers."
+                )
+            total += entry.times * entry.bytes
+        return total
+
+    def __str__(self) -> str:
+        devices = f"{self.num_devices} device{'s' * (self.num_devices > 1)}"
+        if self.mesh:
+            sizes = (f"{name}={size}" for name, size in self.mesh.items())
+            devices += f" ({', '.join(sizes)})"
+        if not self.entries:
+            return f"No collective operations on {devices}."
+        rows: list[tuple[str, ...]] = [
+            ("bytes", "times", "instructions", "kind", "over", "path")
+        ]
+        for entry in self.entries:
+            numbers = (entry.bytes, entry.times, entry.instructions)
+            rows.append(
+                tuple("?" if number is None else f"{number:,}" for number in numbers)
+                + (entry.kind, self._over(entry), entry.path)
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"Collective operations on {devices}, bytes on each:"]
+        for row in rows:
+            cells = zip(row, "rrrlll", widths, strict=True)
+            line = "  ".join(
+                cell.rjust(width) if side == "r" else cell.ljust(width)
+                for cell, side, width in cells
+            )
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
+    def _over(self, entry: Collective) -> str:
+        """The devices of a group in words."""
+        size, is_pairs = len(entry.groups[0]), entry.kind == "collective-permute"
+        if entry.axes is None or self.mesh is None:
+            return f"{len(entry.groups)} {'pairs' if is_pairs else f'x {size} devices'}"
+        whole = math.prod(self.mesh[axis] for axis in entry.axes)
+        part = "" if is_pairs or size == whole else f" ({size} of {whole})"
+        return ", ".join(entry.axes) + part
+
+
+def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
+    """Counts the collective operations of a compiled program, and their bytes.
+
+    Where gradients are summed per device until the window closes, the program of a
+    micro-batch sends no gradient at all. A change that loses this computes the same
+    numbers, only slower; this is for the test that notices. Give it both programs of a
+    step that has two. In the one program of a token budget, path `"always"` is that of
+    every micro-batch, and `"conditional"` comes on top of it where the window closes.
+
+    Bytes are those of the whole array on one device: of an operation's result, except
+    that a reduce-scatter's result is one shard, and its operand counts. So a gradient's
+    reduce-scatter into shards, the all-gather of these and the all-reduce have the same
+    bytes, the gradient's. On the wire, in a ring of n devices, each device sends
+    (n - 1) / n of them for the first two, and twice that for an all-reduce. Groups of
+    one device send nothing and are left out.
+
+    What is read is the program's text after all optimizations. XLA merges, splits,
+    moves and widens collective operations (a CPU reduces bfloat16 in float32), each
+    backend in its own way: bytes by axis say more than instructions, and a TPU's
+    program is not a CPU's. The length of a loop is known where XLA wrote it down, which
+    a TPU's does not. What custom calls send is not seen.
+
+    Args:
+      compiled: what `jax.jit(f).lower(...).compile()` returns; also
+        `step.accumulate.lower(state, batch).compile()` and the like, and what
+        `nnx.jit(f).lower(...).compile()` returns.
+
+    Returns:
+      A `CollectiveReport`. Groups of devices are named by axes of the mesh in the
+      shardings of the program's inputs and outputs.
+
+    Raises:
+      TypeError: `compiled` is something else.
+      ValueError: the backend has no text of the program, or one that cannot be read.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+      >>> from optax_tokenaccum import collectives, make_train_step
+      >>> rows = NamedSharding(Mesh(jax.devices()[:1], "data"), PartitionSpec("data"))
+      >>> step = make_train_step(lambda p, x: (jnp.sum(p * x), x.size), optax.sgd(1.0))
+      >>> state, batch = step.init(jnp.zeros(())), jax.device_put(jnp.ones(8), rows)
+      >>> report = collectives(step.accumulate.lower(state, batch).compile())
+      >>> print(report)
+      No collective operations on 1 device (data=1).
+      >>> assert report.bytes(axes="data") < 100  # a gradient has more
+    """
+    given = type(compiled).__name__
+    # nnx.jit wraps the compiled program in a class of flax's own.
+    compiled = getattr(compiled, "compiled", compiled)
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            "collectives needs a compiled program, a jax.stages.Compiled: got "
+            f"{given}. Write jax.jit(f).lower(...).compile(), or "
+            "step.accumulate.lower(state, batch).compile() for a step."
+        )
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError(
+            "The backend must give the text of a compiled program: got None from "
+            "compiled.as_text(). Compile for another backend, CPU say."
+        )
+    program = Program(text)
+    num_devices = program.replicas * program.partitions
+    mesh = _mesh_of(compiled, num_devices)
+    found = defaultdict(list)
+    for kind, groups, num_bytes, times, conditional in program.operations():
+        if groups:
+            found[kind, groups, PATHS[conditional], times].append(num_bytes)
+    entries = [
+        Collective(
+            kind,
+            None if mesh is None else axes_of(groups, mesh),
+            groups,
+            path,
+            times,
+            len(sizes),
+            sum(sizes),
+        )
+        for (kind, groups, path, times), sizes in found.items()
+    ]
+    entries.sort(key=lambda entry: -entry.bytes * (entry.times or 1))
+    return CollectiveReport(tuple(entries), mesh, num_devices)
+
+
+def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> dict[str, int] | None:
+    """The axes of the finest mesh of inputs or outputs.
+
+    jax lets no two differ in the order of their devices, which is the program's.
+    """
+    # The oldest jax has no shardings of a pmap, and raises AttributeError.
+    shardings = (
+        getattr(compiled, "input_shardings", None),
+        getattr(compiled, "output_shardings", None),
+    )
+    meshes = [
+        dict(sharding.mesh.shape)
+        for sharding in jax.tree.leaves(shardings)
+        if isinstance(sharding, jax.sharding.NamedSharding)
+        and sharding.mesh.size == num_devices
+    ]
+    return max(meshes, key=len, default=None)
+
+
+def _check_known(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    if unknown := {*given} - {*known}:
+        raise ValueError(
+            f"{name} must be among {', '.join(known)}: got {', '.join(unknown)}. "
+            "Anything else would find nothing, whatever the program does."
+        )

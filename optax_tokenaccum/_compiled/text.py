@@ -1,0 +1,174 @@
+"""Collective operations in the text of a compiled program, and how often they run."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from optax_tokenaccum._compiled.replica_groups import Groups, connected_by
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+CALLED = re.compile(
+    r"\b(body|branch_computations|called_computations|calls|condition|"
+    r"false_computation|to_apply|true_computation)=(\{[^}]*\}|%?[\w.-]+)"
+)
+NAME = re.compile(r"[\w.-]+")
+# An operation that the line is about, whether or not the rest of it can be read.
+MENTIONED = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
+CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+STARTED = re.compile(r'%?([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
+TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
+ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([^\]]*)\]")
+# A TPU's reduce-scatter is a fusion of an all-reduce and of the slice that it keeps.
+SCATTERING = "all-reduce-scatter"
+READABLE = "The text of a compiled program must be HLO that is known"
+NEWER = "It is a newer XLA's: please report it."
+BRANCHES = {"branch_computations", "false_computation", "true_computation"}
+
+
+class Instruction(NamedTuple):
+    """A line of the text.
+
+    Attributes:
+      name: of the instruction.
+      result: the type of what it returns, such as `f32[16,8]{1,0}` or a tuple of these.
+      opcode: what it does.
+      rest: its operands and attributes.
+    """
+
+    name: str
+    result: str
+    opcode: str
+    rest: str
+
+
+class Operation(NamedTuple):
+    """A collective operation, at one place of the program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      groups: of devices, see `connected_by`.
+      num_bytes: of the array on one device, see `collectives`.
+      times: how often it runs, the trips of the loops around it; `None` where the
+        program does not say.
+      conditional: whether it stands in a conditional's branch.
+    """
+
+    kind: str
+    groups: Groups
+    num_bytes: int
+    times: int | None
+    conditional: bool
+
+
+class Program:
+    """The text of a compiled program, as computations of instructions."""
+
+    def __init__(self, text: str):
+        header = text.split("\n", 1)[0]
+        self.replicas, self.partitions = (
+            int(match[1]) if (match := re.search(rf"\b{name}=(\d+)", header)) else 1
+            for name in ("replica_count", "num_partitions")
+        )
+        self._computations: dict[str, list[Instruction]] = {}
+        body, entries = [], []
+        for line in text.split("\n"):
+            if match := COMPUTATION.match(line):
+                body = self._computations[match[2]] = []
+                entries += [match[2]] if match[1] else []
+            elif match := INSTRUCTION.match(line):
+                body.append(Instruction(*match.groups()))
+            elif MENTIONED.search(line):
+                raise ValueError(f"{READABLE}: got {line[:200]!r}. {NEWER}")
+        if len(entries) != 1:
+            raise ValueError(f"{READABLE}: got {len(entries)} entries in it. {NEWER}")
+        self._entry = entries[0]
+        # A TPU splits an operation over fusions that start it, work beside it and end
+        # it. Each of them holds it; the one that starts it is counted.
+        self._starting = {
+            (computation, match[1])
+            for computation, body in self._computations.items()
+            for line in body
+            if (match := STARTED.match(line.rest))
+        }
+        self._split_channels = {
+            channel
+            for computation, body in self._computations.items()
+            for line in body
+            if (computation, line.name) in self._starting
+            for channel in CHANNEL.findall(line.rest)
+        }
+
+    def operations(self) -> Iterator[Operation]:
+        """Every collective operation that the entry reaches."""
+        return self._reached(self._entry, 1, False)
+
+    def _reached(
+        self, computation: str, times: int | None, conditional: bool
+    ) -> Iterator[Operation]:
+        for name, result, opcode, rest in self._computations[computation]:
+            kind = opcode.removesuffix("-start")
+            if kind in KINDS:
+                channels = {*CHANNEL.findall(rest)}
+                is_start = (computation, name) in self._starting
+                if is_start or channels.isdisjoint(self._split_channels):
+                    groups = connected_by(kind, rest, self.replicas, self.partitions)
+                    num_bytes = _bytes_of(kind, opcode, result, groups)
+                    if computation.startswith(SCATTERING):
+                        kind = "reduce-scatter"
+                    yield Operation(kind, groups, num_bytes, times, conditional)
+            elif not opcode.endswith(("-done", "-update")):  # what its start has called
+                for role, called in CALLED.findall(rest):
+                    runs, branch = _runs(times, role, rest), role in BRANCHES
+                    for callee in NAME.findall(called):
+                        yield from self._reached(callee, runs, conditional or branch)
+
+
+def _runs(times: int | None, role: str, rest: str) -> int | None:
+    """How often a computation runs that an instruction calls which runs `times`."""
+    if role not in ("body", "condition"):
+        return times
+    trips = TRIPS.search(rest)
+    if times is None or trips is None:
+        return None
+    return times * (int(trips[1]) + (role == "condition"))
+
+
+def _bytes_of(kind: str, opcode: str, result: str, groups: Groups) -> int:
+    # The result of what starts an operation is (operands, results, ...), but for an
+    # all-reduce, whose own result it is.
+    if opcode != kind and (kind != "all-reduce" or result.startswith("((")):
+        result = _elements(result)[1]
+    num_bytes = sum(_size(*match) for match in ARRAY.findall(result))
+    shards = len(groups[0]) if kind == "reduce-scatter" and groups else 1
+    return num_bytes * shards
+
+
+def _size(dtype: str, shape: str) -> int:
+    match = re.search(r"\d+", dtype)
+    bits = int(match[0]) if match else 8  # of "pred"
+    for axis in shape.split(","):
+        bits *= int(axis.lstrip("<= ") or 1)
+    return -(-bits // 8)
+
+
+def _elements(result: str) -> list[str]:
+    """The types in a tuple's type: commas also stand in shapes and layouts."""
+    elements, depth = [""], 0
+    for character in result[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements

@@ -1,0 +1,350 @@
+"""What every way in shares: add a micro-batch, close a window, divide once."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core.overwritten import nothing_yet, overwritten, zeroed
+from optax_tokenaccum._core.schedule import Schedule
+from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._core.sums import Sums, SumsPerDevice
+from optax_tokenaccum._devices.axes import Axes, as_names
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """What every way into the library shares: `add` a micro-batch, `close` a window.
+
+    Attributes:
+      inner: the optimizer run once per window.
+      schedule: when a window closes.
+      gradients: what the gradients are of, a `"sum"` or a `"mean"` over tokens.
+      should_skip_update_fn: optax's protocol, or `None`.
+      accumulator_dtype: dtype of the sums, `None` for float32 or wider.
+      token_mean: `False` hands over the plain sum of what was given, undivided.
+      sums: where the sums live.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    schedule: Schedule
+    gradients: Literal["sum", "mean"]
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None
+    accumulator_dtype: Any
+    token_mean: bool
+    sums: Sums
+
+    def init(self, params: optax.Params) -> TokenAccumulationState:
+        """The state before the first micro-batch, the inner optimizer's within."""
+        return self.empty_window(params, self.init_inner(params))
+
+    def init_inner(self, params: optax.Params) -> Any:
+        """The inner optimizer's state; `ValueError` if that accumulates already."""
+        checks.check_are_numbers(params)
+        inner_opt_state = self.inner.init(params)
+        if nodes_of((TokenAccumulationState, optax.MultiStepsState), inner_opt_state):
+            raise ValueError(
+                "The inner optimizer already accumulates: a micro-batch would be "
+                "counted by two windows. Pass the plain optimizer."
+            )
+        return arrays.stable(params, inner_opt_state)
+
+    def empty_window(
+        self, params: optax.Params, inner_opt_state: Any = None
+    ) -> TokenAccumulationState:
+        """A state whose window holds nothing, with sums of the parameters' shapes."""
+        dtypes = jax.tree.map(
+            lambda p, is_overwritten: (
+                jnp.result_type(p)
+                if is_overwritten
+                else arrays.accumulator_dtype_of(p, self.accumulator_dtype)
+            ),
+            params,
+            overwritten(params),
+        )
+        value_dtype = arrays.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
+        zero = jnp.zeros((), value_dtype).real
+        gradient_step = jnp.zeros((), jnp.int32)
+        skip_state = ()
+        if self.should_skip_update_fn is not None:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            _, skip_state = self.should_skip_update_fn(zeros, gradient_step, params)
+        state = TokenAccumulationState(
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=gradient_step,
+            inner_opt_state=inner_opt_state,
+            acc_grads=self.sums.zeros(params, dtypes),
+            acc_tokens=zero,
+            acc_value=zero,
+            has_updated=jnp.zeros((), jnp.bool_),
+            skip_state=skip_state,
+        )
+        return arrays.stable(params, state)
+
+    def add(
+        self,
+        updates: optax.Updates,
+        state: TokenAccumulationState,
+        params: optax.Params | None,
+        num_tokens: Any,
+        value: Any = None,
+    ) -> tuple[TokenAccumulationState, jax.Array]:
+        """Adds a micro-batch to the window; also says whether it was skipped.
+
+        The sums are selected, never multiplied by a mask: 0 x NaN is NaN. The
+        overwrite of the first micro-batch stands here, outside any conditional,
+        because XLA copies gradient-sized sums that a conditional carries.
+
+        Over several devices the counters, tokens and losses are those of all, and a
+        micro-batch that one device rejects enters the sums of none.
+        """
+        checks.check_state(state, TokenAccumulationState)
+        totals, axes = self.sums.opened(state.acc_grads), self.sums.axes.here()
+        checks.check_same_tree(
+            updates,
+            totals,
+            "Gradients must have the tree and shapes of the parameters given to init",
+        )
+        updates = jax.tree.map(arrays.without_float0, updates, totals)
+        weighted = self.token_mean and self.gradients == "mean"
+        num_tokens = checks.as_num_tokens(num_tokens, dtype=state.acc_tokens.dtype)
+        if not checks.is_zero(num_tokens):
+            axes.check_tokens(updates, num_tokens, is_mean=weighted)
+        value = checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
+        usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
+        num_tokens = jax.lax.select(usable, num_tokens, jnp.zeros_like(num_tokens))
+        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens, axes)
+        is_first = (state.mini_step == 0) & ~skipped
+
+        @functools.cache
+        def counts_of(reduced: tuple[str, ...]) -> jax.Array:
+            return axes.adds(reduced, num_tokens) & ~skipped
+
+        def add_to(total: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
+            # Not jnp.where: a call of its own for every leaf, traced and lowered.
+            so_far = jax.lax.select(is_first, jnp.zeros_like(total), total)
+            sum_ = (so_far.astype(x.dtype) + x).astype(total.dtype)
+            return jax.lax.select(counts, sum_, so_far)
+
+        def weigh(x: jax.Array, dtype: Any) -> jax.Array:
+            x = jnp.asarray(x).astype(arrays.at_least_float32(dtype))
+            return x * num_tokens.astype(x.dtype) if weighted else x
+
+        def raise_to(total: jax.Array, x: jax.Array) -> jax.Array:
+            so_far = jax.lax.select(is_first, nothing_yet(total), total)
+            # A device without tokens has rows as well: the maximum is that of all.
+            counts = (axes.sum(num_tokens) > 0) & ~skipped
+            return jax.lax.select(counts, jnp.maximum(so_far, x), so_far)
+
+        def add_gradient(
+            total: jax.Array, x: jax.Array, is_overwritten: bool
+        ) -> jax.Array:
+            if is_overwritten:
+                return raise_to(total, x.astype(total.dtype))
+            counts = counts_of(axes.reduced(x))
+            return add_to(total, weigh(x, total.dtype), counts)
+
+        def add_scalar(total: jax.Array, x: jax.Array) -> jax.Array:
+            counts = counts_of(axes.reduced(x))
+            of_all = axes.sum(jax.lax.select(counts, x, jnp.zeros_like(x)))
+            return add_to(total, of_all, jnp.ones_like(is_first))
+
+        opened = jax.tree.map(add_gradient, totals, updates, overwritten(totals))
+        return state._replace(
+            mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
+            acc_grads=self.sums.stored(opened),
+            acc_tokens=add_scalar(state.acc_tokens, num_tokens),
+            acc_value=add_scalar(state.acc_value, weigh(value, state.acc_value.dtype)),
+            has_updated=jnp.zeros_like(state.has_updated),
+            skip_state=skip_state,
+        ), skipped
+
+    def close(
+        self,
+        state: TokenAccumulationState,
+        closes: bool | jax.Array,
+        like: optax.Updates,
+        params: optax.Params | None,
+        extra_args: dict[str, Any],
+        finish: Callable[[optax.Updates, TokenAccumulationState], Any],
+        otherwise: Any,
+    ) -> tuple[Any, TokenAccumulationState]:
+        """Ends the window where `closes`, with an update if it holds any token.
+
+        Args:
+          state: as `add` left it.
+          closes: whether the window ends now.
+          like: the window's gradient takes the dtypes of this tree.
+          params: what the inner optimizer is given.
+          extra_args: likewise.
+          finish: called, where there is an update, on the inner optimizer's updates
+            and on the state with the sums of all devices in place of each one's.
+          otherwise: the result where there is no update.
+
+        Returns:
+          What `finish` returned, or `otherwise`, and the new state.
+        """
+        due = closes if closes is False else closes & (state.acc_tokens > 0)
+
+        def update() -> tuple[Any, Any]:
+            whole = state._replace(acc_grads=self.sums.total(state.acc_grads))
+            gradient = zeroed(self.window_gradient(whole, like))
+            of_window = {"grad": gradient} if "grad" in extra_args else {}
+            updates, inner_opt_state = self.inner.update(
+                gradient, state.inner_opt_state, params, **(extra_args | of_window)
+            )
+            return finish(updates, whole), arrays.cast_like(
+                inner_opt_state, state.inner_opt_state
+            )
+
+        def leave() -> tuple[Any, Any]:
+            return otherwise, state.inner_opt_state
+
+        result, inner_opt_state = _branch(due, update, leave)
+        return result, state._replace(
+            mini_step=jnp.where(closes, 0, state.mini_step),
+            gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
+            inner_opt_state=inner_opt_state,
+            has_updated=jnp.asarray(due),
+        )
+
+    def window_so_far(
+        self, state: TokenAccumulationState
+    ) -> tuple[jax.Array, jax.Array]:
+        """Token-mean loss and tokens of the open window, both 0 where it has none."""
+        tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
+        loss = arrays.divide(state.acc_value, self._divisor(state))
+        return jnp.where(tokens > 0, loss, 0), tokens
+
+    def window_gradient(
+        self, state: TokenAccumulationState, like: optax.Updates
+    ) -> optax.Updates:
+        """`sum g / sum n` in the dtypes of `like`, divided before the one cast.
+
+        The gradient of an integer parameter has no numbers and is handed on as it is.
+        That of a parameter to be overwritten is its next value.
+        """
+
+        def of_leaf(acc: jax.Array, g: Any, is_overwritten: bool) -> Any:
+            if arrays.is_float0(g):
+                return arrays.zeros_of(g)
+            if is_overwritten:
+                return acc.astype(jnp.result_type(g))
+            # A divisor of its own for each leaf: of a shared one XLA makes a scalar
+            # first, and then stores the divided gradient for its several readers.
+            return arrays.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
+
+        sums = state.acc_grads
+        return jax.tree.map(of_leaf, sums, like, overwritten(sums))
+
+    def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
+        """Global norm of the gradient of a window with tokens.
+
+        Divided after the norm: where the divided gradient has a second reader, XLA
+        stores all of it (25 MB instead of 1 KB of temporaries in a 25 MB model).
+        """
+        dtype = state.acc_value.dtype
+        wide = jax.tree.map(
+            lambda acc: acc.astype(arrays.common_dtype(acc.dtype, dtype)),
+            zeroed(state.acc_grads),
+        )
+        norm = optax.tree.norm(wide).astype(dtype)
+        return arrays.divide(norm, self._divisor(state))
+
+    def _ask_skip(
+        self,
+        updates: optax.Updates,
+        state: TokenAccumulationState,
+        params: optax.Params | None,
+        num_tokens: jax.Array,
+        axes: Axes,
+    ) -> tuple[jax.Array, Any]:
+        if self.should_skip_update_fn is None:
+            return jnp.zeros((), jnp.bool_), state.skip_state
+        mean = updates
+        if self.gradients == "sum":
+
+            def divided(g: jax.Array) -> jax.Array:
+                n = axes.behind(axes.reduced(g), num_tokens)
+                n = jnp.where(n > 0, n, 1)
+                return arrays.divide(g, n).astype(jnp.result_type(g))
+
+            mean = jax.tree.map(divided, updates)
+        should_skip, skip_state = self.should_skip_update_fn(
+            zeroed(mean), state.gradient_step, params
+        )
+        checks.check_same_tree(
+            state.skip_state,
+            skip_state,
+            "skip_state must come from this should_skip_update_fn (keep the function "
+            "that the run began with, or take skip_state from a new init)",
+        )
+        usable = num_tokens > 0
+        skip_state = jax.tree.map(
+            lambda old, new: jnp.where(usable, new, old).astype(old.dtype),
+            state.skip_state,
+            skip_state,
+        )
+        return axes.agree(checks.as_skip_decision(should_skip) & usable, skip_state)
+
+    def _divisor(self, state: TokenAccumulationState) -> jax.Array:
+        tokens = state.acc_tokens
+        one = jnp.ones_like(tokens)
+        if not self.token_mean:
+            return one
+        # Under vmap both sides of the conditional are computed: never divide by 0.
+        return jax.lax.select(tokens > 0, tokens, one)
+
+
+def make_accumulation(
+    inner: Any,
+    schedule: Schedule,
+    gradients: Any = "sum",
+    should_skip_update_fn: Any = None,
+    accumulator_dtype: Any = None,
+    token_mean: bool = True,
+    axis_name: Any = None,
+) -> Accumulation:
+    """Checks the arguments that every public constructor has in common."""
+    if gradients not in ("sum", "mean"):
+        raise ValueError(
+            f"gradients must be 'sum' or 'mean', what they are of: got {gradients!r}."
+        )
+    if should_skip_update_fn is not None and not callable(should_skip_update_fn):
+        raise TypeError(
+            "should_skip_update_fn must be a function such as optax.skip_not_finite: "
+            f"got {should_skip_update_fn!r}."
+        )
+    if accumulator_dtype is not None:
+        accumulator_dtype = jnp.dtype(accumulator_dtype)
+        if not jnp.issubdtype(accumulator_dtype, jnp.inexact):
+            raise ValueError(
+                "accumulator_dtype must be a floating dtype, sums of gradients do not "
+                f"fit others: got {accumulator_dtype}."
+            )
+    return Accumulation(
+        checks.as_inner_optimizer(inner),
+        schedule,
+        gradients,
+        should_skip_update_fn,
+        accumulator_dtype,
+        token_mean,
+        Sums()
+        if axis_name is None
+        else SumsPerDevice(Axes(as_names(axis_name, "axis_name"))),
+    )
+
+
+def _branch(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """`jax.lax.cond`, or a plain `if` where the predicate is known.
+
+    Eagerly a `cond` over new closures would be compiled again on every call.
+    """
+    if checks.is_concrete(pred):
+        return on_true() if pred else on_false()
+    return jax.lax.cond(pred, on_true, on_false)

@@ -1,0 +1,144 @@
+"""Arrays that survive donation and never cause a second compilation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from optax_tokenaccum._core.checks import is_concrete
+
+
+def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
+    """The dtype of a parameter's sum: `dtype`, or float32, or wider if it is wider."""
+    given = jnp.result_type(param)
+    if dtype is None:
+        return at_least_float32(given)
+    if jnp.issubdtype(given, jnp.complexfloating):
+        return common_dtype(dtype, jnp.complex64)
+    return dtype
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """What `dtypes` promote to, under strict promotion too: here it is meant."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
+def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`x / divisor` in the dtype that both promote to, at least float32."""
+    dtype = common_dtype(at_least_float32(x.dtype), divisor.dtype)
+    return x.astype(dtype) / divisor.astype(dtype)
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """`dtype`, or float32 where that is wider; an integer's is float32."""
+    # Floats of 8 bits and integers of 4 promote to nothing by themselves.
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    return jnp.dtype(dtype if is_wide else jnp.float32)
+
+
+def is_float0(x: Any) -> bool:
+    """Whether `x` is the gradient of an integer, which has a shape and no numbers."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def without_float0(x: Any, like: jax.Array) -> Any:
+    """`x`, or zeros like `like` for the gradient of an integer."""
+    return jnp.zeros_like(like) if is_float0(x) else x
+
+
+def zeros_of(shape: Any) -> Any:
+    """Zeros of the shape and dtype of anything that has them, float0 among them."""
+    return (np if is_float0(shape) else jnp).zeros(shape.shape, shape.dtype)
+
+
+def stable(params: Any, state: Any) -> Any:
+    """`state` as `update` will return it: arrays, strongly typed, beside `params`.
+
+    A Python number, a weak type or a scalar left on the default device while the
+    parameters live elsewhere would each cost a second compilation on the second call.
+    An array that stands twice or is one of `params`, as the `init` of some optimizers
+    returns, is copied: a buffer can be donated only once.
+    """
+    where = home(params)
+    taken = {id(x) for x in jax.tree.leaves(params)}
+
+    def settle(x: Any) -> Any:
+        x = settled(x, taken)
+        return jax.device_put(x, where) if where and is_unplaced(x) else x
+
+    return jax.tree.map(settle, state)
+
+
+def settled(x: Any, taken: set[int]) -> Any:
+    """`x`, strongly typed; a copy if its id is `taken`, to which it is added."""
+    is_taken = id(x) in taken
+    taken.add(id(x))
+    return _copy(x) if is_taken else _as_strong_array(x)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """`tree` with the dtypes of `like`, strongly typed."""
+
+    def cast(x: Any, y: Any) -> Any:
+        x = _as_strong_array(x)
+        return x if x.dtype == y.dtype else x.astype(y.dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def owned(tree: Any) -> Any:
+    """Copies of every leaf: donating them leaves the caller's arrays alive.
+
+    Raises:
+      TypeError: a leaf is no array.
+    """
+    originals, structure = jax.tree_util.tree_flatten_with_path(tree)
+    copies = []
+    # One by one, dropping each original: a large state is never there twice.
+    del tree
+    originals.reverse()
+    while originals:
+        path, leaf = originals.pop()
+        if not hasattr(_as_strong_array(leaf), "dtype"):
+            raise TypeError(
+                "Parameters and the optimizer's state must be pytrees of arrays: at "
+                f"{jax.tree_util.keystr(path) or 'the root'} got "
+                f"{type(leaf).__name__}. Keep other leaves out of the parameters, with "
+                "equinox.partition say, and hand them to loss_fn as a keyword."
+            )
+        copies.append(_copy(leaf))
+        del leaf
+    return jax.tree.unflatten(structure, copies)
+
+
+def _copy(x: Any) -> jax.Array:
+    return jnp.array(_as_strong_array(x), copy=True)
+
+
+def _as_strong_array(x: Any) -> Any:
+    if isinstance(x, bool | int | float | complex | np.ndarray | np.generic):
+        x = jnp.asarray(x)
+    if getattr(x, "weak_type", False):
+        return jax.lax.convert_element_type(x, x.dtype)
+    return x
+
+
+def is_unplaced(x: Any) -> bool:
+    """Whether `x` is an array that nobody has put on a device."""
+    return isinstance(x, jax.Array) and is_concrete(x) and not x.committed
+
+
+def home(params: Any, whole: bool = True) -> jax.sharding.Sharding | None:
+    """Where the first placed array of `params` is: `whole` on each of its devices."""
+    for leaf in jax.tree.leaves(params):
+        if not isinstance(leaf, jax.Array) or not is_concrete(leaf):
+            continue
+        if leaf.committed and isinstance(leaf.sharding, NamedSharding):
+            spec = PartitionSpec() if whole else leaf.sharding.spec
+            return NamedSharding(leaf.sharding.mesh, spec)
+        if leaf.committed and isinstance(leaf.sharding, SingleDeviceSharding):
+            return leaf.sharding
+    return None

@@ -1,0 +1,79 @@
+"""One forward and backward pass: what a `loss_fn` is given and what it must return."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_tokenaccum._devices.axes import Axes
+from optax_tokenaccum._devices.counts import check_sums
+
+# loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens), or with has_aux
+# (loss_sum, (num_tokens, aux)).
+LossFn = Callable[..., tuple[Any, Any]]
+
+
+def sums_and_gradient(
+    loss_fn: LossFn,
+    has_aux: bool,
+    params: Any,
+    batch: Any,
+    loss_kwargs: dict[str, Any],
+    axes: Axes,
+) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
+    """`((loss_sum, (num_tokens, aux)), gradient of loss_sum)` of one micro-batch."""
+
+    def of_rows(batch: Any, rng: Any) -> tuple[dict[str, Any], Any]:
+        own_key = {} if rng is None else {"rng": rng}
+        returned = loss_fn(params, batch, **(loss_kwargs | own_key))
+        return {"num_tokens": unpack(returned, has_aux)[1][0]}, returned
+
+    check_sums(of_rows, batch, loss_kwargs.get("rng"), axes)
+    return jax.value_and_grad(
+        lambda params: unpack(loss_fn(params, batch, **loss_kwargs), has_aux),
+        has_aux=True,
+        allow_int=True,
+    )(params)
+
+
+def key_at(rng: jax.Array | None, axes: Axes, *position: Any) -> dict[str, jax.Array]:
+    """The keyword `rng` of the micro-batch at a position, if there is a key."""
+    if rng is None:
+        return {}
+    for number in position:
+        rng = jax.random.fold_in(rng, number)
+    return {"rng": axes.fold_in(rng)}
+
+
+def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, tuple[Any, Any]]:
+    """`(loss_sum, (num_tokens, aux))`, checked; `aux` is `None` without `has_aux`."""
+    form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
+    rule = f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(f"{rule}: got {_describe(returned)}.")
+    loss_sum, num_tokens = returned
+    aux = None
+    if has_aux:
+        if not isinstance(num_tokens, tuple | list) or len(num_tokens) != 2:
+            raise TypeError(f"{rule}: got {_describe(returned)}.")
+        num_tokens, aux = num_tokens
+    elif isinstance(num_tokens, tuple | list | dict):
+        raise TypeError(f"{rule}: got {_describe(returned)}. Is has_aux=True missing?")
+    if num_tokens is None:
+        raise TypeError(f"{rule}: got None for num_tokens.")
+    loss_sum = jnp.asarray(loss_sum)
+    if loss_sum.shape != () or not jnp.issubdtype(loss_sum.dtype, jnp.floating):
+        raise ValueError(
+            f"{rule}: got a loss_sum of dtype {loss_sum.dtype} and shape "
+            f"{loss_sum.shape}, not a floating scalar."
+        )
+    return loss_sum, (num_tokens, aux)
+
+
+def _describe(returned: Any) -> str:
+    if isinstance(returned, tuple | list):
+        return "(" + ", ".join(map(_describe, returned)) + ")"
+    if hasattr(returned, "shape"):
+        return f"{returned.dtype}{list(returned.shape)}"
+    return type(returned).__name__

@@ -1,0 +1,112 @@
+"""What a loss on one of several devices must not do: exchange, and count for all.
+
+Types say it under a `shard_map` that checks them; in a step they carry no marks, and
+the trace of the loss has to tell.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from optax_tokenaccum._core.checks import is_concrete
+from optax_tokenaccum._devices.axes import Axes
+from optax_tokenaccum._devices.dependence import depends, functions_in
+
+
+def check_sums(
+    f: Callable[[Any, Any], tuple[dict[str, Any], Any]],
+    batch: Any,
+    rng: jax.Array | None,
+    axes: Axes,
+) -> None:
+    """Raises where the sum over all devices would not be that of the whole batch.
+
+    A count must depend on the device's own rows, on their number or on its key. What
+    depends on other things alone, a scalar of the batch say, is the same number on all
+    devices, and would be added once for each. A constant may come from the shape of the
+    rows, and is taken for the device's own.
+
+    Args:
+      f: of a batch and a key; returns counts, each by what to call it in an error, and
+        all else that it computes.
+      batch: a device's part of it.
+      rng: the device's own key.
+      axes: over which rows are spread.
+
+    Raises:
+      ValueError: `f` exchanges something along the axes, and so adds up what is added
+        up later; or a count is alike on all devices.
+    """
+    if not axes.names:
+        return
+    leaves, structure = jax.tree.flatten(batch)
+    rows = {i: x for i, x in enumerate(leaves) if i not in axes.copies}
+    names: list[str] = []
+
+    def of_rows(rows: dict[int, Any], rng: jax.Array | None) -> Any:
+        whole = [rows.get(i, x) for i, x in enumerate(leaves)]
+        counts, rest = f(jax.tree.unflatten(structure, whole), rng)
+        names[:] = counts
+        return [*counts.values()], rest
+
+    traced = jax.make_jaxpr(of_rows)(rows, rng)
+    for name, along in _exchanges(traced.jaxpr):
+        if not along.isdisjoint(axes.names):
+            raise ValueError(
+                "loss_fn must not name the data axes, for it is given the rows of "
+                "one device, and the sums of all are added up after it: got a "
+                f"{name} over {sorted(along)}. Return this device's sums."
+            )
+    size = jax.lax.axis_size(axes.names)
+    if size == 1:
+        return
+    for name in _alike(of_rows, traced, names, rows, rng):
+        raise ValueError(
+            f"{name} must be a count of the rows that loss_fn is given, those of one "
+            "device, because the counts of all devices are added up: got a number that "
+            f"does not depend on these rows and would be added {size} times. Sum their "
+            "mask in loss_fn; multiply a weight that all rows share by their number."
+        )
+
+
+def _alike(
+    f: Callable[..., Any],
+    traced: Any,
+    names: list[str],
+    rows: dict[int, Any],
+    rng: jax.Array | None,
+) -> Iterator[str]:
+    """The names of those counts, the first outputs, that are alike on all devices."""
+    own = [True] * len(traced.in_avals)
+    of_own = depends(traced, own)[: len(names)]
+    if all(of_own):
+        return
+    shared = [not is_concrete(x) for x in traced.consts]
+    of_shared = depends(traced, [False] * len(own), shared)
+    if not any(of_shared[: len(names)]):
+        return
+    twice = {
+        i: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
+        for i, x in rows.items()
+    }
+    try:
+        twin = jax.make_jaxpr(f)(twice, rng)
+    except Exception:  # a loss for one number of rows: it cannot be asked
+        return
+    of_number = depends(traced, own, twin=twin)
+    for i, name in enumerate(names):
+        if of_shared[i] and not of_number[i]:
+            yield name
+
+
+def _exchanges(jaxpr: Any) -> Iterator[tuple[str, set[str]]]:
+    """The operations between devices in a traced function, with their axes."""
+    for equation in jaxpr.eqns:
+        along = equation.params.get("axes", equation.params.get("axis_name", ()))
+        along = {along} if isinstance(along, str) else along
+        names = {n for n in along or () if isinstance(n, str)}
+        if names and equation.primitive.name != "axis_index":
+            yield equation.primitive.name, names
+        for inner in functions_in(equation):
+            yield from _exchanges(getattr(inner, "jaxpr", inner))

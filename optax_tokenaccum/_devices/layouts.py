@@ -1,0 +1,148 @@
+"""The sums of a window over several devices, seen from all of them at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._core.overwritten import overwritten
+from optax_tokenaccum._core.sums import Sums
+from optax_tokenaccum._devices.mesh import DataParallel
+from optax_tokenaccum._devices.shardings import (
+    entries_of,
+    entry_of,
+    names_in,
+    only,
+    without,
+)
+from optax_tokenaccum._steps.placement import is_explicit, is_sharding, sharding_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SumsOnDevices(Sums):
+    """Sums that are spread over devices.
+
+    Attributes:
+      devices: over which they are spread.
+      shardings: of the parameters, where known.
+    """
+
+    devices: DataParallel
+    shardings: Any = None
+
+
+class SumsOfDevices(_SumsOnDevices):
+    """A sum of each device's own, seen from outside: `[devices, ...]`."""
+
+    def zeros(self, params: Any, dtypes: Any) -> Any:
+        names, size = self.devices.names, self.devices.size
+
+        def zero(p: Any, dtype: Any) -> jax.Array:
+            other = without(names, entries_of(sharding_of(p), jnp.ndim(p)))
+            shape = (size, *jnp.shape(p))
+            sharding = self.devices.sharding(self.devices.entry, *other)
+            return _zeros(shape, dtype, sharding, p)
+
+        return jax.tree.map(zero, params, dtypes)
+
+    def total(self, stored: Any) -> Any:
+        names, mesh = self.devices.names, self.devices.mesh
+        leaves, structure = jax.tree.flatten(stored)
+        shardings = [None] * len(leaves)
+        if self.shardings is not None:
+            shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
+        specs = [
+            entries_of(sharding, x.ndim - 1)
+            for sharding, x in zip(shardings, leaves, strict=True)
+        ]
+        scattered = [P(*only(names, spec)) for spec in specs]
+
+        def add_up(sums: list[jax.Array]) -> list[jax.Array]:
+            return [
+                _reduce(jax.lax.squeeze(x, (0,)), names, spec)
+                for x, spec in zip(sums, scattered, strict=True)
+            ]
+
+        # Over all axes where shardings are known: XLA gathers what is spread over an
+        # axis left to it, before it scatters over another.
+        axes = names if self.shardings is None else mesh.axis_names
+        sums = jax.shard_map(
+            add_up,
+            mesh=None if is_explicit(mesh) else mesh,
+            axis_names={*axes},
+            in_specs=([P(self.devices.entry, *without(names, s)) for s in specs],),
+            out_specs=[P(*_innermost(names, spec)) for spec in specs],
+            check_vma=False,
+        )(leaves)
+        total = jax.tree.unflatten(structure, sums)
+        return jax.tree.map(
+            lambda x, each, is_overwritten: each.max(0) if is_overwritten else x,
+            total,
+            stored,
+            overwritten(stored),
+        )
+
+
+class ShardedSums(_SumsOnDevices):
+    """One sum for each parameter, spread over the devices as well as it can be."""
+
+    def zeros(self, params: Any, dtypes: Any) -> Any:
+        def zero(p: Any, dtype: Any) -> jax.Array:
+            spec = self.devices.spread(p, sharding_of(p))
+            return _zeros(jnp.shape(p), dtype, self.devices.sharding(*spec), p)
+
+        return self.stored(jax.tree.map(zero, params, dtypes))
+
+    def stored(self, opened: Any) -> Any:
+        return self._constrained(opened, self.devices.spread)
+
+    def settled(self, params: Any) -> Any:
+        """Parameters after an update, gathered where that is, not on every call."""
+        return self._constrained(params, lambda x, s: entries_of(s, x.ndim))
+
+    def _constrained(self, tree: Any, spec_of: Callable[[Any, Any], list[Any]]) -> Any:
+        """The tree with the spec of each leaf and of its parameter's sharding."""
+        leaves, structure = jax.tree.flatten(tree)
+        if self.shardings is None or all(map(checks.is_concrete, leaves)):
+            return tree
+        mesh: Any = self.devices.mesh
+        if is_explicit(mesh):  # under auto_axes, where it is another
+            mesh = jax.sharding.get_abstract_mesh()
+        shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
+        placed = [
+            jax.lax.with_sharding_constraint(
+                x, NamedSharding(mesh, P(*spec_of(x, sharding)))
+            )
+            for x, sharding in zip(leaves, shardings, strict=True)
+        ]
+        return jax.tree.unflatten(structure, placed)
+
+
+def _innermost(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
+    """The spec with these axes behind others of an entry, where a scatter puts them."""
+    return [
+        entry_of(tuple(sorted(names_in(entry), key=lambda name: name in names)))
+        for entry in spec
+    ]
+
+
+def _zeros(shape: Any, dtype: Any, sharding: NamedSharding, like: Any) -> jax.Array:
+    """Never on one device first, where they may not fit."""
+    if checks.is_concrete(like):
+        return jnp.zeros(shape, dtype, device=sharding)
+    return jnp.zeros(shape, dtype)
+
+
+def _reduce(x: jax.Array, names: tuple[str, ...], spec: P) -> jax.Array:
+    """The sum over the devices, each with the part of it that `spec` says."""
+    scattered = [(axis, entry) for axis, entry in enumerate(spec) if entry]
+    gone = {name for _, entry in scattered for name in names_in(entry)}
+    rest = tuple(name for name in names if name not in gone)
+    for axis, entry in scattered:
+        x = jax.lax.psum_scatter(x, entry, scatter_dimension=axis, tiled=True)
+    return jax.lax.psum(x, rest) if rest else x

@@ -1,0 +1,166 @@
+"""Rows spread over devices: each sums the gradients of its own, and they meet once."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._devices.axes import as_names
+from optax_tokenaccum._devices.processes import Agreement
+from optax_tokenaccum._devices.shardings import entries_of, entry_of, names_in
+from optax_tokenaccum._steps.placement import is_explicit, is_sharding
+from optax_tokenaccum._steps.state import StepMetrics
+
+ReduceEvery = Literal["window", "micro_batch"]
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The part of a mesh over which rows are spread.
+
+    Attributes:
+      mesh: all devices, with axes for other kinds of parallelism perhaps.
+      names: of the axes over which rows are spread.
+      reduce_every: `"window"` if every device keeps a sum of its own.
+      agreement: of the processes that have these devices.
+    """
+
+    mesh: Mesh
+    names: tuple[str, ...]
+    reduce_every: ReduceEvery
+    agreement: Agreement
+
+    @property
+    def size(self) -> int:
+        """The parts that the rows are cut into."""
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def entry(self) -> Any:
+        """What a spec has for an axis that is spread over the devices."""
+        return entry_of(self.names)
+
+    @property
+    def keeps_sums_apart(self) -> bool:
+        return self.reduce_every == "window"
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, P(*spec))
+
+    def map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """`f` of every device's part, other axes left to the compiler.
+
+        Types carry no marks of what differs in `f`: a `loss_fn` with a loop that begins
+        with zeros would have to cast them first.
+        """
+        return jax.shard_map(
+            f,
+            # Under auto_axes the mesh is another: that of the context.
+            mesh=None if is_explicit(self.mesh) else self.mesh,
+            axis_names={*self.names},
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def auto(self, f: Callable[..., Any], state: Any, axis: int = 0) -> Any:
+        """`f` with the compiler choosing shardings, on an Explicit mesh too.
+
+        Args:
+          f: returns a state and metrics.
+          state: the shardings of that state, where known.
+          axis: along which each device's `aux` stands in the metrics.
+        """
+        if not is_explicit(self.mesh):
+            return f
+        state = jax.tree.map(lambda s: s or self.sharding(), state, is_leaf=is_sharding)
+        aux = [*[None] * axis, self.entry] if self.keeps_sums_apart else []
+        everywhere: Any = self.sharding()
+        metrics = StepMetrics(*[everywhere] * len(StepMetrics._fields))
+        metrics = metrics._replace(aux=self.sharding(*aux))
+        return jax.sharding.auto_axes(f, out_sharding=(state, metrics))
+
+    def spread(self, x: Any, sharding: NamedSharding | None) -> list[Any]:
+        """The spec of `x` with the data axes on the longest axis that they divide.
+
+        Args:
+          x: a parameter or its sum.
+          sharding: of the parameter.
+        """
+        shape = jnp.shape(x)
+        spec = entries_of(sharding, len(shape))
+        taken = {name for entry in spec for name in names_in(entry)}
+        free = tuple(name for name in self.names if name not in taken)
+        parts = math.prod(self.mesh.shape[name] for name in free)
+        for axis in np.argsort([-n for n in shape], kind="stable"):
+            if free and not spec[axis] and shape[axis] % parts == 0:
+                spec[axis] = entry_of(free)
+                break
+        return spec
+
+    def place_params(self, params: Any) -> Any:
+        """The parameters on the mesh, as they are where they are on it already.
+
+        Raises:
+          ValueError: some are on another mesh.
+        """
+
+        def place(path: str, x: Any) -> Any:
+            sharding = getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding):
+                return jax.device_put(x, self.sharding())
+            if checks.is_concrete(x) and sharding.mesh != self.mesh:
+                raise ValueError(
+                    "The parameters must be on the mesh given to the step, or on a "
+                    f"single device: at {path} got {sharding.mesh}, the step has "
+                    f"{self.mesh}. Make one mesh, and use it for both."
+                )
+            return x
+
+        leaves = [place(path, x) for path, x in checks.named_leaves(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def make_data_parallel(
+    mesh: Any, data_axes: Any, reduce_every: Any
+) -> DataParallel | None:
+    """Checks what steps are told about devices.
+
+    Raises:
+      TypeError: no mesh, no names.
+      ValueError: one without the other; axes that the mesh has not.
+    """
+    if reduce_every not in ("window", "micro_batch"):
+        raise ValueError(
+            "reduce_every must be 'window' or 'micro_batch', when the devices' sums "
+            f"meet: got {reduce_every!r}."
+        )
+    if mesh is None and data_axes is None:
+        if reduce_every != "window":
+            raise ValueError(
+                "reduce_every needs mesh and data_axes, to know the devices: got "
+                f"{reduce_every!r} without. Give both, or leave it out."
+            )
+        return None
+    if mesh is None or data_axes is None:
+        raise ValueError(
+            "mesh and data_axes go together, the devices and the axes over which rows "
+            f"are spread: got mesh={mesh!r} and data_axes={data_axes!r}."
+        )
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh: got {mesh!r}.")
+    names = as_names(data_axes, "data_axes")
+    unknown = [name for name in names if name not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"data_axes must be axes of the mesh: got {unknown}, the mesh has "
+            f"{list(mesh.axis_names)}."
+        )
+    return DataParallel(mesh, names, reduce_every, Agreement(mesh))

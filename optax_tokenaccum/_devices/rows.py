@@ -1,0 +1,160 @@
+"""Which arrays of a batch are rows, and spreading those over the devices."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._devices.mesh import DataParallel
+from optax_tokenaccum._devices.shardings import names_in
+from optax_tokenaccum._ragged.planned_window import PlannedWindow
+from optax_tokenaccum._steps.placement import sharding_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SpreadRows:
+    """A batch on the devices of a step.
+
+    What is whole is part of the tree's structure: inside of `jit` the arrays of a mesh
+    with Auto axes no longer say how they are placed.
+
+    Attributes:
+      batch: what `loss_fn` is given, or the micro-batches of a window.
+      is_whole: of each leaf, whether every device has all of it.
+      axis: that of the rows, in the other leaves.
+    """
+
+    batch: Any
+    is_whole: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    axis: int = dataclasses.field(metadata={"static": True})
+
+    def specs(self, devices: DataParallel) -> Any:
+        """The specs of the batch."""
+        rows = P(*[None] * self.axis, devices.entry)
+        specs = [P() if is_whole else rows for is_whole in self.is_whole]
+        return jax.tree.unflatten(jax.tree.structure(self.batch), specs)
+
+
+def spread_rows(devices: DataParallel, batch: Any, axis: int = 0) -> SpreadRows:
+    """The batch with its rows spread; arrays stay as they are on a mesh already.
+
+    Args:
+      devices: over which the rows are spread.
+      batch: a tree of arrays, or of their shapes. All with the axis of the rows have
+        equally many, except those that are placed on every device as a whole.
+      axis: that of the rows. What has no such axis goes to all devices.
+
+    Raises:
+      ValueError: the leaves differ in their rows, the devices do not divide them, or
+        arrays are of one process among several.
+    """
+    _check_process(devices, batch)
+    spread = SpreadRows(batch, _which_are_whole(devices, batch, axis), axis)
+
+    def place(x: Any, spec: P) -> Any:
+        if _is_on_a_mesh(x) or not checks.is_concrete(x):
+            return x
+        sharding = devices.sharding(*spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
+
+    placed = jax.tree.map(place, batch, spread.specs(devices))
+    return dataclasses.replace(spread, batch=placed)
+
+
+def _check_process(devices: DataParallel, batch: Any) -> None:
+    """Raises where arrays are of one process among several."""
+    if devices.sharding().is_fully_addressable:
+        return
+    for x in jax.tree.leaves(batch):
+        is_local = hasattr(x, "__array__") and checks.is_concrete(x)
+        if is_local and not _is_on_a_mesh(x):
+            raise ValueError(
+                "A batch for the devices of several processes must be made of "
+                "arrays over all of them: got one of this process alone, of shape "
+                f"{jnp.shape(x)}. Let each process give its rows to "
+                "jax.make_array_from_process_local_data."
+            )
+
+
+def _which_are_whole(devices: DataParallel, batch: Any, axis: int) -> tuple[bool, ...]:
+    leaves = jax.tree.leaves(batch)
+    shapes = [jnp.shape(x) for x in leaves]
+    is_whole = [len(shape) <= axis for shape in shapes]
+    if isinstance(batch, PlannedWindow):  # its leaves have axes of different sizes
+        if batch.parts % devices.size:
+            raise ValueError(
+                "A PlannedWindow must be in as many parts as there are devices, or a "
+                f"multiple: got batch_multiple {batch.parts} and {devices.size} "
+                f"devices of data_axes {devices.names}. Give pad_window that number."
+            )
+        return tuple(is_whole)
+    arrays = [i for i, is_scalar in enumerate(is_whole) if not is_scalar]
+    copies = [i for i in arrays if _is_on_every_device(devices, leaves[i])]
+    rows = [i for i in arrays if i not in copies]
+    if not rows:  # somebody placed all of the batch on every device
+        rows, copies = copies, []
+    divide = all(shapes[i][axis] % devices.size == 0 for i in rows)
+    if rows and not (divide and (devices.size == 1 or not devices.keeps_sums_apart)):
+        _check_rows(devices, batch, rows, copies, axis)
+    for i in copies:
+        is_whole[i] = True
+    return tuple(is_whole)
+
+
+def _check_rows(
+    devices: DataParallel, batch: Any, rows: list[int], copies: list[int], axis: int
+) -> None:
+    """Raises unless the leaves at `rows`, and no others, have as many to share."""
+    size, named = devices.size, checks.named_leaves(batch)
+    found = [(path, jnp.shape(x), jnp.shape(x)[axis:][:1]) for path, x in named]
+    over = f"the {size} devices of data_axes {devices.names}"
+    path, shape, number = found[rows[0]]
+    for i in rows[1:]:
+        other, its_shape, its_number = found[i]
+        if its_number != number:
+            raise ValueError(
+                "All arrays of a micro-batch must have the same number of rows, which "
+                f"are spread over {over}: got shape {shape} at {path} and {its_shape} "
+                f"at {other}. Give loss_fn what has no rows as a keyword, step(state, "
+                "batch, name=array), or place it on every device with "
+                "NamedSharding(mesh, PartitionSpec())."
+            )
+    if number[0] % size:
+        raise ValueError(
+            f"The rows of a micro-batch must be a multiple of {over}: got {number[0]} "
+            f"in an array of shape {shape} at {path}. Add rows without tokens, plan "
+            f"with batch_multiple={size} say."
+        )
+    for i in copies if devices.keeps_sums_apart else ():
+        other, its_shape, its_number = found[i]
+        if its_number == number:
+            raise ValueError(
+                "An array that is whole on every device must not have as many rows as "
+                f"those that are spread over {over}: got shape {its_shape} at {other}, "
+                f"whole, and {shape} at {path}. If these are rows, spread them too; "
+                "if not, give them to loss_fn as a keyword, step(state, batch, "
+                "name=array)."
+            )
+
+
+def _is_on_a_mesh(x: Any) -> bool:
+    return isinstance(getattr(x, "sharding", None), NamedSharding)
+
+
+def _is_on_every_device(devices: DataParallel, x: Any) -> bool:
+    """Whether `x` is known to be placed on all devices of the data axes as a whole."""
+    sharding = sharding_of(x)
+    if sharding is None:
+        return False
+    is_traced = not checks.is_concrete(x)
+    if is_traced and not {*devices.names} <= {*sharding.mesh.explicit_axes}:
+        return False  # its type does not say
+    spread_over = {name for entry in sharding.spec for name in names_in(entry)}
+    return spread_over <= {*devices.mesh.axis_names} - {*devices.names}

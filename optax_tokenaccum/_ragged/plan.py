@@ -1,0 +1,207 @@
+"""Cutting ragged sequences into micro-batches of few shapes and little padding."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optax_tokenaccum._core.checks import as_count
+
+
+class MicroBatchPlan(NamedTuple):
+    """Which sequences of a window go into one micro-batch, and its shape.
+
+    Attributes:
+      indices: of the sequences, int64 `[at most num_rows]`.
+      num_rows: rows of the array; those without a sequence carry no weight.
+      length: what every row is padded to, in tokens.
+
+    Example:
+      >>> from optax_tokenaccum import plan_window
+      >>> plan = plan_window([3, 60, 2], max_tokens=64)[0]
+      >>> print(plan.indices, plan.num_rows, plan.length)
+      [1] 1 64
+    """
+
+    indices: np.ndarray
+    num_rows: int
+    length: int
+
+
+def plan_window(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    max_tokens: int,
+    length_buckets: Sequence[int] | None = None,
+    batch_multiple: int = 1,
+) -> list[MicroBatchPlan]:
+    """Cuts a window's sequences into micro-batches that cost the least.
+
+    The update does not depend on how a window is cut, so sequences may be sorted by
+    length and padded only to the next bucket. A bucket has one shape for the whole run,
+    `max_tokens // length` rows, so that a step compiles once per bucket. The plan has
+    the fewest padded tokens that these shapes allow: the longest sequence must go into
+    some shape, and may as well take the next longest along, which leaves a dynamic
+    program over the sorted window.
+
+    Plans are deterministic. With several processes, plan on the lengths of all of them:
+    processes that disagree on shapes compute garbage or hang.
+
+    Args:
+      lengths: tokens of each sequence.
+      max_tokens: the most that `num_rows * length` may be.
+      length_buckets: lengths to pad to, in any order, see `choose_length_buckets`;
+        by default the powers of two that fit.
+      batch_multiple: `num_rows` is a multiple of it: of the devices that share a batch.
+
+    Returns:
+      Plans in which every sequence stands once, the longest first.
+
+    Raises:
+      ValueError: there is no sequence; one is empty, or longer than every bucket; a
+        bucket has no room for `batch_multiple` rows. Sequences are named by index.
+      TypeError: an argument that is no integer.
+
+    Example:
+      >>> from optax_tokenaccum import plan_window
+      >>> lengths = [5, 31, 4, 8, 30, 6]
+      >>> for plan in plan_window(lengths, max_tokens=64, length_buckets=[8, 32]):
+      ...     print(plan.indices, plan.num_rows, plan.length)
+      [1 4] 2 32
+      [3 5 0 2] 8 8
+    """
+    tokens = _as_lengths(lengths)
+    max_tokens = as_count(max_tokens, "max_tokens")
+    batch_multiple = as_count(batch_multiple, "batch_multiple")
+    shapes = shapes_of(max_tokens, length_buckets, batch_multiple)
+    longest_bucket = shapes[-1][1]
+    too_long = np.flatnonzero(tokens > longest_bucket)
+    if too_long.size:
+        raise ValueError(
+            "Every sequence must fit into a bucket: got one of "
+            f"{tokens[too_long[0]]} tokens at index {too_long[0]}, the longest bucket "
+            f"has {longest_bucket}. Cut it, leave it out, or add a bucket."
+        )
+    order = np.argsort(-tokens, kind="stable")
+    plans, start = [], 0
+    for num_rows, length in _cheapest(tokens[order], shapes):
+        plans.append(MicroBatchPlan(order[start : start + num_rows], num_rows, length))
+        start += num_rows
+    return plans
+
+
+def choose_length_buckets(
+    lengths: Sequence[int] | np.ndarray,
+    n: int,
+    *,
+    cost: Callable[[np.ndarray, int], Any] | None = None,
+) -> tuple[int, ...]:
+    r"""The `n` lengths to pad to that waste the least on these sequences.
+
+    Exactly: a dynamic program over the distinct lengths :math:`u_j`, in which a bucket
+    of the sequences longer than :math:`u_i` and up to :math:`u_j` costs their number
+    times :math:`u_j`. Time and memory go with the square of the distinct lengths.
+
+    Args:
+      lengths: tokens of each sequence of a sample of the data.
+      n: how many buckets at most, each a program to compile.
+      cost: `cost(rows, length)` of so many rows (an array of integers) padded to a
+        length, where it is not `rows * length`: `rows * length**2`, say, for attention.
+
+    Returns:
+      At most `n` lengths in increasing order; the last is the longest sequence's.
+
+    Raises:
+      ValueError: there is no sequence, or one is empty; it is named by index.
+      TypeError: an argument that is no integer.
+
+    Example:
+      >>> from optax_tokenaccum import choose_length_buckets
+      >>> choose_length_buckets([3, 3, 4, 4, 30, 31, 32], 2)
+      (4, 32)
+    """
+    n = as_count(n, "n")
+    distinct, counts = np.unique(_as_lengths(lengths), return_counts=True)
+    if len(distinct) <= n:
+        return tuple(distinct.tolist())
+    cost = cost or (lambda rows, length: rows * length)
+    rows_up_to = np.concatenate([[0], np.cumsum(counts)])
+    # best[b, j]: the least cost of the j shortest lengths in at most b + 1 buckets.
+    best = np.full((n, len(distinct) + 1), np.inf)
+    best[:, 0] = 0
+    previous = np.zeros(best.shape, np.int64)
+    for j, length in enumerate(distinct.tolist(), start=1):
+        bucket = np.asarray(cost(rows_up_to[j] - rows_up_to[:j], length), np.float64)
+        best[0, j] = bucket[0]
+        totals = best[:-1, :j] + bucket
+        previous[1:, j] = totals.argmin(1)
+        best[1:, j] = totals.min(1)
+    chosen, j = [], len(distinct)
+    for b in reversed(range(n)):
+        if j == 0:
+            break
+        chosen.append(int(distinct[j - 1]))
+        j = int(previous[b, j])
+    return tuple(reversed(chosen))
+
+
+def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    tokens = np.asarray(lengths)
+    if tokens.ndim != 1 or not tokens.size:
+        raise ValueError(
+            "lengths must be a list of at least one sequence's tokens: got shape "
+            f"{tokens.shape}."
+        )
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"lengths must be integers: got {tokens.dtype}.")
+    empty = np.flatnonzero(tokens < 1)
+    if empty.size:
+        raise ValueError(
+            f"Every length must be at least 1: got {tokens[empty[0]]} at index "
+            f"{empty[0]}. Leave such sequences out."
+        )
+    return tokens.astype(np.int64)
+
+
+def shapes_of(
+    max_tokens: int, length_buckets: Sequence[int] | None, batch_multiple: int
+) -> list[tuple[int, int]]:
+    """`(num_rows, length)` of every bucket, the shortest first."""
+    if length_buckets is None:
+        limit = max_tokens // batch_multiple
+        length_buckets = [2**i for i in range(limit.bit_length())]
+    lengths = sorted({as_count(length, "A length bucket") for length in length_buckets})
+    shapes = [
+        (max_tokens // length // batch_multiple * batch_multiple, length)
+        for length in lengths
+    ]
+    if not shapes or shapes[-1][0] == 0:
+        longest = lengths[-1] if lengths else None
+        raise ValueError(
+            "Every length bucket must leave room for batch_multiple rows: got "
+            f"max_tokens {max_tokens}, batch_multiple {batch_multiple} and a longest "
+            f"bucket of {longest}. Raise max_tokens, or drop the bucket."
+        )
+    return shapes
+
+
+def _cheapest(
+    lengths: np.ndarray, shapes: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Shapes for lengths in falling order, each filled before the next."""
+    count = len(lengths)
+    cost = np.zeros(count + 1)
+    choice = np.zeros(count, np.int64)
+    fits = np.searchsorted([length for _, length in shapes], lengths)
+    for start in reversed(range(count)):
+        totals = [
+            num_rows * length + cost[min(start + num_rows, count)]
+            for num_rows, length in shapes[fits[start] :]
+        ]
+        choice[start] = fits[start] + int(np.argmin(totals))
+        cost[start] = min(totals)
+    chosen, start = [], 0
+    while start < count:
+        chosen.append(shapes[choice[start]])
+        start += chosen[-1][0]
+    return chosen

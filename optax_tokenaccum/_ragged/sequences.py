@@ -1,0 +1,160 @@
+"""What ragged sequences share, and what stands where they have no token."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_tokenaccum._core.checks import named_leaves
+
+
+class Leaf(NamedTuple):
+    """One leaf of every sequence.
+
+    Attributes:
+      path: its name in errors.
+      per_token: whether it is `[length, ...]`, and not one number for the sequence.
+      features: its shape behind the tokens' axis.
+      dtype: that of the array it becomes, one that jax keeps.
+      pad: what stands where there is no token, of that dtype.
+    """
+
+    path: str
+    per_token: bool
+    features: tuple[int, ...]
+    dtype: np.dtype
+    pad: np.ndarray
+
+    def padding(self, *shape: int) -> np.ndarray:
+        """An array of this leaf that holds no sequence yet."""
+        return np.full((*shape, *self.features), self.pad, self.dtype)
+
+    def expects(self) -> str:
+        axes = ", ".join(map(str, ("length", *self.features)))
+        return f"{self.dtype.name}[{axes}]" if self.per_token else self.dtype.name
+
+
+class Sequences:
+    """The sequences of a window, checked as they are read; the first says what all are.
+
+    A sequence is a pytree: a leaf with an axis has a row for each token, a scalar is of
+    the sequence as a whole.
+    """
+
+    def __init__(self, sequences: Any, pad_values: Any):
+        if isinstance(sequences, Mapping) or not hasattr(sequences, "__getitem__"):
+            raise TypeError(
+                "sequences must be a list of sequences, each a pytree of arrays "
+                f"[length, ...]: got {type(sequences).__name__}."
+            )
+        if len(sequences) == 0:
+            raise ValueError("There must be at least one sequence: got none.")
+        self._sequences = sequences
+        self.structure = jax.tree.structure(sequences[0])
+        pads = jax.tree.leaves(_broadcast(pad_values, sequences[0]))
+        self.leaves = [
+            _as_leaf(path, x, pad)
+            for (path, x), pad in zip(named_leaves(sequences[0]), pads, strict=True)
+        ]
+        if not any(leaf.per_token for leaf in self.leaves):
+            raise ValueError(
+                "A sequence must have a leaf with an axis, its tokens: got only "
+                f"scalars, {self.structure}. A list is a container: give "
+                "np.asarray(tokens)."
+            )
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def read(self, index: int) -> list[np.ndarray]:
+        """The leaves of one sequence, which are as those of the first."""
+        leaves, structure = jax.tree.flatten(self._sequences[index])
+        if structure != self.structure:
+            raise ValueError(
+                "All sequences must have the structure of the first: expected "
+                f"{self.structure}, got {structure} at index {index}. A list is a "
+                "container: give np.asarray(tokens)."
+            )
+        arrays = [np.asarray(x) for x in leaves]
+        for leaf, x in zip(self.leaves, arrays, strict=True):
+            got = bool(x.ndim), x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)
+            if got != (leaf.per_token, leaf.features, leaf.dtype):
+                raise ValueError(
+                    "All sequences must have the dtypes and shapes of the first: at "
+                    f"{leaf.path} expected {leaf.expects()}, got {x.dtype} of shape "
+                    f"{x.shape} at index {index}."
+                )
+        return arrays
+
+    def length_of(self, index: int, arrays: list[np.ndarray]) -> int:
+        """The tokens of a sequence that was read, on which its leaves must agree."""
+        first, *others = [
+            (len(x), leaf.path)
+            for leaf, x in zip(self.leaves, arrays, strict=True)
+            if leaf.per_token
+        ]
+        for other in others:
+            if other[0] != first[0]:
+                raise ValueError(
+                    "The leaves of a sequence must have one length: got "
+                    f"{first[0]} at {first[1]} and {other[0]} at {other[1]} of the "
+                    f"sequence at index {index}. Cut inputs and labels alike."
+                )
+        return first[0]
+
+
+def _broadcast(pad_values: Any, sequence: Any) -> Any:
+    try:
+        return jax.tree.broadcast(pad_values, sequence)
+    except ValueError as error:
+        raise ValueError(
+            "pad_values must be one number for all leaves, or a tree of numbers with "
+            f"the structure of a sequence or of its beginning: expected a prefix of "
+            f"{jax.tree.structure(sequence)}, got {jax.tree.structure(pad_values)}."
+        ) from error
+
+
+def _as_leaf(path: str, x: Any, pad: Any) -> Leaf:
+    given = np.asarray(x)
+    if not _is_number(given):
+        raise TypeError(
+            f"The leaves of a sequence must be numbers: got {given.dtype} at {path} of "
+            "the sequence at index 0."
+        )
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(given.dtype))
+    return Leaf(
+        path, bool(given.ndim), given.shape[1:], dtype, _as_pad(pad, dtype, path)
+    )
+
+
+def _as_pad(pad: Any, dtype: np.dtype, path: str) -> np.ndarray:
+    given = np.asarray(pad)
+    if given.shape != () or not _is_number(given):
+        raise TypeError(
+            f"A pad value must be a number: got {pad!r} for {path}. What weighs "
+            "nothing depends on the loss: False for a mask, -100 for labels with "
+            "ignore_index=-100, say."
+        )
+    is_complex = [jnp.issubdtype(d, jnp.complexfloating) for d in (given.dtype, dtype)]
+    if is_complex != [True, False]:
+        with np.errstate(all="ignore"):
+            cast = given.astype(dtype)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            # Rounded, as every number is; but neither overflown nor lost.
+            fits = np.isfinite(cast) == np.isfinite(given)
+            fits &= np.isnan(cast) == np.isnan(given)
+        else:
+            fits = cast == given
+        if fits:
+            return cast
+    raise ValueError(
+        f"A pad value must fit the dtype of its leaf: got {pad!r} for {path} of "
+        f"{dtype}. Give each leaf its own: pad_values={{'inputs': 0, 'mask': False}}, "
+        "say."
+    )
+
+
+def _is_number(x: np.ndarray) -> bool:
+    return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.number)

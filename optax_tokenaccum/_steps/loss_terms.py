@@ -1,0 +1,134 @@
+"""Several losses in one window, each over a denominator of its own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_tokenaccum._core.arrays import divide
+from optax_tokenaccum._core.checks import as_num_tokens
+from optax_tokenaccum._devices.axes import Axes
+from optax_tokenaccum._devices.counts import check_sums
+from optax_tokenaccum._steps.micro_batches import Group
+
+# count_fn(batch) -> {name: count of that loss in the batch, or None}
+CountFn = Callable[[Any], dict[str, Any]]
+
+
+class LossTerms:
+    r"""Makes `loss_fn(params, batch) -> {name: loss_sum}` one loss of the window.
+
+    :math:`\sum_j \left(\sum_i \ell_{ij} / N_j\right)` with :math:`N_j = \sum_i n_{ij}`.
+    The gradients of terms with different denominators cannot share an accumulator and
+    be divided at the end; with the totals known first, each micro-batch's loss is
+    already divided, and one accumulator is enough. That is why a count may depend on
+    the batch alone: `count_fn` is not given the parameters.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        count_fn: CountFn,
+        has_aux: bool,
+        count_dtype: Any,
+    ):
+        self._loss_fn = loss_fn
+        self._count_dtype = count_dtype
+        self._count_fn = count_fn
+        self._has_aux = has_aux
+
+    def totals(self, groups: list[Group], axes: Axes) -> dict[str, Any]:
+        """The window's count of every term, over the micro-batches that run.
+
+        Args:
+          groups: of the micro-batches.
+          axes: over whose devices the counts are summed too.
+        """
+
+        def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
+            return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
+
+        def of_rows(batch: Any, _: None) -> tuple[dict[str, Any], None]:
+            named = self._counts(batch).items()
+            return {f"the count {n!r}": x for n, x in named if x is not None}, None
+
+        check_sums(of_rows, groups[0].pick(0), None, axes)
+        shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
+        totals = jax.tree.map(jnp.zeros_like, shapes)
+        for group in groups:
+            body = functools.partial(add, group.pick)
+            totals = jax.lax.fori_loop(group.start, group.stop, body, totals)
+        return axes.sum(totals)
+
+    def share_of(self, totals: dict[str, Any]) -> Callable[..., Any]:
+        """A `loss_fn` that returns a micro-batch's share of the window's loss.
+
+        Its `num_tokens` is 1, or 0 for a micro-batch in which every count is 0: that
+        one adds nothing, as always.
+        """
+
+        def share(params: Any, batch: Any, **loss_kwargs: Any) -> Any:
+            returned = self._loss_fn(params, batch, **loss_kwargs)
+            terms, aux = self._split(returned)
+            _check_names(terms, totals)
+            loss = sum(_divided(terms[name], total) for name, total in totals.items())
+            counts = self._counts(batch)
+            holds_any = jnp.asarray(
+                [True if count is None else count > 0 for count in counts.values()]
+            ).any()
+            num_tokens = holds_any.astype(jnp.float32)
+            return loss, (num_tokens, aux) if self._has_aux else num_tokens
+
+        return share
+
+    def _split(self, returned: Any) -> tuple[Any, Any]:
+        if not self._has_aux:
+            return returned, None
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                "With count_fn and has_aux, loss_fn must return ({name: loss_sum}, "
+                f"aux): got {type(returned).__name__}."
+            )
+        return returned
+
+    def _counts(self, batch: Any) -> dict[str, Any]:
+        counts = self._count_fn(batch)
+        if not isinstance(counts, dict) or not counts:
+            raise TypeError(
+                "count_fn must return a dictionary {name: count or None}, one for each "
+                f"loss: got {type(counts).__name__}."
+            )
+        return {
+            name: None
+            if count is None
+            else _usable(as_num_tokens(count, f"the count {name!r}", self._count_dtype))
+            for name, count in counts.items()
+        }
+
+
+def _usable(count: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(count) & (count > 0), count, 0)
+
+
+def _divided(term: Any, total: jax.Array | None) -> jax.Array:
+    term = jnp.asarray(term)
+    if total is None:
+        return term
+    return jnp.where(total > 0, divide(term, jnp.where(total > 0, total, 1)), 0)
+
+
+def _check_names(terms: Any, totals: dict[str, Any]) -> None:
+    if not isinstance(terms, dict):
+        raise TypeError(
+            "With count_fn, loss_fn must return a dictionary {name: loss_sum}: got "
+            f"{type(terms).__name__}."
+        )
+    if terms.keys() != totals.keys():
+        raise ValueError(
+            "Every loss needs a count and every count a loss, by the same name: got "
+            f"losses {sorted(terms)} and counts {sorted(totals)}. A count must come "
+            "from the batch alone; where it depends on the model no single pass can "
+            "divide by it: give None and divide by something known."
+        )

@@ -1,0 +1,110 @@
+"""Taking an open window over to another number of devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._core.overwritten import overwritten
+from optax_tokenaccum._steps.state import StepState, require_step_state
+
+
+def regroup_sums(state: StepState, like: StepState) -> StepState:
+    """A train step's state laid out for the devices of another step.
+
+    A step with `data_axes` holds a sum of each device's own, `[devices, ...]`. When a
+    checkpoint of such a run goes on elsewhere, in the middle of a window, these must be
+    added up in new groups and not be lost: 8 sums become 4, 1, or 16 of which some are
+    zeros. Without `data_axes` there is one sum of each parameter's shape; that is taken
+    and given too.
+
+    The applied gradient is the same but for the rounding of float32. On as many devices
+    as before nothing is added and it is the same bit for bit.
+
+    Args:
+      state: as it was saved.
+      like: a state of the step that goes on, `step.init(params)`, or its shapes with
+        shardings; every array is put where it is there.
+
+    Returns:
+      `state` in the shapes and shardings of `like`.
+
+    Raises:
+      TypeError: either is no `StepState` of a train step.
+      ValueError: the two differ in more than the layout of the sums.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step, regroup_sums
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "data")
+      >>> many = make_train_step(
+      ...     loss_fn, optax.sgd(1.0), 2, mesh=mesh, data_axes="data")
+      >>> state = many.init(jnp.zeros(()))
+      >>> state, _ = many(state, jnp.ones(2 * jax.device_count()))
+      >>> one = make_train_step(loss_fn, optax.sgd(1.0), 2)
+      >>> state = regroup_sums(jax.device_get(state), one.init(jnp.zeros(())))
+      >>> state, _ = one(state, jnp.ones(3))
+      >>> print(state.params)
+      -1.0
+    """
+    for each in (state, like):
+        require_step_state(each, accumulates=True)
+    sums = jax.tree.map(
+        _regrouped,
+        state.opt_state.acc_grads,
+        like.opt_state.acc_grads,
+        like.params,
+        overwritten(like.params),
+    )
+    state = state._replace(opt_state=state.opt_state._replace(acc_grads=sums))
+    checks.check_same_tree(state, like, "The states must be of the same training")
+    return jax.tree.map(_put, state, like)
+
+
+def _regrouped(acc: Any, like: Any, param: Any, is_overwritten: bool) -> Any:
+    shape = jnp.shape(param)
+    if acc.shape == like.shape or shape not in (acc.shape, acc.shape[1:]):
+        return acc
+
+    def regroup(acc: jax.Array) -> jax.Array:
+        acc = acc.reshape(_number_of_sums(acc, shape), *shape)
+        groups = _number_of_sums(like, shape)
+        missing = -len(acc) % groups
+        nothing = -jnp.inf if is_overwritten else 0
+        padding = [(0, missing), *[(0, 0)] * len(shape)]
+        acc = jnp.pad(acc, padding, constant_values=nothing)
+        acc = acc.reshape(groups, len(acc) // groups, *shape)
+        acc = acc.max(1) if is_overwritten else acc.sum(1)
+        return acc.reshape(like.shape)
+
+    return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
+
+
+def _number_of_sums(acc: Any, shape: tuple[int, ...]) -> int:
+    return 1 if acc.shape == shape else acc.shape[0]
+
+
+def _on_devices_of(like: Any, acc: Any) -> Any:
+    """The sums where a program that returns `like` can read them."""
+    sharding = _sharding(like)
+    if sharding is None or not isinstance(acc, jax.Array):
+        return acc
+    if acc.sharding.device_set == sharding.device_set:
+        return acc
+    return jax.device_get(acc)
+
+
+def _put(x: Any, like: Any) -> Any:
+    sharding = _sharding(like)
+    if sharding is not None:
+        return jax.device_put(x, sharding)
+    return jnp.asarray(jax.device_get(x) if getattr(x, "committed", False) else x)
+
+
+def _sharding(like: Any) -> Any:
+    """Where `like` must be, if it is bound to devices."""
+    is_bound = getattr(like, "committed", True)
+    return getattr(like, "sharding", None) if is_bound else None

@@ -1,0 +1,294 @@
+"""A train step of one micro-batch a call, with no updates to discard."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core.accumulation import make_accumulation
+from optax_tokenaccum._core.checks import is_concrete
+from optax_tokenaccum._core.loss_fn import LossFn
+from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._devices.mesh import ReduceEvery, make_data_parallel
+from optax_tokenaccum._devices.modes import init_on, over_all
+from optax_tokenaccum._devices.rows import spread_rows
+from optax_tokenaccum._steps import static_args
+from optax_tokenaccum._steps.compile_ahead import Progress, compile_all, distinct
+from optax_tokenaccum._steps.halves import AccumulateStep, CloseWindowStep
+from optax_tokenaccum._steps.memo import MiniStepMemo
+from optax_tokenaccum._steps.placement import PlacedJit, Placement, Placements
+from optax_tokenaccum._steps.programs import Programs
+from optax_tokenaccum._steps.state import StepMetrics, StepState, require_step_state
+
+
+class TrainStep:
+    """What `make_train_step` returns: `step(state, batch) -> (state, metrics)`.
+
+    Attributes:
+      accumulate: `accumulate(state, batch, *, rng=None, **loss_kwargs)` adds a
+        micro-batch and never closes the window.
+      close_window: `close_window(state)` closes the window with the denominator it
+        has; without any token in it no update is applied.
+
+    Both return `(state, StepMetrics)` and have `.lower` with the same arguments, whose
+    arrays may be `jax.ShapeDtypeStruct`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> step = make_train_step(lambda p, x: (jnp.sum(p * x), x.size), optax.sgd(1.0))
+      >>> state = step.init(jnp.zeros(()))
+      >>> for x in (jnp.full(1, 2.0), jnp.full(9, 10.0)):  # the data says how many
+      ...     state, metrics = step.accumulate(state, x)
+      >>> state, metrics = step.close_window(state)
+      >>> print(state.params)
+      -9.2
+    """
+
+    def __init__(self, programs: Programs, donate: bool):
+        self._accumulation = programs.accumulation
+        self._devices = programs.devices
+        self._memo = MiniStepMemo()
+        self._placements = Placements()
+        shared = programs, self._memo, self._placements, donate
+        self.accumulate = AccumulateStep(*shared)
+        self.close_window = CloseWindowStep(*shared)
+        self._whole = PlacedJit(
+            programs.whole, lambda state: state, programs.auto, donate
+        )
+
+    def init(self, params: Any) -> StepState:
+        """A state that holds a copy of `params`: donation never kills the caller's.
+
+        `jax.eval_shape(step.init, params)` is a target to restore a checkpoint into;
+        over several devices the state itself is, with its shardings.
+
+        Args:
+          params: a pytree of arrays; integers among them are never updated. On a step
+            with a mesh they stay where they are on it, and go to all devices otherwise.
+
+        Raises:
+          TypeError: a leaf of `params` is no array.
+          ValueError: they are on another mesh than the step's.
+        """
+        params = arrays.owned(params)
+        accumulation = over_all(self._devices, self._accumulation)
+        params, opt_state = init_on(self._devices, params, accumulation.init)
+        # An optimizer may hand out arrays of its own, the key of optax.add_noise say.
+        state = StepState(params, arrays.owned(opt_state))
+        self._memo.remember(state.opt_state.mini_step, 0)
+        return state
+
+    def __call__(
+        self,
+        state: StepState,
+        batch: Any,
+        *,
+        rng: jax.Array | None = None,
+        **loss_kwargs: Any,
+    ) -> tuple[StepState, StepMetrics]:
+        """Adds a micro-batch, and applies the update if the window closes with it.
+
+        Args:
+          state: from `init` or the call before; donated, so use the new one after.
+          batch: what `loss_fn` is given, any pytree of arrays. Another shape compiles
+            once more and goes on in the same window.
+          rng: one key for the whole run; `loss_fn` is given it as `rng`, folded with
+            `gradient_step` and `mini_step`.
+          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
+            numbers are traced; bools, strings and functions are static.
+
+        Raises:
+          ValueError: the step has no schedule; with a mesh, the arrays of the batch
+            differ in their rows, or `num_tokens` does not depend on them.
+          TypeError: `state` is not a `StepState`, or `loss_fn` returned something
+            else than `(loss_sum, num_tokens)`.
+        """
+        require_step_state(state, accumulates=True)
+        if not self._accumulation.schedule.is_set:
+            raise ValueError(
+                "This step has no schedule, so nothing says when its window closes: "
+                "got neither every_k_schedule nor every_n_tokens. Give one to "
+                "make_train_step, or call step.accumulate(state, batch) for each "
+                "micro-batch and step.close_window(state) at the end of the window."
+            )
+        k = self._host_known_k(state)
+        if k is None:
+            if self._devices is not None:
+                self._devices.agreement.check(batch)
+            placement, arguments, static = self._arguments(
+                state, batch, rng, loss_kwargs
+            )
+            state, metrics = self._whole.at(placement)(*arguments, static=static)
+            self._placements.remember(state.opt_state.mini_step, placement)
+            return state, metrics
+        self.close_window.make_ready(state)
+        is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
+        state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
+        if not is_last:
+            self.close_window.stay_ready(state)
+            return state, added
+        state, closed = self.close_window(state)
+        return state, closed._replace(skipped=added.skipped, aux=added.aux)
+
+    def compile(
+        self,
+        state: StepState,
+        batches: Iterable[Any],
+        *,
+        rng: jax.Array | None = None,
+        progress: Progress = iter,
+        **loss_kwargs: Any,
+    ) -> None:
+        """Compiles the programs of every shape of batch, so that no call will.
+
+        Those are `accumulate` for each shape and `close_window`; where the step is one
+        program, that one for each shape, and `close_window` for a partial window.
+
+        Args:
+          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`; the
+            state itself where parameters were placed on devices: programs depend on it.
+          batches: a list of batches, or of their shapes; those of the same shapes share
+            a program.
+          rng: as for a call.
+          progress: wraps the list of programs, to show how far it is: `tqdm.tqdm` or
+            `rich.progress.track`.
+          **loss_kwargs: as for a call.
+
+        Raises:
+          TypeError: `batches` is no list; what a call with one of them raises.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax
+          >>> from optax_tokenaccum import make_train_step
+          >>> def loss_fn(params, x):
+          ...     return jnp.sum(params * x), x.size
+          >>> step = make_train_step(loss_fn, optax.sgd(1.0))
+          >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 9)]
+          >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), shapes)
+        """
+        require_step_state(state, accumulates=True)
+        has_schedule = self._accumulation.schedule.is_set
+        is_whole = has_schedule and self._host_known_k(state) is None
+        lower = self._lower_whole if is_whole else self.accumulate.lower
+        programs = [
+            functools.partial(lower, state, batch, rng=rng, **loss_kwargs)
+            for batch in distinct(batches, "batches")
+        ]
+        compile_all(
+            [*programs, functools.partial(self.close_window.lower, state)], progress
+        )
+
+    def _lower_whole(
+        self, state: StepState, batch: Any, *, rng: Any, **loss_kwargs: Any
+    ) -> jax.stages.Lowered:
+        placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
+        return self._whole.at(placement).lower(*arguments, static=static)
+
+    def _arguments(
+        self, state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
+    ) -> tuple[Placement | None, tuple[Any, ...], static_args.StaticPart]:
+        if self._devices is not None:
+            batch = spread_rows(self._devices, batch)
+        placement = self._placements.of(state, state.opt_state.mini_step)
+        traced, static = static_args.split(loss_kwargs)
+        return placement, (state, batch, rng, traced), static
+
+    def _host_known_k(self, state: StepState) -> int | None:
+        """The window's micro-batches, if the host can count them: two programs then."""
+        k = self._accumulation.schedule.every_k
+        keeps_count = self._accumulation.should_skip_update_fn is None
+        is_known = keeps_count and is_concrete(state.opt_state.mini_step)
+        return k if isinstance(k, int) and is_known else None
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    every_k_schedule: CountSchedule | None = None,
+    *,
+    every_n_tokens: CountSchedule | None = None,
+    has_aux: bool = False,
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    accumulator_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    reduce_every: ReduceEvery = "window",
+    donate: bool = True,
+) -> TrainStep:
+    r"""Builds a jitted train step of one micro-batch a call.
+
+    The parameters move by the inner optimizer's update on :math:`\sum_i g_i / \sum_i
+    n_i` when, and only when, the window closes. No `updates` are handed out, so none
+    can be discarded or applied twice, the mistake behind
+    https://github.com/google-deepmind/optax/issues/1567.
+
+    With an int `every_k_schedule` and no skip function the host knows when a window
+    closes, and the step is two programs, "accumulate" and "close"; otherwise, and
+    inside an outer `jit` or `scan`, it is one. No call waits for the device, but for
+    the first after a restore, which reads one counter.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss
+        *summed* over the micro-batch's tokens, not their mean, and how many there were;
+        for instance from `softmax_cross_entropy_sum`. An auxiliary loss that is a mean
+        goes in as `loss_sum + c * aux_loss * num_tokens`. The likeliest mistake is a
+        loss that is no sum, or a count from another mask: `check_loss_fn` finds it.
+      optimizer: the plain inner optimizer, run once per window; clipping goes inside.
+      every_k_schedule: micro-batches in a window, or a function from `gradient_step`
+        to that number.
+      every_n_tokens: instead, the window closes once it holds at least this many
+        tokens; or a function from `gradient_step`. With neither, call the two halves.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      mesh: the devices, see `data_axes`.
+      data_axes: the axis, or axes, of `mesh` over which the rows of a batch are spread.
+        `loss_fn` then sees one device's rows, which it counts (and must not name these
+        axes), each device keeps a sum of its own, and they meet once, when the window
+        closes. All arrays of a batch have the same number of rows, except those that
+        are placed on every device; give others to `loss_fn` as keywords. Other axes of
+        the mesh are left to the compiler. Without a mesh arrays that are spread over
+        devices are right too, and gradients meet in every micro-batch.
+      reduce_every: `"window"`, as above: parameters that are spread over the data axes
+        are gathered for every micro-batch, and every device needs room for all of a
+        gradient. `"micro_batch"`: the gradients of all rows meet in every micro-batch,
+        and the sums are spread over the data axes, like such parameters (FSDP), or
+        though the parameters are not (ZeRO-2). `loss_fn` then sees all rows.
+      donate: update buffers in place. The state given to a call is gone after it.
+
+    Returns:
+      A `TrainStep`: `init`, the step itself, and its halves `accumulate` and
+      `close_window`.
+
+    Raises:
+      ValueError: as for `token_accumulation`.
+      TypeError: likewise, or `loss_fn` is not a function.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, batch):
+      ...     errors = (params["w"] * batch["x"] - batch["y"]) ** 2
+      ...     return jnp.sum(errors * batch["mask"]), jnp.sum(batch["mask"])
+      >>> step = make_train_step(loss_fn, optax.sgd(0.1), every_k_schedule=2)
+      >>> state = step.init({"w": jnp.zeros(())})
+      >>> for mask in ([1.0, 0.0, 0.0], [1.0, 1.0, 1.0]):
+      ...     batch = {"x": jnp.ones(3), "y": jnp.ones(3), "mask": jnp.asarray(mask)}
+      ...     state, metrics = step(state, batch)
+      ...     print(metrics.updated, metrics.num_tokens, state.params["w"])
+      False 1.0 0.0
+      True 4.0 0.2
+    """
+    checks.check_function(loss_fn, "loss_fn")
+    accumulation = make_accumulation(
+        optimizer,
+        make_schedule(every_k_schedule, every_n_tokens),
+        should_skip_update_fn=should_skip_update_fn,
+        accumulator_dtype=accumulator_dtype,
+    )
+    devices = make_data_parallel(mesh, data_axes, reduce_every)
+    return TrainStep(Programs(loss_fn, accumulation, has_aux, devices), donate)

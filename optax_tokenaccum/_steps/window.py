@@ -1,0 +1,209 @@
+"""A whole window in one program: its exact mean loss and gradient."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient, unpack
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms
+from optax_tokenaccum._steps.micro_batches import Group, explained, groups_of
+
+
+def window_value_and_grad(
+    loss_fn: LossFn,
+    *,
+    has_aux: bool = False,
+    count_fn: CountFn | None = None,
+    accumulator_dtype: Any = None,
+) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], Any]]:
+    r"""The exact mean loss and gradient of a window, like `jax.value_and_grad`.
+
+    :math:`\left(\sum_i \ell_i / \sum_i n_i,\; \sum_i \nabla \ell_i / \sum_i n_i\right)`
+    over micro-batches with summed losses :math:`\ell_i` and token counts :math:`n_i`,
+    for people who own their step. One loop over the micro-batches with one accumulator
+    of the parameters' size; it may stand inside any `jit`. The gradient of an integer
+    parameter is zeros of its dtype, which every optimizer takes.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
+        *summed* over the micro-batch's tokens.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      count_fn: for several losses with denominators of their own: `count_fn(batch) ->
+        {name: count}`, and `loss_fn` returns `{name: loss_sum}`, with `has_aux`
+        `({name: loss_sum}, aux)`. The loss is :math:`\sum_j \sum_i \ell_{ij} / \sum_i
+        n_{ij}`; a count of `None` leaves its term undivided. Counts come from the batch
+        alone: they are summed over the window before the first backward pass.
+      accumulator_dtype: dtype of the sums; by default float32, or the parameter's own
+        where that is wider.
+
+    Returns:
+      `f(params, micro_batches, *, rng=None, num_micro_batches=None, **loss_kwargs) ->
+      ((loss, (num_tokens, aux)), grads)`.
+
+      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`; or the
+        `PlannedWindow` of sequences of many lengths, see `pad_window`: then k is its
+        capacity, and `loss_fn` is traced once for each shape.
+      * `rng`: one key for this window; `loss_fn` is given it as `rng`, folded with the
+        index of the micro-batch. Fold the number of the update in yourself.
+      * `num_micro_batches`: runs only the first so many; traced, without compiling
+        again for another number. An array is clipped to 0 to `k`.
+      * `loss_kwargs`: go to `loss_fn` as they are, not differentiated.
+      * `loss`: float32, or wider where a parameter is; `num_tokens`: of the window,
+        with `count_fn` a dictionary of totals; `aux`: stacked `[k, ...]`, zeros where
+        not run, or `None`; `grads`: in the parameters' dtypes.
+
+      A window without tokens has a loss and a gradient of 0.
+
+    Raises:
+      ValueError: leading axes that differ or are 0, named by leaf; a
+        `num_micro_batches` outside 0 to `k`, unless it is an array.
+      TypeError: `loss_fn` returned something else.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_tokenaccum import window_value_and_grad
+      >>> def loss_fn(w, batch):
+      ...     return jnp.sum(w * batch["x"] * batch["mask"]), jnp.sum(batch["mask"])
+      >>> micro_batches = {"x": jnp.asarray([[2.0, 0.0, 0.0], [30.0, 30.0, 30.0]]),
+      ...                  "mask": jnp.asarray([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])}
+      >>> f = jax.jit(window_value_and_grad(loss_fn))
+      >>> (loss, (num_tokens, _)), grad = f(jnp.asarray(1.0), micro_batches)
+      >>> print(loss, num_tokens, grad)  # not 16, the mean of the means
+      23.0 4.0 23.0
+    """
+    window = Window(
+        loss_fn,
+        has_aux,
+        count_fn,
+        make_accumulation(
+            optax.identity(),
+            make_schedule(),
+            accumulator_dtype=accumulator_dtype,
+            token_mean=count_fn is None,
+        ),
+    )
+
+    def value_and_grad(
+        params: Any,
+        micro_batches: Any,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **loss_kwargs: Any,
+    ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
+        state, num_tokens, _, aux = window.run(
+            window.accumulation,
+            micro_batches,
+            params,
+            rng,
+            num_micro_batches,
+            loss_kwargs,
+        )
+        loss, _ = window.accumulation.window_so_far(state)
+        gradient = window.accumulation.window_gradient(state, like=params)
+        return (loss, (num_tokens, aux)), gradient
+
+    return value_and_grad
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The loop over a window's micro-batches, for the function and for the step."""
+
+    loss_fn: LossFn
+    has_aux: bool
+    count_fn: CountFn | None
+    accumulation: Accumulation
+
+    def __post_init__(self) -> None:
+        checks.check_function(self.loss_fn, "loss_fn")
+        if self.count_fn is not None:
+            checks.check_function(self.count_fn, "count_fn")
+
+    def run(
+        self,
+        accumulation: Accumulation,
+        micro_batches: Any,
+        params: Any,
+        rng: jax.Array | None,
+        num_micro_batches: Any,
+        loss_kwargs: dict[str, Any],
+    ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
+        """`(state before the close, num_tokens, whether any was skipped, aux)`."""
+        axes = accumulation.sums.axes
+        capacity, groups = groups_of(micro_batches, num_micro_batches)
+
+        def with_note(f: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                with explained(micro_batches, args[-1]):
+                    return f(*args, **kwargs)
+
+            return called
+
+        loss_fn, has_aux, totals = with_note(self.loss_fn), self.has_aux, None
+        empty = accumulation.empty_window(params)
+        if self.count_fn is not None:
+            count_fn, dtype = with_note(self.count_fn), empty.acc_tokens.dtype
+            terms = LossTerms(loss_fn, count_fn, has_aux, dtype)
+            totals = terms.totals(groups, axes)
+            loss_fn = terms.share_of(totals)
+
+        def kwargs_at(i: Any) -> dict[str, Any]:
+            return loss_kwargs | key_at(rng, axes, i)
+
+        def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            state, any_skipped, auxes = carry
+            (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
+                loss_fn, has_aux, params, pick(i), kwargs_at(i), axes
+            )
+            state, skipped = accumulation.add(
+                gradient, state, params, num_tokens, loss_sum
+            )
+            auxes = jax.tree.map(
+                lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
+            )
+            return state, any_skipped | skipped, auxes
+
+        def aux_of_first(pick: Any) -> Any:
+            returned = loss_fn(params, pick(0), **kwargs_at(0))
+            return unpack(returned, has_aux)[1][1]
+
+        carry = (
+            empty,
+            jnp.zeros((), jnp.bool_),
+            jax.tree.map(
+                lambda x: jnp.zeros((capacity, *x.shape), x.dtype),
+                _same_for_all(aux_of_first, groups) if has_aux else None,
+            ),
+        )
+        for group in groups:
+            body = functools.partial(add, group.pick)
+            carry = jax.lax.fori_loop(group.start, group.stop, body, carry)
+        state, any_skipped, auxes = carry
+        if totals is None:
+            totals = accumulation.window_so_far(state)[1]
+        return state, totals, any_skipped, axes.beside(auxes, 1)
+
+
+def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:
+    """The shapes of `aux`, which are stacked and so must not depend on the length."""
+    first, *others = [
+        jax.eval_shape(functools.partial(aux_of_first, group.pick)) for group in groups
+    ]
+    for other in others:
+        checks.check_same_tree(
+            other,
+            first,
+            "aux must have the same shapes in micro-batches of every length, for it is "
+            "stacked (reduce what is per row or per token in loss_fn)",
+        )
+    return first

@@ -1,0 +1,327 @@
+"""A train step of one window a call."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_tokenaccum._core import arrays
+from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.loss_fn import LossFn
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._devices.mesh import (
+    DataParallel,
+    ReduceEvery,
+    make_data_parallel,
+)
+from optax_tokenaccum._devices.modes import init_on, over_all, over_rows
+from optax_tokenaccum._devices.rows import spread_rows
+from optax_tokenaccum._steps import static_args
+from optax_tokenaccum._steps.compile_ahead import Progress, compile_all, distinct
+from optax_tokenaccum._steps.loss_terms import CountFn
+from optax_tokenaccum._steps.micro_batches import check_micro_batches, explained
+from optax_tokenaccum._steps.placement import PlacedJit, Placement, Placements, as_it_is
+from optax_tokenaccum._steps.state import (
+    StepMetrics,
+    StepState,
+    close_and_apply,
+    require_step_state,
+)
+from optax_tokenaccum._steps.window import Window
+
+
+class WindowStep:
+    """What `make_window_step` returns: `step(state, micro_batches)`, one window a call.
+
+    `.lower` takes the same arguments, whose arrays may be `jax.ShapeDtypeStruct`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_window_step
+      >>> step = make_window_step(lambda p, x: (jnp.sum(p * x), x.size), optax.sgd(1.0))
+      >>> state = step.init(jnp.zeros(()))
+      >>> micro_batches = jnp.array([[2.0, 4.0], [6.0, 8.0], [0.0, 0.0]])
+      >>> state, metrics = step(state, micro_batches, num_micro_batches=2)
+      >>> print(state.params, metrics.num_tokens)
+      -5.0 4.0
+    """
+
+    def __init__(self, window: Window, devices: DataParallel | None, donate: bool):
+        self._window = window
+        self._devices = devices
+        self._placements = Placements()
+        auto = as_it_is if devices is None else functools.partial(devices.auto, axis=1)
+        self._jitted = PlacedJit(self._program, lambda state: state, auto, donate)
+
+    def init(self, params: Any) -> StepState:
+        """A state with a copy of `params` and the inner optimizer's own state.
+
+        Args:
+          params: a pytree of arrays; integers among them are never updated. On a step
+            with a mesh they stay where they are on it, and go to all devices otherwise.
+
+        Raises:
+          TypeError: a leaf of `params` is no array.
+          ValueError: they are on another mesh than the step's.
+        """
+        params = arrays.owned(params)
+        init = self._window.accumulation.init_inner
+        params, inner_opt_state = init_on(self._devices, params, init)
+        return StepState(params, arrays.owned(inner_opt_state))
+
+    def __call__(
+        self,
+        state: StepState,
+        micro_batches: Any,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **loss_kwargs: Any,
+    ) -> tuple[StepState, StepMetrics]:
+        """Runs the window and applies its update, unless it holds no token.
+
+        Args:
+          state: from `init` or the call before; donated, so use the new one after.
+          micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
+            `PlannedWindow`, see `pad_window`. An error in `loss_fn` has a note with the
+            shapes that it was given.
+          rng: one key for this window, folded with the index of the micro-batch. The
+            state has no counter: fold the number of the update in yourself.
+          num_micro_batches: runs only the first so many; one more program for all
+            numbers together.
+          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
+            numbers are traced; bools, strings and functions are static.
+        """
+        if self._devices is not None:
+            is_known = isinstance(num_micro_batches, int | np.integer)
+            number = num_micro_batches if is_known else None
+            self._devices.agreement.check(micro_batches, number)
+        placement, arguments, static = self._arguments(
+            state, micro_batches, rng, num_micro_batches, loss_kwargs
+        )
+        state, metrics = self._jitted.at(placement)(*arguments, static=static)
+        self._placements.remember(_tell_tale(state), placement)
+        return state, metrics
+
+    def lower(
+        self,
+        state: StepState,
+        micro_batches: Any,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **loss_kwargs: Any,
+    ) -> jax.stages.Lowered:
+        placement, arguments, static = self._arguments(
+            state, micro_batches, rng, num_micro_batches, loss_kwargs
+        )
+        return self._jitted.at(placement).lower(*arguments, static=static)
+
+    def compile(
+        self,
+        state: StepState,
+        windows: Iterable[Any],
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        progress: Progress = iter,
+        **loss_kwargs: Any,
+    ) -> None:
+        """Compiles the program of every shape, so that no call will.
+
+        Args:
+          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`; the
+            state itself where parameters were placed on devices: programs depend on it.
+          windows: a list of what will be given as `micro_batches`, or of its shapes;
+            windows of the same shapes share a program. A run of `PlannedWindow`,
+            all of the same settings, has one.
+          rng: as for a call.
+          num_micro_batches: as for a call; any number stands for all.
+          progress: wraps the list of programs, to show how far it is: `tqdm.tqdm` or
+            `rich.progress.track`.
+          **loss_kwargs: as for a call.
+
+        Raises:
+          TypeError: `windows` is no list; what a call with one of them raises.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, numpy as np, optax
+          >>> from optax_tokenaccum import make_window_step, pad_window
+          >>> def loss_fn(w, x):
+          ...     return jnp.sum(w * x), jnp.sum(x != 0)
+          >>> sequences = [np.ones(n) for n in (2, 7, 3)]
+          >>> window = pad_window(sequences, pad_values=0, max_tokens=8)
+          >>> step = make_window_step(loss_fn, optax.sgd(1.0))
+          >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), [window])
+          >>> state, metrics = step(step.init(jnp.zeros(())), window)
+          >>> print(state.params, metrics.num_tokens)
+          -1.0 12.0
+        """
+        compile_all(
+            [
+                functools.partial(
+                    self.lower,
+                    state,
+                    window,
+                    rng=rng,
+                    num_micro_batches=num_micro_batches,
+                    **loss_kwargs,
+                )
+                for window in distinct(windows, "windows")
+            ],
+            progress,
+        )
+
+    def _arguments(
+        self,
+        state: StepState,
+        micro_batches: Any,
+        rng: jax.Array | None,
+        num_micro_batches: Any,
+        loss_kwargs: dict[str, Any],
+    ) -> tuple[Placement | None, tuple[Any, ...], static_args.StaticPart]:
+        require_step_state(state, accumulates=False)
+        check_micro_batches(micro_batches, num_micro_batches)
+        if self._devices is not None:
+            with explained(micro_batches, micro_batches):
+                micro_batches = spread_rows(self._devices, micro_batches, axis=1)
+        placement = self._placements.of(state, _tell_tale(state))
+        traced, static = static_args.split(loss_kwargs)
+        arguments = state, micro_batches, rng, num_micro_batches, traced
+        return placement, arguments, static
+
+    def _program(
+        self,
+        placement: Placement | None,
+        state: StepState,
+        micro_batches: Any,
+        rng: jax.Array | None,
+        num_micro_batches: Any,
+        traced: list[Any],
+        static: static_args.StaticPart,
+    ) -> tuple[StepState, StepMetrics]:
+        def run(
+            accumulation: Accumulation,
+            _: None,
+            micro_batches: Any,
+            params: Any,
+            rng: jax.Array | None,
+            num_micro_batches: Any,
+            traced: list[Any],
+        ) -> tuple[TokenAccumulationState, Any, Any]:
+            state, num_tokens, any_skipped, aux = self._window.run(
+                accumulation,
+                micro_batches,
+                params,
+                rng,
+                num_micro_batches,
+                static_args.join(traced, static),
+            )
+            return state, (num_tokens, any_skipped), aux
+
+        accumulation = self._window.accumulation
+        open_window, (num_tokens, any_skipped), aux = over_rows(
+            self._devices,
+            accumulation,
+            placement,
+            run,
+            None,
+            micro_batches,
+            state.params,
+            rng,
+            num_micro_batches,
+            traced,
+            axis=1,
+        )
+        params, closed, metrics = close_and_apply(
+            over_all(self._devices, accumulation, placement),
+            open_window.mini_step > 0,
+            state.params,
+            open_window._replace(inner_opt_state=state.opt_state),
+        )
+        return StepState(params, closed.inner_opt_state), metrics._replace(
+            num_tokens=num_tokens, skipped=any_skipped, aux=aux
+        )
+
+
+def make_window_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    count_fn: CountFn | None = None,
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    accumulator_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    reduce_every: ReduceEvery = "window",
+    donate: bool = True,
+) -> WindowStep:
+    """Builds a jitted train step of a whole window a call: one program, one update.
+
+    `window_value_and_grad` and the update of `optimizer`. Nothing but its own state
+    lives between windows, so its checkpoints load as they are.
+
+    The `StepMetrics` are those of the window: `skipped` says whether any micro-batch
+    was rejected, `aux` is stacked `[k, ...]`, `mini_step` is 0, and `gradient_step` is
+    1 or 0, the updates of this call, since the state has no counter.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
+        *summed* over the micro-batch's tokens.
+      optimizer: the plain optimizer, run once per window; clipping goes inside.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      count_fn: for several losses with denominators of their own, see
+        `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
+      should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      mesh: the devices, see `make_train_step`.
+      data_axes: the axis, or axes, of `mesh` over which the rows of micro-batches are
+        spread: the second axis of their leaves, see `make_train_step`. The devices'
+        sums meet after the last.
+      reduce_every: when they meet instead, see `make_train_step`.
+      donate: update buffers in place. The state given to a call is gone after it.
+
+    Raises:
+      ValueError: `count_fn` and `should_skip_update_fn` together: a micro-batch that is
+        rejected would have been counted already.
+      TypeError: an argument of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_window_step, split_batch
+      >>> def loss_fn(params, batch):
+      ...     errors = (params["w"] * batch["x"] - batch["y"]) ** 2
+      ...     return jnp.sum(errors), batch["x"].size
+      >>> step = make_window_step(loss_fn, optax.sgd(0.1))
+      >>> state = step.init({"w": jnp.zeros(())})
+      >>> batch = {"x": jnp.ones(8), "y": jnp.ones(8)}
+      >>> state, metrics = step(state, split_batch(batch, 4))
+      >>> print(state.params["w"], metrics.loss, metrics.num_tokens)
+      0.2 1.0 8.0
+    """
+    if count_fn is not None and should_skip_update_fn is not None:
+        raise ValueError(
+            "count_fn and should_skip_update_fn cannot go together: counts are summed "
+            "before the first backward pass, and a micro-batch rejected later would "
+            "stay in every denominator. Drop one of them."
+        )
+    accumulation = make_accumulation(
+        optimizer,
+        make_schedule(),
+        should_skip_update_fn=should_skip_update_fn,
+        accumulator_dtype=accumulator_dtype,
+        token_mean=count_fn is None,
+    )
+    devices = make_data_parallel(mesh, data_axes, reduce_every)
+    window = Window(loss_fn, has_aux, count_fn, accumulation)
+    return WindowStep(window, devices, donate)
+
+
+def _tell_tale(state: StepState) -> Any:
+    """The array of the state by which its placement is remembered."""
+    return next(iter(jax.tree.leaves(state.params)), None)
