@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_tokenaccum._accumulation import has_updated
-from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
@@ -179,7 +179,7 @@ def _taken_over(new: Any, old: Any) -> Any:
             "token counts are lost. Take a checkpoint whose mini_step is 0, or give up "
             "the open window: state._replace(mini_step=0)."
         )
-    checks.check_same_tree(
+    trees.check_same_tree(
         old.inner_opt_state,
         new.inner_opt_state,
         "The old inner state must be one of tx's inner optimizer and parameters",

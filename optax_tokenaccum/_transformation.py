@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.overwritten import check_has_none
 from optax_tokenaccum._core.state import TokenAccumulationState
@@ -77,7 +77,7 @@ class Transformation:
                 **extra_args,
             )
         )
-        checks.check_same_tree(
+        trees.check_same_tree(
             shapes,
             whole.acc_grads,
             "The inner optimizer must return updates like the parameters",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.loss_fn import unpack
 from optax_tokenaccum._multi_steps import accumulation_of
@@ -269,7 +269,7 @@ def _take_back(skipped: jax.Array, before: dict[Any, Any], model: nnx.Module) ->
     """Gives the model's variables what they held `before`, where `skipped`."""
     after = _held(nnx.state(model))
     pairs = {path: (before[path], after[path]) for path in before if path in after}
-    checks.check_same_tree(
+    trees.check_same_tree(
         {"/".join(map(str, path)): new for path, (_, new) in pairs.items()},
         {"/".join(map(str, path)): old for path, (old, _) in pairs.items()},
         "With should_skip_update_fn the model's variables must keep their shapes, so "

@@ -10,7 +10,7 @@ import numpy as np
 from optax_tokenaccum._audit import reading
 from optax_tokenaccum._audit.report import AuditReport, Parameter
 from optax_tokenaccum._audit.verdict import Evidence, judge
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.loss_fn import LossFn
 
 
@@ -131,7 +131,7 @@ def _default_rtol(params: Any) -> float:
 def _parameters(params: Any, applied: np.ndarray, exact: np.ndarray) -> list[Parameter]:
     found, start = [], 0
     for (path, _), numbers in zip(
-        checks.named_leaves(params), reading.numbers(params), strict=True
+        trees.named_leaves(params), reading.numbers(params), strict=True
     ):
         end = start + numbers.size
         if end > start:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 
 # (loss_sum, num_tokens) of some rows, at some parameters.
 Measure = Callable[[Any], tuple[float, float]]
@@ -105,7 +105,7 @@ def _check_masks(
 
 def _masks(batch: Any) -> Iterator[Mask]:
     """Bools, zeros and ones, weights, labels with an ignore index."""
-    named = checks.named_leaves(batch)
+    named = trees.named_leaves(batch)
     seen: list[Mask] = []
     for place, (path, leaf) in enumerate(named):
         nothing = _value_of_nothing(leaf)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._audit.check_count import RTOL, Measure, check_count, rows_of
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.loss_fn import LossFn, unpack
 
 
@@ -108,7 +108,7 @@ def check_loss_fn(
     """
     checks.check_function(loss_fn, "loss_fn")
     batches = [jax.tree.map(_as_numpy, batch) for batch in micro_batches]
-    sizes = [checks.leading_axis(batch, "a micro-batch") for batch in batches]
+    sizes = [trees.leading_axis(batch, "a micro-batch") for batch in batches]
     if max(sizes, default=0) < 2:
         raise ValueError(
             "check_loss_fn needs a micro-batch of at least two rows, to cut it: got "
@@ -160,7 +160,7 @@ def _as_numpy(x: Any) -> Any:
 
 def _findings_on_sums(measure: Measure, batch: Any, rtol: float) -> Iterator[str]:
     """What does not add up when rows are counted twice or apart."""
-    rows = checks.leading_axis(batch, "a micro-batch")
+    rows = trees.leading_axis(batch, "a micro-batch")
 
     def same(x: float, y: float, size: float = 0.0) -> bool:
         return abs(x - y) <= rtol * max(abs(x), abs(y), size)

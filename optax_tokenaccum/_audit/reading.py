@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.loss_fn import LossFn, sums_and_gradient
 from optax_tokenaccum._core.overwritten import overwritten
 from optax_tokenaccum._devices.axes import Axes
@@ -53,7 +53,7 @@ class Loop(NamedTuple):
         """The parameters after the loop, where one update moves them, or none (-1)."""
         optimizer = _reading_optimizer(which, scale)
         moved = self.run(optimizer, arrays.owned(params), list(micro_batches))
-        checks.check_same_tree(
+        trees.check_same_tree(
             moved, params, "run must return the parameters it was given, moved"
         )
         return jax.tree.map(jnp.asarray, moved)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.overwritten import nothing_yet, overwritten, zeroed
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
@@ -105,7 +105,7 @@ class Accumulation:
         """
         checks.check_state(state, TokenAccumulationState)
         totals, axes = self.sums.opened(state.acc_grads), self.sums.axes.here()
-        checks.check_same_tree(
+        trees.check_same_tree(
             updates,
             totals,
             "Gradients must have the tree and shapes of the parameters given to init",
@@ -113,7 +113,7 @@ class Accumulation:
         updates = jax.tree.map(arrays.without_float0, updates, totals)
         weighted = self.token_mean and self.gradients == "mean"
         num_tokens = checks.as_num_tokens(num_tokens, dtype=state.acc_tokens.dtype)
-        if not checks.is_zero(num_tokens):
+        if not trees.is_zero(num_tokens):
             axes.check_tokens(updates, num_tokens, is_mean=weighted)
         value = checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
         usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
@@ -278,7 +278,7 @@ class Accumulation:
         should_skip, skip_state = self.should_skip_update_fn(
             zeroed(mean), state.gradient_step, params
         )
-        checks.check_same_tree(
+        trees.check_same_tree(
             state.skip_state,
             skip_state,
             "skip_state must come from this should_skip_update_fn (keep the function "
@@ -345,6 +345,6 @@ def _branch(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) 
 
     Eagerly a `cond` over new closures would be compiled again on every call.
     """
-    if checks.is_concrete(pred):
+    if trees.is_concrete(pred):
         return on_true() if pred else on_false()
     return jax.lax.cond(pred, on_true, on_false)

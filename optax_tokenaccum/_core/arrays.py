@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from optax_tokenaccum._core.checks import is_concrete
+from optax_tokenaccum._core.trees import is_concrete
 
 
 def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_tokenaccum._core.checks import as_count, is_concrete
+from optax_tokenaccum._core.checks import as_count
+from optax_tokenaccum._core.trees import is_concrete
 
 # A number, or a function from `gradient_step` to one.
 CountSchedule = int | Callable[[jax.Array], Any]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._devices.axes import Axes
 
 
@@ -54,7 +54,7 @@ class SumsPerDevice(Sums):
         return jax.tree.map(zero, params, dtypes)
 
     def opened(self, stored: Any) -> Any:
-        for path, x in checks.named_leaves(stored):
+        for path, x in trees.named_leaves(stored):
             if jnp.shape(x)[:1] != (1,):
                 raise ValueError(
                     "With axis_name every device must see its own sum of each "

@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core.checks import named_leaves
+from optax_tokenaccum._core.trees import named_leaves
 
 
 @dataclass(frozen=True)

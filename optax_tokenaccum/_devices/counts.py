@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optax_tokenaccum._core.checks import is_concrete
+from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.axes import Axes
 from optax_tokenaccum._devices.dependence import depends, functions_in
 

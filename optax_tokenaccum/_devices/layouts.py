@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.overwritten import overwritten
 from optax_tokenaccum._core.sums import Sums
 from optax_tokenaccum._devices.mesh import DataParallel
@@ -108,7 +108,7 @@ class ShardedSums(_SumsOnDevices):
     def _constrained(self, tree: Any, spec_of: Callable[[Any, Any], list[Any]]) -> Any:
         """The tree with the spec of each leaf and of its parameter's sharding."""
         leaves, structure = jax.tree.flatten(tree)
-        if self.shardings is None or all(map(checks.is_concrete, leaves)):
+        if self.shardings is None or all(map(trees.is_concrete, leaves)):
             return tree
         mesh: Any = self.devices.mesh
         if is_explicit(mesh):  # under auto_axes, where it is another
@@ -133,7 +133,7 @@ def _innermost(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
 
 def _zeros(shape: Any, dtype: Any, sharding: NamedSharding, like: Any) -> jax.Array:
     """Never on one device first, where they may not fit."""
-    if checks.is_concrete(like):
+    if trees.is_concrete(like):
         return jnp.zeros(shape, dtype, device=sharding)
     return jnp.zeros(shape, dtype)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._devices.axes import as_names
 from optax_tokenaccum._devices.processes import Agreement
 from optax_tokenaccum._devices.shardings import entries_of, entry_of, names_in
@@ -116,7 +116,7 @@ class DataParallel:
             sharding = getattr(x, "sharding", None)
             if not isinstance(sharding, NamedSharding):
                 return jax.device_put(x, self.sharding())
-            if checks.is_concrete(x) and sharding.mesh != self.mesh:
+            if trees.is_concrete(x) and sharding.mesh != self.mesh:
                 raise ValueError(
                     "The parameters must be on the mesh given to the step, or on a "
                     f"single device: at {path} got {sharding.mesh}, the step has "
@@ -124,7 +124,7 @@ class DataParallel:
                 )
             return x
 
-        leaves = [place(path, x) for path, x in checks.named_leaves(params)]
+        leaves = [place(path, x) for path, x in trees.named_leaves(params)]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 

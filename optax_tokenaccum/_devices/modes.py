@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import SumsPerDevice
@@ -27,7 +27,7 @@ def init_on(
     if devices is None:
         return params, init(params)
     params = devices.place_params(params)
-    is_traced = not all(map(checks.is_concrete, jax.tree.leaves(params)))
+    is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
     model = params
     if not devices.keeps_sums_apart and not is_traced:
         # What an optimizer makes like a parameter is to be where its sum is.
@@ -104,7 +104,7 @@ def over_all(
 def check_layout(acc_grads: Any, params: Any, devices: DataParallel | None) -> None:
     """Raises `ValueError` where the sums are of another number of devices."""
     lead = (devices.size,) if devices is not None and devices.keeps_sums_apart else ()
-    sums = checks.named_leaves(acc_grads)
+    sums = trees.named_leaves(acc_grads)
     for (path, acc), p in zip(sums, jax.tree.leaves(params), strict=False):
         got, own = jnp.shape(acc), jnp.shape(p)
         if got != (*lead, *own) and own in (got, got[1:]):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import names_in
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
@@ -57,7 +57,7 @@ def spread_rows(devices: DataParallel, batch: Any, axis: int = 0) -> SpreadRows:
     spread = SpreadRows(batch, _which_are_whole(devices, batch, axis), axis)
 
     def place(x: Any, spec: P) -> Any:
-        if _is_on_a_mesh(x) or not checks.is_concrete(x):
+        if _is_on_a_mesh(x) or not trees.is_concrete(x):
             return x
         sharding = devices.sharding(*spec)
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -73,7 +73,7 @@ def _check_process(devices: DataParallel, batch: Any) -> None:
     if devices.sharding().is_fully_addressable:
         return
     for x in jax.tree.leaves(batch):
-        is_local = hasattr(x, "__array__") and checks.is_concrete(x)
+        is_local = hasattr(x, "__array__") and trees.is_concrete(x)
         if is_local and not _is_on_a_mesh(x):
             raise ValueError(
                 "A batch for the devices of several processes must be made of "
@@ -112,7 +112,7 @@ def _check_rows(
     devices: DataParallel, batch: Any, rows: list[int], copies: list[int], axis: int
 ) -> None:
     """Raises unless the leaves at `rows`, and no others, have as many to share."""
-    size, named = devices.size, checks.named_leaves(batch)
+    size, named = devices.size, trees.named_leaves(batch)
     found = [(path, jnp.shape(x), jnp.shape(x)[axis:][:1]) for path, x in named]
     over = f"the {size} devices of data_axes {devices.names}"
     path, shape, number = found[rows[0]]
@@ -153,7 +153,7 @@ def _is_on_every_device(devices: DataParallel, x: Any) -> bool:
     sharding = sharding_of(x)
     if sharding is None:
         return False
-    is_traced = not checks.is_concrete(x)
+    is_traced = not trees.is_concrete(x)
     if is_traced and not {*devices.names} <= {*sharding.mesh.explicit_axes}:
         return False  # its type does not say
     spread_over = {name for entry in sharding.spec for name in names_in(entry)}

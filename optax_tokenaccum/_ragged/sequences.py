@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_tokenaccum._core.checks import named_leaves
+from optax_tokenaccum._core.trees import named_leaves
 
 
 class Leaf(NamedTuple):

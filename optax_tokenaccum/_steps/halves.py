@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from optax_tokenaccum._core.checks import is_concrete
+from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.rows import spread_rows
 from optax_tokenaccum._steps import static_args
 from optax_tokenaccum._steps.compile_ahead import signature

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from optax_tokenaccum._core.checks import is_concrete
+from optax_tokenaccum._core.trees import is_concrete
 
 T = TypeVar("T")
 

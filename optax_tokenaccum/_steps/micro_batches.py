@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
 
 
@@ -42,7 +42,7 @@ def check_micro_batches(micro_batches: Any, num_micro_batches: Any) -> int:
                 "less, give pad_window fewer sequences."
             )
         return micro_batches.capacity
-    k = checks.leading_axis(micro_batches, "micro_batches")
+    k = trees.leading_axis(micro_batches, "micro_batches")
     is_array = isinstance(num_micro_batches, jax.Array | jax.ShapeDtypeStruct)
     if num_micro_batches is None or is_array:
         return k
@@ -67,7 +67,7 @@ def explained(micro_batches: Any, given: Any) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(micro_batches, PlannedWindow):
-            named = checks.named_leaves(given)
+            named = trees.named_leaves(given)
             shapes = ", ".join(f"{jnp.shape(x)} at {path}" for path, x in named)
             error.add_note(
                 "micro_batches must have leaves [k, micro, ...], and loss_fn is given "

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from optax_tokenaccum._core.checks import is_concrete
+from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._steps.memo import ArrayMemo
 
 

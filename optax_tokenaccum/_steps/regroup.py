@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.overwritten import overwritten
 from optax_tokenaccum._steps.state import StepState, require_step_state
 
@@ -60,7 +60,7 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
         overwritten(like.params),
     )
     state = state._replace(opt_state=state.opt_state._replace(acc_grads=sums))
-    checks.check_same_tree(state, like, "The states must be of the same training")
+    trees.check_same_tree(state, like, "The states must be of the same training")
     return jax.tree.map(_put, state, like)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import checks, trees
 
 
 def split_batch(batch: Any, k: int) -> Any:
@@ -33,9 +33,9 @@ def split_batch(batch: Any, k: int) -> Any:
        [1 3 5]]
     """
     k = checks.as_count(k, "k")
-    rows = checks.leading_axis(batch, "batch")
+    rows = trees.leading_axis(batch, "batch")
     if rows % k:
-        (path, _), *_ = checks.named_leaves(batch)
+        (path, _), *_ = trees.named_leaves(batch)
         raise ValueError(
             f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
             f"{path}. Pad the batch with rows of no tokens, or drop some."

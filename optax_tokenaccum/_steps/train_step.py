@@ -9,9 +9,9 @@ import optax
 
 from optax_tokenaccum._core import arrays, checks
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.checks import is_concrete
 from optax_tokenaccum._core.loss_fn import LossFn
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.mesh import ReduceEvery, make_data_parallel
 from optax_tokenaccum._devices.modes import init_on, over_all
 from optax_tokenaccum._devices.rows import spread_rows

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient, unpack
 from optax_tokenaccum._core.schedule import make_schedule
@@ -200,7 +200,7 @@ def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> An
         jax.eval_shape(functools.partial(aux_of_first, group.pick)) for group in groups
     ]
     for other in others:
-        checks.check_same_tree(
+        trees.check_same_tree(
             other,
             first,
             "aux must have the same shapes in micro-batches of every length, for it is "

@@ -1,0 +1,73 @@
+"""Looking into trees of arrays, and errors that name a leaf."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the value of `x` can be read now, outside any trace."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def is_zero(x: Any) -> bool:
+    """Whether `x` is known to be 0."""
+    return is_concrete(x) and not np.any(np.asarray(x))
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Every leaf with its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path) or "the root", leaf) for path, leaf in leaves]
+
+
+def leading_axis(tree: Any, name: str) -> int:
+    """The leading axis that all leaves share, at least 1; `ValueError` otherwise."""
+    shapes = [(path, jnp.shape(leaf)) for path, leaf in named_leaves(tree)]
+    if not shapes:
+        raise ValueError(f"{name} must hold at least one array: got {tree!r}.")
+    for path, shape in shapes:
+        if not shape or shape[0] == 0:
+            raise ValueError(
+                f"The leaves of {name} must have a leading axis of at least 1: got "
+                f"shape {shape} at {path}."
+            )
+    first, (size, *_) = shapes[0]
+    for path, shape in shapes:
+        if shape[0] != size:
+            raise ValueError(
+                f"The leaves of {name} must have the same leading axis: got {size} at "
+                f"{first} and {shape[0]} at {path}."
+            )
+    return size
+
+
+def check_same_tree(got: Any, expected: Any, rule: str) -> None:
+    """Raises `ValueError`, naming the leaf, where trees or shapes differ."""
+    structure, expected_structure = map(jax.tree.structure, (got, expected))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=False)
+    if structure == expected_structure and all(
+        jnp.shape(x) == jnp.shape(y) for x, y in pairs
+    ):
+        return
+    shapes, expected_shapes = (
+        {path: jnp.shape(leaf) for path, leaf in named_leaves(tree)}
+        for tree in (got, expected)
+    )
+    for path in sorted(shapes.keys() | expected_shapes.keys()):
+        shape, expected_shape = shapes.get(path), expected_shapes.get(path)
+        if shape != expected_shape:
+            raise ValueError(
+                f"{rule}: at {path} expected {_describe(expected_shape)}, got "
+                f"{_describe(shape)}."
+            )
+    raise ValueError(
+        f"{rule}: the leaves agree, their containers differ: expected "
+        f"{expected_structure}, got {structure}."
+    )
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "no leaf" if shape is None else f"shape {shape}"
