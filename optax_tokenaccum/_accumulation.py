@@ -10,6 +10,7 @@ import optax
 from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._devices.axes import LocalSums, as_names
 from optax_tokenaccum._transformation import Transformation
 
 
@@ -96,13 +97,16 @@ def token_accumulation(
       0.0
       -3.0
     """
+    layout = None
+    if axis_name is not None:
+        layout = LocalSums(as_names(axis_name, "axis_name"))
     accumulation = make_accumulation(
         inner,
         make_schedule(every_k_schedule, every_n_tokens),
         gradients,
         should_skip_update_fn,
         accumulator_dtype,
-        axis_name=axis_name,
+        layout=layout,
     )
     tx = Transformation(accumulation)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)

@@ -68,7 +68,7 @@ class Transformation:
         """
         inner, sums = self.accumulation.inner, state.acc_grads
         checks.check_inner_state(inner, state.inner_opt_state, sums)
-        whole = state._replace(acc_grads=self.accumulation.sums.opened(sums))
+        whole = state._replace(acc_grads=self.accumulation.layout.opened(sums))
         shapes, _ = jax.eval_shape(
             lambda: inner.update(
                 self.accumulation.window_gradient(whole, like),

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 from optax_tokenaccum._core import arrays, checks, trees
+from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn, sums_and_gradient
 from optax_tokenaccum._core.overwritten import overwritten
-from optax_tokenaccum._devices.axes import Axes
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
 # (params, micro-batches) -> tokens [k], gradients of summed losses [k, parameters].
@@ -134,7 +134,7 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
 
     @jax.jit
     def sums(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        (_, (n, _)), g = sums_and_gradient(loss_fn, False, params, batch, {}, Axes())
+        (_, (n, _)), g = sums_and_gradient(loss_fn, False, params, batch, {}, Layout())
         return checks.as_num_tokens(n), g
 
     def token_sums(

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, trees
+from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.overwritten import nothing_yet, overwritten, zeroed
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.sums import Sums, SumsPerDevice
-from optax_tokenaccum._devices.axes import Axes, as_names
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Accumulation:
       should_skip_update_fn: optax's protocol, or `None`.
       accumulator_dtype: dtype of the sums, `None` for float32 or wider.
       token_mean: `False` hands over the plain sum of what was given, undivided.
-      sums: where the sums live.
+      layout: where the sums live.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -37,7 +36,7 @@ class Accumulation:
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None
     accumulator_dtype: Any
     token_mean: bool
-    sums: Sums
+    layout: Layout
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
         """The state before the first micro-batch, the inner optimizer's within."""
@@ -78,7 +77,7 @@ class Accumulation:
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner_opt_state,
-            acc_grads=self.sums.zeros(params, dtypes),
+            acc_grads=self.layout.zeros(params, dtypes),
             acc_tokens=zero,
             acc_value=zero,
             has_updated=jnp.zeros((), jnp.bool_),
@@ -104,7 +103,8 @@ class Accumulation:
         micro-batch that one device rejects enters the sums of none.
         """
         checks.check_state(state, TokenAccumulationState)
-        totals, axes = self.sums.opened(state.acc_grads), self.sums.axes.here()
+        layout = self.layout.bound()
+        totals = layout.opened(state.acc_grads)
         trees.check_same_tree(
             updates,
             totals,
@@ -114,16 +114,16 @@ class Accumulation:
         weighted = self.token_mean and self.gradients == "mean"
         num_tokens = checks.as_num_tokens(num_tokens, dtype=state.acc_tokens.dtype)
         if not trees.is_zero(num_tokens):
-            axes.check_tokens(updates, num_tokens, is_mean=weighted)
+            layout.check_tokens(updates, num_tokens, is_mean=weighted)
         value = checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
         usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
         num_tokens = jax.lax.select(usable, num_tokens, jnp.zeros_like(num_tokens))
-        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens, axes)
+        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens, layout)
         is_first = (state.mini_step == 0) & ~skipped
 
         @functools.cache
         def counts_of(reduced: tuple[str, ...]) -> jax.Array:
-            return axes.adds(reduced, num_tokens) & ~skipped
+            return layout.contributes(reduced, num_tokens) & ~skipped
 
         def add_to(total: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
             # Not jnp.where: a call of its own for every leaf, traced and lowered.
@@ -138,7 +138,7 @@ class Accumulation:
         def raise_to(total: jax.Array, x: jax.Array) -> jax.Array:
             so_far = jax.lax.select(is_first, nothing_yet(total), total)
             # A device without tokens has rows as well: the maximum is that of all.
-            counts = (axes.sum(num_tokens) > 0) & ~skipped
+            counts = (layout.sum(num_tokens) > 0) & ~skipped
             return jax.lax.select(counts, jnp.maximum(so_far, x), so_far)
 
         def add_gradient(
@@ -146,18 +146,18 @@ class Accumulation:
         ) -> jax.Array:
             if is_overwritten:
                 return raise_to(total, x.astype(total.dtype))
-            counts = counts_of(axes.reduced(x))
+            counts = counts_of(layout.reduced(x))
             return add_to(total, weigh(x, total.dtype), counts)
 
         def add_scalar(total: jax.Array, x: jax.Array) -> jax.Array:
-            counts = counts_of(axes.reduced(x))
-            of_all = axes.sum(jax.lax.select(counts, x, jnp.zeros_like(x)))
+            counts = counts_of(layout.reduced(x))
+            of_all = layout.sum(jax.lax.select(counts, x, jnp.zeros_like(x)))
             return add_to(total, of_all, jnp.ones_like(is_first))
 
         opened = jax.tree.map(add_gradient, totals, updates, overwritten(totals))
         return state._replace(
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
-            acc_grads=self.sums.stored(opened),
+            acc_grads=layout.stored(opened),
             acc_tokens=add_scalar(state.acc_tokens, num_tokens),
             acc_value=add_scalar(state.acc_value, weigh(value, state.acc_value.dtype)),
             has_updated=jnp.zeros_like(state.has_updated),
@@ -192,7 +192,7 @@ class Accumulation:
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def update() -> tuple[Any, Any]:
-            whole = state._replace(acc_grads=self.sums.total(state.acc_grads))
+            whole = state._replace(acc_grads=self.layout.total(state.acc_grads))
             gradient = zeroed(self.window_gradient(whole, like))
             of_window = {"grad": gradient} if "grad" in extra_args else {}
             updates, inner_opt_state = self.inner.update(
@@ -262,7 +262,7 @@ class Accumulation:
         state: TokenAccumulationState,
         params: optax.Params | None,
         num_tokens: jax.Array,
-        axes: Axes,
+        layout: Layout,
     ) -> tuple[jax.Array, Any]:
         if self.should_skip_update_fn is None:
             return jnp.zeros((), jnp.bool_), state.skip_state
@@ -270,7 +270,7 @@ class Accumulation:
         if self.gradients == "sum":
 
             def divided(g: jax.Array) -> jax.Array:
-                n = axes.behind(axes.reduced(g), num_tokens)
+                n = layout.tokens_of(layout.reduced(g), num_tokens)
                 n = jnp.where(n > 0, n, 1)
                 return arrays.divide(g, n).astype(jnp.result_type(g))
 
@@ -290,7 +290,7 @@ class Accumulation:
             state.skip_state,
             skip_state,
         )
-        return axes.agree(checks.as_skip_decision(should_skip) & usable, skip_state)
+        return layout.agree(checks.as_skip_decision(should_skip) & usable, skip_state)
 
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:
         tokens = state.acc_tokens
@@ -308,7 +308,7 @@ def make_accumulation(
     should_skip_update_fn: Any = None,
     accumulator_dtype: Any = None,
     token_mean: bool = True,
-    axis_name: Any = None,
+    layout: Layout | None = None,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
     if gradients not in ("sum", "mean"):
@@ -334,9 +334,7 @@ def make_accumulation(
         should_skip_update_fn,
         accumulator_dtype,
         token_mean,
-        Sums()
-        if axis_name is None
-        else SumsPerDevice(Axes(as_names(axis_name, "axis_name"))),
+        layout or Layout(),
     )
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._devices.axes import Axes
-from optax_tokenaccum._devices.counts import check_sums
+from optax_tokenaccum._core.layout import Layout
 
 # loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens), or with has_aux
 # (loss_sum, (num_tokens, aux)).
@@ -20,7 +19,7 @@ def sums_and_gradient(
     params: Any,
     batch: Any,
     loss_kwargs: dict[str, Any],
-    axes: Axes,
+    layout: Layout,
 ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
     """`((loss_sum, (num_tokens, aux)), gradient of loss_sum)` of one micro-batch."""
 
@@ -29,7 +28,7 @@ def sums_and_gradient(
         returned = loss_fn(params, batch, **(loss_kwargs | own_key))
         return {"num_tokens": unpack(returned, has_aux)[1][0]}, returned
 
-    check_sums(of_rows, batch, loss_kwargs.get("rng"), axes)
+    layout.check_counts(of_rows, batch, loss_kwargs.get("rng"))
     return jax.value_and_grad(
         lambda params: unpack(loss_fn(params, batch, **loss_kwargs), has_aux),
         has_aux=True,
@@ -37,13 +36,15 @@ def sums_and_gradient(
     )(params)
 
 
-def key_at(rng: jax.Array | None, axes: Axes, *position: Any) -> dict[str, jax.Array]:
+def key_at(
+    rng: jax.Array | None, layout: Layout, *position: Any
+) -> dict[str, jax.Array]:
     """The keyword `rng` of the micro-batch at a position, if there is a key."""
     if rng is None:
         return {}
     for number in position:
         rng = jax.random.fold_in(rng, number)
-    return {"rng": axes.fold_in(rng)}
+    return {"rng": layout.own_key(rng)}
 
 
 def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, tuple[Any, Any]]:

@@ -1,53 +1,55 @@
-"""Mesh axes that a program names itself: what differs along them, and its sum."""
+"""The sums of each device, seen from that device, under a map over named axes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._core.layout import Layout, Reduced
 from optax_tokenaccum._core.trees import named_leaves
+from optax_tokenaccum._devices.counts import check_counts
 
 
 @dataclass(frozen=True)
-class Axes:
-    """The axes of a `shard_map`, `pmap` or `vmap` over which rows are spread.
+class LocalSums(Layout):
+    """A sum on each device, seen from that device, under a map over named axes.
 
-    With no names everything here is about one device and costs nothing.
+    The map is a `shard_map`, `pmap` or `vmap`. The state holds the sums with a leading
+    axis of 1. So outside of the map they are one array, `[devices, ...]`, which can be
+    saved.
 
     `shard_map` marks in the type of a value the axes along which it may differ. With
-    `check_vma=False`, and under `pmap` and `vmap`, there are no marks: then everything
+    `check_vma=False`, and under `pmap` and `vmap`, there are no marks: then every value
     is taken to be of this device alone.
 
     Attributes:
-      names: of the axes.
-      marked: those that types tell of, once `here` has looked.
-      copies: the places, among the leaves of a batch, of those that are alike on all
-        devices.
+      names: the axes over which rows are spread.
+      marked: the axes that types tell of, set by `bound`.
+      copies: the indices, among the leaves of a batch, of those that are the same on
+        all devices.
     """
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
     marked: tuple[str, ...] | None = None
     copies: frozenset[int] = frozenset()
 
     @property
     def are_bound(self) -> bool:
-        """Whether this is called under something that maps over the axes."""
+        """Whether this is called under a map over the axes."""
         try:
             jax.lax.axis_index(self.names)
         except NameError:
             return False
         return True
 
-    def here(self) -> Self:
-        """The axes as they are where this is called.
+    def bound(self) -> Self:
+        """The layout, with the axes that types tell of where this is called.
 
         Raises:
-          ValueError: nothing maps over them.
+          ValueError: nothing maps over the axes.
         """
-        if not self.names:
-            return self
         if not self.are_bound:
             raise ValueError(
                 f"{', '.join(map(repr, self.names))} must be axes of a shard_map (or "
@@ -57,36 +59,52 @@ class Axes:
         marked = [n for n in self.names if n in _marks(jax.lax.axis_index(n))]
         return replace(self, marked=tuple(marked))
 
-    def of(self, x: Any) -> tuple[str, ...]:
+    def zeros(self, params: Any, dtypes: Any) -> Any:
+        def zero(p: Any, dtype: Any) -> jax.Array:
+            x = jnp.zeros((1, *jnp.shape(p)), dtype)
+            # Where init is called outside of the map, the map's specs decide.
+            return self._as_varying(x) if self.are_bound else x
+
+        return jax.tree.map(zero, params, dtypes)
+
+    def opened(self, stored: Any) -> Any:
+        for path, x in named_leaves(stored):
+            if jnp.shape(x)[:1] != (1,):
+                raise ValueError(
+                    "With axis_name every device must see its own sum of each "
+                    f"gradient, in an array [1, ...]: at {path} of acc_grads got shape "
+                    f"{jnp.shape(x)}. Call init with this axis_name, and give the "
+                    "state to shard_map with PartitionSpec(axis_name) for acc_grads."
+                )
+        return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), stored)
+
+    def stored(self, opened: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), opened)
+
+    def total(self, stored: Any) -> Any:
+        return jax.tree.map(self.sum, self.opened(stored))
+
+    def sum(self, x: Any) -> Any:
+        return jax.lax.psum(x, self.names)
+
+    def varying(self, x: Any) -> tuple[str, ...]:
         """The axes along which `x` may differ."""
-        marked = self.here().marked if self.marked is None else self.marked
+        marked = self.bound().marked if self.marked is None else self.marked
         if not marked:
             return self.names
         marks = _marks(x)
         return tuple(n for n in self.names if n not in marked or n in marks)
 
-    def reduced(self, x: Any) -> tuple[str, ...]:
-        """The axes along which `x` is alike, being a sum over them."""
-        own = self.of(x)
-        return tuple(name for name in self.names if name not in own)
+    def reduced(self, x: Any) -> Reduced:
+        varying = self.varying(x)
+        return tuple(name for name in self.names if name not in varying)
 
-    def sum(self, x: Any) -> Any:
-        """The sum over all devices of what each of them holds."""
-        return jax.lax.psum(x, self.names) if self.names else x
+    def tokens_of(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
+        over = tuple(n for n in self.varying(num_tokens) if n in reduced)
+        return jax.lax.psum(num_tokens, over) if over else num_tokens
 
-    def behind(self, reduced: tuple[str, ...], num_tokens: jax.Array) -> jax.Array:
-        """The tokens behind what is a sum over the axes `reduced`."""
-        meet = tuple(n for n in self.of(num_tokens) if n in reduced)
-        return jax.lax.psum(num_tokens, meet) if meet else num_tokens
-
-    def adds(self, reduced: tuple[str, ...], num_tokens: jax.Array) -> jax.Array:
-        """Whether this device is to add something, so that `sum` has it once.
-
-        Args:
-          reduced: the axes along which that is alike.
-          num_tokens: behind it on this device, or on all; 0 where it is not to count.
-        """
-        any_tokens = self.behind(reduced, num_tokens) > 0
+    def contributes(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
+        any_tokens = self.tokens_of(reduced, num_tokens) > 0
         if not reduced:
             return any_tokens
         return any_tokens & (jax.lax.axis_index(reduced) == 0)
@@ -98,11 +116,9 @@ class Axes:
           ValueError: a gradient differs from device to device and `num_tokens` does
             not, or a mean was reduced already.
         """
-        if not self.names:
-            return
         for path, g in named_leaves(gradients):
-            own, reduced = self.of(g), self.reduced(g)
-            lacking = [name for name in own if name not in self.of(num_tokens)]
+            varying, reduced = self.varying(g), self.reduced(g)
+            lacking = [name for name in varying if name not in self.varying(num_tokens)]
             if lacking:
                 raise ValueError(
                     "num_tokens must be of the same tokens as the gradients: got "
@@ -120,38 +136,39 @@ class Axes:
                     f"jax.lax.pcast(params, {reduced}, to='varying') made differ."
                 )
 
+    def check_counts(
+        self,
+        of_rows: Callable[[Any, Any], tuple[dict[str, Any], Any]],
+        batch: Any,
+        rng: jax.Array | None,
+    ) -> None:
+        check_counts(of_rows, batch, rng, self.names, self.copies)
+
     def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:
-        """Whether `flag` is up anywhere, and the record of the first device where."""
-        names = self.of(flag)
+        names = self.varying(flag)
         if not names:
             return flag, record
         place, end = jax.lax.axis_index(names), jax.lax.axis_size(names)
         first = jax.lax.pmin(jnp.where(flag, place, end), names)
-        speaks = place == jnp.where(first == end, 0, first)
+        is_source = place == jnp.where(first == end, 0, first)
 
-        def spoken(x: jax.Array) -> jax.Array:
+        def from_source(x: jax.Array) -> jax.Array:
             x = jnp.asarray(x)
             wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-            heard = jnp.where(speaks, wide, jnp.zeros_like(wide))
-            return jax.lax.psum(heard, names).astype(x.dtype)
+            masked = jnp.where(is_source, wide, jnp.zeros_like(wide))
+            return jax.lax.psum(masked, names).astype(x.dtype)
 
-        return first != end, jax.tree.map(spoken, record)
+        return first != end, jax.tree.map(from_source, record)
 
-    def fold_in(self, rng: jax.Array) -> jax.Array:
-        """A key of this device's own."""
-        if not self.names:
-            return rng
+    def own_key(self, rng: jax.Array) -> jax.Array:
         return jax.random.fold_in(rng, jax.lax.axis_index(self.names))
 
-    def beside(self, tree: Any, axis: int = 0) -> Any:
-        """What each device has, with an axis for the devices to stand side by side."""
-        if not self.names:
-            return tree
+    def stacked(self, tree: Any, axis: int = 0) -> Any:
         return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
 
-    def differing(self, x: jax.Array) -> jax.Array:
-        """`x` with the type of what differs from device to device."""
-        names = self.here().marked
+    def _as_varying(self, x: jax.Array) -> jax.Array:
+        """`x` with the type of a value that differs from device to device."""
+        names = self.bound().marked
         if not names:
             return x
         cast: Any = getattr(jax.lax, "pcast", None)

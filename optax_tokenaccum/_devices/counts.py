@@ -10,15 +10,15 @@ from typing import Any
 import jax
 
 from optax_tokenaccum._core.trees import is_concrete
-from optax_tokenaccum._devices.axes import Axes
 from optax_tokenaccum._devices.dependence import depends, functions_in
 
 
-def check_sums(
+def check_counts(
     f: Callable[[Any, Any], tuple[dict[str, Any], Any]],
     batch: Any,
     rng: jax.Array | None,
-    axes: Axes,
+    axes: tuple[str, ...],
+    copies: frozenset[int],
 ) -> None:
     """Raises where the sum over all devices would not be that of the whole batch.
 
@@ -33,15 +33,14 @@ def check_sums(
       batch: a device's part of it.
       rng: the device's own key.
       axes: over which rows are spread.
+      copies: the indices of the leaves of `batch` that are the same on all devices.
 
     Raises:
       ValueError: `f` exchanges something along the axes, and so adds up what is added
         up later; or a count is alike on all devices.
     """
-    if not axes.names:
-        return
     leaves, structure = jax.tree.flatten(batch)
-    rows = {i: x for i, x in enumerate(leaves) if i not in axes.copies}
+    rows = {i: x for i, x in enumerate(leaves) if i not in copies}
     names: list[str] = []
 
     def of_rows(rows: dict[int, Any], rng: jax.Array | None) -> Any:
@@ -52,13 +51,13 @@ def check_sums(
 
     traced = jax.make_jaxpr(of_rows)(rows, rng)
     for name, along in _exchanges(traced.jaxpr):
-        if not along.isdisjoint(axes.names):
+        if not along.isdisjoint(axes):
             raise ValueError(
                 "loss_fn must not name the data axes, for it is given the rows of "
                 "one device, and the sums of all are added up after it: got a "
                 f"{name} over {sorted(along)}. Return this device's sums."
             )
-    size = jax.lax.axis_size(axes.names)
+    size = jax.lax.axis_size(axes)
     if size == 1:
         return
     for name in _alike(of_rows, traced, names, rows, rng):

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.overwritten import overwritten
-from optax_tokenaccum._core.sums import Sums
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import (
     entries_of,
@@ -24,7 +24,7 @@ from optax_tokenaccum._steps.placement import is_explicit, is_sharding, sharding
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SumsOnDevices(Sums):
+class _OnDevices(Layout):
     """Sums that are spread over devices.
 
     Attributes:
@@ -36,7 +36,7 @@ class _SumsOnDevices(Sums):
     shardings: Any = None
 
 
-class SumsOfDevices(_SumsOnDevices):
+class StackedSums(_OnDevices):
     """A sum of each device's own, seen from outside: `[devices, ...]`."""
 
     def zeros(self, params: Any, dtypes: Any) -> Any:
@@ -88,7 +88,7 @@ class SumsOfDevices(_SumsOnDevices):
         )
 
 
-class ShardedSums(_SumsOnDevices):
+class ShardedSums(_OnDevices):
     """One sum for each parameter, spread over the devices as well as it can be."""
 
     def zeros(self, params: Any, dtypes: Any) -> Any:

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.sums import SumsPerDevice
-from optax_tokenaccum._devices.axes import Axes
-from optax_tokenaccum._devices.layouts import ShardedSums, SumsOfDevices
+from optax_tokenaccum._devices.axes import LocalSums
+from optax_tokenaccum._devices.layouts import ShardedSums, StackedSums
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._steps.placement import Placement, is_explicit, sharding_of
 
@@ -72,8 +71,7 @@ def over_rows(
         accumulation = over_all(devices, accumulation, placement)
         return f(accumulation, opt_state, batch.batch, *shared)
     copies = frozenset(i for i, is_whole in enumerate(batch.is_whole) if is_whole)
-    axes = Axes(devices.names, copies=copies)
-    on_each = replace(accumulation, sums=SumsPerDevice(axes))
+    on_each = replace(accumulation, layout=LocalSums(devices.names, copies=copies))
     everywhere: Any = P()
     state = TokenAccumulationState(*[everywhere] * len(TokenAccumulationState._fields))
     state = state._replace(acc_grads=P(devices.entry))
@@ -97,8 +95,8 @@ def over_all(
     if devices is None:
         return accumulation
     params = None if placement is None else placement.shardings.params
-    kind = SumsOfDevices if devices.keeps_sums_apart else ShardedSums
-    return replace(accumulation, sums=kind(devices=devices, shardings=params))
+    kind = StackedSums if devices.keeps_sums_apart else ShardedSums
+    return replace(accumulation, layout=kind(devices=devices, shardings=params))
 
 
 def check_layout(acc_grads: Any, params: Any, devices: DataParallel | None) -> None:

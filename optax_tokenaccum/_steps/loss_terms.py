@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from optax_tokenaccum._core.arrays import divide
 from optax_tokenaccum._core.checks import as_num_tokens
-from optax_tokenaccum._devices.axes import Axes
-from optax_tokenaccum._devices.counts import check_sums
+from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._steps.micro_batches import Group
 
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
@@ -39,12 +38,12 @@ class LossTerms:
         self._count_fn = count_fn
         self._has_aux = has_aux
 
-    def totals(self, groups: list[Group], axes: Axes) -> dict[str, Any]:
+    def totals(self, groups: list[Group], layout: Layout) -> dict[str, Any]:
         """The window's count of every term, over the micro-batches that run.
 
         Args:
           groups: of the micro-batches.
-          axes: over whose devices the counts are summed too.
+          layout: of the sums, over whose devices the counts are summed too.
         """
 
         def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
@@ -54,13 +53,13 @@ class LossTerms:
             named = self._counts(batch).items()
             return {f"the count {n!r}": x for n, x in named if x is not None}, None
 
-        check_sums(of_rows, groups[0].pick(0), None, axes)
+        layout.check_counts(of_rows, groups[0].pick(0), None)
         shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
         totals = jax.tree.map(jnp.zeros_like, shapes)
         for group in groups:
             body = functools.partial(add, group.pick)
             totals = jax.lax.fori_loop(group.start, group.stop, body, totals)
-        return axes.sum(totals)
+        return layout.sum(totals)
 
     def share_of(self, totals: dict[str, Any]) -> Callable[..., Any]:
         """A `loss_fn` that returns a micro-batch's share of the window's loss.

@@ -59,18 +59,18 @@ class Programs:
             rng: jax.Array | None,
             traced: list[Any],
         ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
-            axes = accumulation.sums.axes
+            layout = accumulation.layout
             loss_kwargs = static_args.join(traced, static) | key_at(
-                rng, axes, opt_state.gradient_step, opt_state.mini_step
+                rng, layout, opt_state.gradient_step, opt_state.mini_step
             )
             (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
-                self.loss_fn, self.has_aux, params, batch, loss_kwargs, axes
+                self.loss_fn, self.has_aux, params, batch, loss_kwargs, layout
             )
             opt_state, skipped = accumulation.add(
                 gradient, opt_state, params, num_tokens, loss_sum
             )
             metrics = metrics_of(accumulation, opt_state)
-            return opt_state, metrics._replace(skipped=skipped), axes.beside(aux)
+            return opt_state, metrics._replace(skipped=skipped), layout.stacked(aux)
 
         opt_state, metrics, aux = over_rows(
             self.devices,

@@ -103,7 +103,7 @@ def close_and_apply(
     def finish(updates: Any, whole: TokenAccumulationState) -> tuple[Any, jax.Array]:
         norm = accumulation.gradient_norm(whole)
         applied = _apply(params, updates, whole.acc_grads)
-        return accumulation.sums.settled(applied), norm
+        return accumulation.layout.settled(applied), norm
 
     try:
         (params, grad_norm), opt_state = accumulation.close(

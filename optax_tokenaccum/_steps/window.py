@@ -139,7 +139,7 @@ class Window:
         loss_kwargs: dict[str, Any],
     ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
         """`(state before the close, num_tokens, whether any was skipped, aux)`."""
-        axes = accumulation.sums.axes
+        layout = accumulation.layout
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
         def with_note(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,16 +154,16 @@ class Window:
         if self.count_fn is not None:
             count_fn, dtype = with_note(self.count_fn), empty.acc_tokens.dtype
             terms = LossTerms(loss_fn, count_fn, has_aux, dtype)
-            totals = terms.totals(groups, axes)
+            totals = terms.totals(groups, layout)
             loss_fn = terms.share_of(totals)
 
         def kwargs_at(i: Any) -> dict[str, Any]:
-            return loss_kwargs | key_at(rng, axes, i)
+            return loss_kwargs | key_at(rng, layout, i)
 
         def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             state, any_skipped, auxes = carry
             (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
-                loss_fn, has_aux, params, pick(i), kwargs_at(i), axes
+                loss_fn, has_aux, params, pick(i), kwargs_at(i), layout
             )
             state, skipped = accumulation.add(
                 gradient, state, params, num_tokens, loss_sum
@@ -191,7 +191,7 @@ class Window:
         state, any_skipped, auxes = carry
         if totals is None:
             totals = accumulation.window_so_far(state)[1]
-        return state, totals, any_skipped, axes.beside(auxes, 1)
+        return state, totals, any_skipped, layout.stacked(auxes, 1)
 
 
 def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:

@@ -1,0 +1,95 @@
+"""Where the sums of an open window live, and what they are a sum over."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+# The axes along which a value is the same on every device, being a sum over them.
+Reduced = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One sum for each parameter, of its shape and placed like it.
+
+    This layout is that of a single device. Others override these methods for sums that
+    each of several devices adds to.
+    """
+
+    def bound(self) -> Self:
+        """The layout, knowing which mesh axes are bound where this is called."""
+        return self
+
+    def zeros(self, params: Any, dtypes: Any) -> Any:
+        """Sums of nothing, as the state holds them."""
+        return jax.tree.map(lambda p, dtype: jnp.zeros_like(p, dtype), params, dtypes)
+
+    def opened(self, stored: Any) -> Any:
+        """The sums to add to, with the shapes of the parameters."""
+        return stored
+
+    def stored(self, opened: Any) -> Any:
+        """The inverse of `opened`."""
+        return opened
+
+    def total(self, stored: Any) -> Any:
+        """The sums over all devices: called once, when the window closes."""
+        return stored
+
+    def settled(self, params: Any) -> Any:
+        """Updated parameters, placed where they were before the update."""
+        return params
+
+    def sum(self, x: Any) -> Any:
+        """The sum over all devices of the value that each of them holds."""
+        return x
+
+    def reduced(self, x: Any) -> Reduced:
+        """The axes along which `x` is the same on every device."""
+        return ()
+
+    def tokens_of(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
+        """The number of tokens in a value that is a sum over the axes `reduced`."""
+        return num_tokens
+
+    def contributes(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
+        """Whether this device adds such a value, so that it is counted once in all.
+
+        Args:
+          reduced: the axes along which the value is the same on every device.
+          num_tokens: its tokens on this device; 0 where it must not count.
+        """
+        return num_tokens > 0
+
+    def check_tokens(self, gradients: Any, num_tokens: Any, *, is_mean: bool) -> None:
+        """Raises `ValueError` if these cannot be gradients of `num_tokens` tokens."""
+
+    def check_counts(
+        self,
+        of_rows: Callable[[Any, Any], tuple[dict[str, Any], Any]],
+        batch: Any,
+        rng: jax.Array | None,
+    ) -> None:
+        """Raises `ValueError` if a count is not of the rows of this device alone.
+
+        Args:
+          of_rows: a function of a batch and a key. It returns counts by name, and
+            everything else that is computed from the batch.
+          batch: the rows of this device.
+          rng: the key of this device.
+        """
+
+    def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:
+        """Whether `flag` is set on any device, and the record of the first such one."""
+        return flag, record
+
+    def own_key(self, rng: jax.Array) -> jax.Array:
+        """A key that differs from device to device."""
+        return rng
+
+    def stacked(self, tree: Any, axis: int = 0) -> Any:
+        """`tree` with a new axis, along which the devices' values are concatenated."""
+        return tree
