@@ -9,8 +9,8 @@ import optax
 
 from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation
-from optax_tokenaccum._core.overwritten import check_has_none
 from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.sums import check_only_gradients
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Transformation:
     accumulation: Accumulation
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
-        check_has_none(params)
+        check_only_gradients(params)
         return self.accumulation.init(params)
 
     def update(

@@ -12,8 +12,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from optax_tokenaccum._accumulation import has_updated
-from optax_tokenaccum._core.overwritten import nothing_yet
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._core.sums import MAXIMUM
 from optax_tokenaccum._multi_steps import MultiSteps
 
 
@@ -143,15 +143,15 @@ def _overwritten_when_closed(
     counts = was_added & jnp.isfinite(n) & (n > 0)
 
     def largest(so_far: jax.Array, x: jax.Array) -> jax.Array:
-        so_far = jnp.where(is_first, nothing_yet(so_far), so_far)
-        return jnp.where(counts, jnp.maximum(so_far, x), so_far)
+        so_far = jnp.where(is_first, MAXIMUM.nothing, so_far)
+        return jnp.where(counts, MAXIMUM.combine(so_far, x), so_far)
 
     def written(acc: jax.Array, scale: jax.Array) -> jax.Array:
         return jnp.where(new.has_updated, acc, scale)
 
     acc = before.acc_overwrite
     if acc is None:  # a checkpoint of 0.1.0, which overwrote at once
-        acc = jax.tree.map(nothing_yet, given)
+        acc = jax.tree.map(lambda x: jnp.full_like(x, MAXIMUM.nothing), given)
     acc = jax.tree.map(largest, acc, given)
     scales = jax.tree.map(written, acc, before.params[OVERWRITE_WITH_GRADIENT])
     params = {**after.params, OVERWRITE_WITH_GRADIENT: scales}

@@ -109,14 +109,14 @@ class TrainStep:
 
     def _is_settled(self, leaves: list[Any], batch: Any) -> bool:
         """Whether `_settle`, which is slow, would have nothing to do."""
-        arrays = jax.tree.leaves(list(map(_value_of, leaves)))
-        ids = set(map(id, arrays))
+        values = jax.tree.leaves(list(map(_value_of, leaves)))
+        ids = set(map(id, values))
         shared = ids & set(map(id, jax.tree.leaves(batch)))
-        if self._donate and (shared or len(ids) < len(arrays)):
+        if self._donate and (shared or len(ids) < len(values)):
             return False
-        unplaced = set(map(arrays.is_unplaced, arrays))
+        unplaced = set(map(arrays.is_unplaced, values))
         return len(unplaced) == 1 and not any(
-            getattr(x, "weak_type", False) for x in arrays
+            getattr(x, "weak_type", False) for x in values
         )
 
     def _settle(self, model: Any, optimizer: Any, batch: Any) -> None:

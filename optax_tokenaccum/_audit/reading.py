@@ -11,7 +11,7 @@ import optax
 from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn, sums_and_gradient
-from optax_tokenaccum._core.overwritten import overwritten
+from optax_tokenaccum._core.sums import kinds_of
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
 # (params, micro-batches) -> tokens [k], gradients of summed losses [k, parameters].
@@ -181,9 +181,9 @@ def flat(tree: Any) -> np.ndarray:
 def numbers(tree: Any) -> list[np.ndarray]:
     """Those of each leaf; none of integers, and of what is overwritten."""
     return [
-        np.zeros(0) if is_overwritten else _numbers_of(leaf)
-        for leaf, is_overwritten in zip(
-            jax.tree.leaves(tree), jax.tree.leaves(overwritten(tree)), strict=True
+        _numbers_of(leaf) if kind.is_gradient else np.zeros(0)
+        for leaf, kind in zip(
+            jax.tree.leaves(tree), jax.tree.leaves(kinds_of(tree)), strict=True
         )
     ]
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, trees
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.overwritten import nothing_yet, overwritten, zeroed
+from optax_tokenaccum._core.contribution import SkipFn, make_contribution
+from optax_tokenaccum._core.layout import Layout, Reduced
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._core.sums import SUM, Kind, kinds_of, only_gradients
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Accumulation:
     inner: optax.GradientTransformationExtraArgs
     schedule: Schedule
     gradients: Literal["sum", "mean"]
-    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None
+    should_skip_update_fn: SkipFn | None
     accumulator_dtype: Any
     token_mean: bool
     layout: Layout
@@ -58,13 +59,9 @@ class Accumulation:
     ) -> TokenAccumulationState:
         """A state whose window holds nothing, with sums of the parameters' shapes."""
         dtypes = jax.tree.map(
-            lambda p, is_overwritten: (
-                jnp.result_type(p)
-                if is_overwritten
-                else arrays.accumulator_dtype_of(p, self.accumulator_dtype)
-            ),
+            lambda p, kind: kind.dtype_of(p, self.accumulator_dtype),
             params,
-            overwritten(params),
+            kinds_of(params),
         )
         value_dtype = arrays.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
         zero = jnp.zeros((), value_dtype).real
@@ -93,14 +90,14 @@ class Accumulation:
         num_tokens: Any,
         value: Any = None,
     ) -> tuple[TokenAccumulationState, jax.Array]:
-        """Adds a micro-batch to the window; also says whether it was skipped.
+        """Adds a micro-batch to the window; also returns whether it was skipped.
 
-        The sums are selected, never multiplied by a mask: 0 x NaN is NaN. The
-        overwrite of the first micro-batch stands here, outside any conditional,
+        The sums are selected, never multiplied by a mask: 0 x NaN is NaN. The first
+        micro-batch of a window overwrites them here, outside of any conditional,
         because XLA copies gradient-sized sums that a conditional carries.
 
-        Over several devices the counters, tokens and losses are those of all, and a
-        micro-batch that one device rejects enters the sums of none.
+        Over several devices the counters, tokens and losses are those of all devices,
+        and a micro-batch that one device rejects is added on none.
         """
         checks.check_state(state, TokenAccumulationState)
         layout = self.layout.bound()
@@ -110,59 +107,55 @@ class Accumulation:
             totals,
             "Gradients must have the tree and shapes of the parameters given to init",
         )
-        updates = jax.tree.map(arrays.without_float0, updates, totals)
-        weighted = self.token_mean and self.gradients == "mean"
-        num_tokens = checks.as_num_tokens(num_tokens, dtype=state.acc_tokens.dtype)
-        if not trees.is_zero(num_tokens):
-            layout.check_tokens(updates, num_tokens, is_mean=weighted)
-        value = checks.as_value(0.0 if value is None else value, state.acc_value.dtype)
-        usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
-        num_tokens = jax.lax.select(usable, num_tokens, jnp.zeros_like(num_tokens))
-        skipped, skip_state = self._ask_skip(updates, state, params, num_tokens, layout)
-        is_first = (state.mini_step == 0) & ~skipped
+        new = make_contribution(
+            jax.tree.map(arrays.without_float0, updates, totals),
+            state,
+            params,
+            num_tokens,
+            value,
+            layout=layout,
+            of=self.gradients,
+            token_mean=self.token_mean,
+            should_skip_update_fn=self.should_skip_update_fn,
+        )
+        is_first = (state.mini_step == 0) & ~new.skipped
 
         @functools.cache
-        def counts_of(reduced: tuple[str, ...]) -> jax.Array:
-            return layout.contributes(reduced, num_tokens) & ~skipped
+        def counts(reduced: Reduced) -> jax.Array:
+            return layout.contributes(reduced, new.num_tokens) & ~new.skipped
 
-        def add_to(total: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
+        def add_to(
+            total: jax.Array, x: jax.Array, counts: Any, kind: Kind = SUM
+        ) -> Any:
             # Not jnp.where: a call of its own for every leaf, traced and lowered.
-            so_far = jax.lax.select(is_first, jnp.zeros_like(total), total)
-            sum_ = (so_far.astype(x.dtype) + x).astype(total.dtype)
+            nothing = jnp.full_like(total, kind.nothing)
+            so_far = jax.lax.select(is_first, nothing, total)
+            sum_ = kind.combine(so_far.astype(x.dtype), x).astype(total.dtype)
             return jax.lax.select(counts, sum_, so_far)
 
-        def weigh(x: jax.Array, dtype: Any) -> jax.Array:
-            x = jnp.asarray(x).astype(arrays.at_least_float32(dtype))
-            return x * num_tokens.astype(x.dtype) if weighted else x
-
-        def raise_to(total: jax.Array, x: jax.Array) -> jax.Array:
-            so_far = jax.lax.select(is_first, nothing_yet(total), total)
-            # A device without tokens has rows as well: the maximum is that of all.
-            counts = (layout.sum(num_tokens) > 0) & ~skipped
-            return jax.lax.select(counts, jnp.maximum(so_far, x), so_far)
-
-        def add_gradient(
-            total: jax.Array, x: jax.Array, is_overwritten: bool
-        ) -> jax.Array:
-            if is_overwritten:
-                return raise_to(total, x.astype(total.dtype))
-            counts = counts_of(layout.reduced(x))
-            return add_to(total, weigh(x, total.dtype), counts)
+        def add_gradient(total: jax.Array, x: jax.Array, kind: Kind) -> jax.Array:
+            if kind.is_gradient:
+                x = new.weighted(x, total.dtype)
+                return add_to(total, x, counts(layout.reduced(x)), kind)
+            # The rows of a device count even if only others have tokens.
+            any_tokens = layout.sum(new.num_tokens) > 0
+            return add_to(total, x.astype(total.dtype), any_tokens & ~new.skipped, kind)
 
         def add_scalar(total: jax.Array, x: jax.Array) -> jax.Array:
-            counts = counts_of(layout.reduced(x))
-            of_all = layout.sum(jax.lax.select(counts, x, jnp.zeros_like(x)))
+            own = counts(layout.reduced(x))
+            of_all = layout.sum(jax.lax.select(own, x, jnp.zeros_like(x)))
             return add_to(total, of_all, jnp.ones_like(is_first))
 
-        opened = jax.tree.map(add_gradient, totals, updates, overwritten(totals))
+        opened = jax.tree.map(add_gradient, totals, new.gradients, kinds_of(totals))
+        value = new.weighted(new.value, state.acc_value.dtype)
         return state._replace(
-            mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
+            mini_step=state.mini_step + (1 - new.skipped.astype(jnp.int32)),
             acc_grads=layout.stored(opened),
-            acc_tokens=add_scalar(state.acc_tokens, num_tokens),
-            acc_value=add_scalar(state.acc_value, weigh(value, state.acc_value.dtype)),
+            acc_tokens=add_scalar(state.acc_tokens, new.num_tokens),
+            acc_value=add_scalar(state.acc_value, value),
             has_updated=jnp.zeros_like(state.has_updated),
-            skip_state=skip_state,
-        ), skipped
+            skip_state=new.skip_state,
+        ), new.skipped
 
     def close(
         self,
@@ -193,7 +186,7 @@ class Accumulation:
 
         def update() -> tuple[Any, Any]:
             whole = state._replace(acc_grads=self.layout.total(state.acc_grads))
-            gradient = zeroed(self.window_gradient(whole, like))
+            gradient = only_gradients(self.window_gradient(whole, like))
             of_window = {"grad": gradient} if "grad" in extra_args else {}
             updates, inner_opt_state = self.inner.update(
                 gradient, state.inner_opt_state, params, **(extra_args | of_window)
@@ -230,17 +223,17 @@ class Accumulation:
         That of a parameter to be overwritten is its next value.
         """
 
-        def of_leaf(acc: jax.Array, g: Any, is_overwritten: bool) -> Any:
+        def of_leaf(acc: jax.Array, g: Any, kind: Kind) -> Any:
             if arrays.is_float0(g):
                 return arrays.zeros_of(g)
-            if is_overwritten:
+            if not kind.is_gradient:
                 return acc.astype(jnp.result_type(g))
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
             # first, and then stores the divided gradient for its several readers.
             return arrays.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
 
         sums = state.acc_grads
-        return jax.tree.map(of_leaf, sums, like, overwritten(sums))
+        return jax.tree.map(of_leaf, sums, like, kinds_of(sums))
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -251,46 +244,10 @@ class Accumulation:
         dtype = state.acc_value.dtype
         wide = jax.tree.map(
             lambda acc: acc.astype(arrays.common_dtype(acc.dtype, dtype)),
-            zeroed(state.acc_grads),
+            only_gradients(state.acc_grads),
         )
         norm = optax.tree.norm(wide).astype(dtype)
         return arrays.divide(norm, self._divisor(state))
-
-    def _ask_skip(
-        self,
-        updates: optax.Updates,
-        state: TokenAccumulationState,
-        params: optax.Params | None,
-        num_tokens: jax.Array,
-        layout: Layout,
-    ) -> tuple[jax.Array, Any]:
-        if self.should_skip_update_fn is None:
-            return jnp.zeros((), jnp.bool_), state.skip_state
-        mean = updates
-        if self.gradients == "sum":
-
-            def divided(g: jax.Array) -> jax.Array:
-                n = layout.tokens_of(layout.reduced(g), num_tokens)
-                n = jnp.where(n > 0, n, 1)
-                return arrays.divide(g, n).astype(jnp.result_type(g))
-
-            mean = jax.tree.map(divided, updates)
-        should_skip, skip_state = self.should_skip_update_fn(
-            zeroed(mean), state.gradient_step, params
-        )
-        trees.check_same_tree(
-            state.skip_state,
-            skip_state,
-            "skip_state must come from this should_skip_update_fn (keep the function "
-            "that the run began with, or take skip_state from a new init)",
-        )
-        usable = num_tokens > 0
-        skip_state = jax.tree.map(
-            lambda old, new: jnp.where(usable, new, old).astype(old.dtype),
-            state.skip_state,
-            skip_state,
-        )
-        return layout.agree(checks.as_skip_decision(should_skip) & usable, skip_state)
 
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:
         tokens = state.acc_tokens

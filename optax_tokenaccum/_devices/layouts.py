@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.overwritten import overwritten
+from optax_tokenaccum._core.sums import kinds_of
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import (
     entries_of,
@@ -81,10 +81,10 @@ class StackedSums(_OnDevices):
         )(leaves)
         total = jax.tree.unflatten(structure, sums)
         return jax.tree.map(
-            lambda x, each, is_overwritten: each.max(0) if is_overwritten else x,
+            lambda x, each, kind: x if kind.is_gradient else kind.reduce(each, 0),
             total,
             stored,
-            overwritten(stored),
+            kinds_of(stored),
         )
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.overwritten import overwritten
+from optax_tokenaccum._core.sums import Kind, kinds_of
 from optax_tokenaccum._steps.state import StepState, require_step_state
 
 
@@ -57,14 +57,14 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
         state.opt_state.acc_grads,
         like.opt_state.acc_grads,
         like.params,
-        overwritten(like.params),
+        kinds_of(like.params),
     )
     state = state._replace(opt_state=state.opt_state._replace(acc_grads=sums))
     trees.check_same_tree(state, like, "The states must be of the same training")
     return jax.tree.map(_put, state, like)
 
 
-def _regrouped(acc: Any, like: Any, param: Any, is_overwritten: bool) -> Any:
+def _regrouped(acc: Any, like: Any, param: Any, kind: Kind) -> Any:
     shape = jnp.shape(param)
     if acc.shape == like.shape or shape not in (acc.shape, acc.shape[1:]):
         return acc
@@ -73,12 +73,10 @@ def _regrouped(acc: Any, like: Any, param: Any, is_overwritten: bool) -> Any:
         acc = acc.reshape(_number_of_sums(acc, shape), *shape)
         groups = _number_of_sums(like, shape)
         missing = -len(acc) % groups
-        nothing = -jnp.inf if is_overwritten else 0
         padding = [(0, missing), *[(0, 0)] * len(shape)]
-        acc = jnp.pad(acc, padding, constant_values=nothing)
+        acc = jnp.pad(acc, padding, constant_values=kind.nothing)
         acc = acc.reshape(groups, len(acc) // groups, *shape)
-        acc = acc.max(1) if is_overwritten else acc.sum(1)
-        return acc.reshape(like.shape)
+        return kind.reduce(acc, 1).reshape(like.shape)
 
     return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
 

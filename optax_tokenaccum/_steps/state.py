@@ -8,8 +8,8 @@ import optax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation
-from optax_tokenaccum._core.overwritten import overwritten
 from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.sums import kinds_of
 
 
 class StepState(NamedTuple):
@@ -148,10 +148,10 @@ def _apply(params: Any, updates: Any, sums: Any) -> Any:
         updates,
     )
     return jax.tree.map(
-        lambda p, new, is_overwritten: new.astype(p.dtype) if is_overwritten else p,
+        lambda p, new, kind: p if kind.is_gradient else new.astype(p.dtype),
         optax.apply_updates(params, updates),
         sums,
-        overwritten(params),
+        kinds_of(params),
     )
 
 
