@@ -59,7 +59,11 @@ class Accumulation:
     ) -> TokenAccumulationState:
         """A state whose window holds nothing, with sums of the parameters' shapes."""
         dtypes = jax.tree.map(
-            lambda p, kind: kind.dtype_of(p, self.accumulator_dtype),
+            lambda p, kind: (
+                arrays.accumulator_dtype_of(p, self.accumulator_dtype)
+                if kind.is_gradient
+                else jnp.result_type(p)
+            ),
             params,
             kinds_of(params),
         )
