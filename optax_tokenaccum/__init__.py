@@ -9,12 +9,13 @@ from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._ragged.pad import pad_micro_batch
+from optax_tokenaccum._ragged.pad_window import pad_window
 from optax_tokenaccum._ragged.plan import (
     MicroBatchPlan,
     choose_length_buckets,
     plan_window,
 )
-from optax_tokenaccum._ragged.planned_window import PlannedWindow, pad_window
+from optax_tokenaccum._ragged.planned_window import PlannedWindow
 from optax_tokenaccum._steps.regroup import regroup_sums
 from optax_tokenaccum._steps.split_batch import split_batch
 from optax_tokenaccum._steps.state import StepMetrics, StepState

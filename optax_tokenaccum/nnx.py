@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.loss_fn import unpack
+from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
 from optax_tokenaccum._multi_steps import accumulation_of
-from optax_tokenaccum._steps.placement import is_explicit, sharding_of
 from optax_tokenaccum._steps.state import StepMetrics, close_and_apply
 
 # What variables hold. Reading one instead, `variable[...]`, runs its own `get_value`.

@@ -16,11 +16,13 @@ from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import (
     entries_of,
     entry_of,
+    is_explicit,
+    is_sharding,
     names_in,
     only,
+    sharding_of,
     without,
 )
-from optax_tokenaccum._steps.placement import is_explicit, is_sharding, sharding_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,13 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._devices.axes import as_names
 from optax_tokenaccum._devices.processes import Agreement
-from optax_tokenaccum._devices.shardings import entries_of, entry_of, names_in
-from optax_tokenaccum._steps.placement import is_explicit, is_sharding
+from optax_tokenaccum._devices.shardings import (
+    entries_of,
+    entry_of,
+    is_explicit,
+    is_sharding,
+    names_in,
+)
 from optax_tokenaccum._steps.state import StepMetrics
 
 ReduceEvery = Literal["window", "micro_batch"]

@@ -16,7 +16,8 @@ from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._devices.axes import LocalSums
 from optax_tokenaccum._devices.layouts import ShardedSums, StackedSums
 from optax_tokenaccum._devices.mesh import DataParallel
-from optax_tokenaccum._steps.placement import Placement, is_explicit, sharding_of
+from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
+from optax_tokenaccum._steps.placement import Placement
 
 
 def init_on(

@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._devices.mesh import DataParallel
-from optax_tokenaccum._devices.shardings import names_in
+from optax_tokenaccum._devices.shardings import names_in, sharding_of
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
-from optax_tokenaccum._steps.placement import sharding_of
 
 
 @jax.tree_util.register_dataclass

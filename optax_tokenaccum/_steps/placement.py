@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from optax_tokenaccum._core.trees import is_concrete
+from optax_tokenaccum._devices.shardings import sharding_of
 from optax_tokenaccum._steps.memo import ArrayMemo
 
 
@@ -102,27 +102,6 @@ class PlacedJit:
             options["out_shardings"] = (out, None)
         jitted = jax.jit(program, static_argnames="static", **options)
         return self._jitted.setdefault(placement, jitted)
-
-
-def sharding_of(x: Any) -> NamedSharding | None:
-    """The sharding of an array over a mesh, if it is known to have one."""
-    if not is_concrete(x):
-        x = jax.typeof(x)
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return None
-    is_traced = isinstance(sharding.mesh, jax.sharding.AbstractMesh)
-    return None if is_traced and not is_explicit(sharding.mesh) else sharding
-
-
-def is_explicit(mesh: Any) -> bool:
-    """Whether the types of arrays on the mesh say how they are sharded."""
-    return jax.sharding.AxisType.Explicit in mesh.axis_types
-
-
-def is_sharding(x: Any) -> bool:
-    """Whether `x` is a leaf of a tree of shardings."""
-    return x is None or isinstance(x, jax.sharding.Sharding)
 
 
 def as_it_is(program: Callable[..., Any], state: Any) -> Callable[..., Any]:
