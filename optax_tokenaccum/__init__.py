@@ -1,6 +1,5 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
-from optax_tokenaccum._accumulation import close_window, has_updated, token_accumulation
 from optax_tokenaccum._audit.audit import audit
 from optax_tokenaccum._audit.check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._audit.report import AuditReport, Verdict
@@ -22,6 +21,11 @@ from optax_tokenaccum._steps.state import StepMetrics, StepState
 from optax_tokenaccum._steps.train_step import TrainStep, make_train_step
 from optax_tokenaccum._steps.window import window_value_and_grad
 from optax_tokenaccum._steps.window_step import WindowStep, make_window_step
+from optax_tokenaccum._transformation import (
+    close_window,
+    has_updated,
+    token_accumulation,
+)
 
 __version__ = "0.1.0"
 

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import optax
 
-from optax_tokenaccum._accumulation import has_updated
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._transformation import Transformation
+from optax_tokenaccum._transformation import Transformation, has_updated
 
 
 class MultiSteps:

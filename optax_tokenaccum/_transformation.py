@@ -1,16 +1,193 @@
-"""`update` of the transformation: zeros, or a window's updates in place of its sums."""
+"""The optax transformation `token_accumulation`, `has_updated` and `close_window`."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, trees
-from optax_tokenaccum._core.accumulation import Accumulation
-from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import check_only_gradients
+from optax_tokenaccum._devices.axes import LocalSums, as_names
+
+
+def token_accumulation(
+    inner: optax.GradientTransformation,
+    every_k_schedule: CountSchedule | None = None,
+    *,
+    every_n_tokens: CountSchedule | None = None,
+    gradients: Literal["sum", "mean"] = "sum",
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    accumulator_dtype: Any = None,
+    axis_name: str | Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Runs `inner` once per window, on the exact token mean of its gradients.
+
+    Over a window of micro-batches with gradients :math:`g_i` of summed losses and
+    token counts :math:`n_i`, `inner` is given :math:`\sum_i g_i / \sum_i n_i`: the
+    gradient of the whole batch, however its tokens were cut. `optax.MultiSteps`
+    averages :math:`g_i / n_i`, which differs wherever the :math:`n_i` do
+    (https://unsloth.ai/blog/gradient).
+
+    What should see the window's gradient (clipping, weight decay) goes inside `inner`.
+    `update` takes, besides optax's three arguments:
+
+    * `num_tokens`: loss tokens behind this micro-batch's gradients, or any
+      non-negative sum of weights; a scalar. With 0 the micro-batch counts as one and
+      adds nothing, even where its gradient is NaN. Concrete values that are negative
+      or not finite raise; traced ones add nothing.
+    * `value`: the micro-batch's loss, in the form of its gradient (sum or mean);
+      `inner` is given the window's token mean as its own `value`. So is it with
+      `grad`, which line searches want: give them the micro-batch's.
+    * `close_window`: `True` closes the window now, with the denominator it has.
+    * anything else goes to `inner` as it is.
+
+    While the window is open the updates are zeros and `inner` does not run. A window
+    without any token closes without an update.
+
+    Args:
+      inner: the optax optimizer to run once per window.
+      every_k_schedule: micro-batches in a window, or a function from `gradient_step`
+        to that number.
+      every_n_tokens: instead, the window closes once it holds at least this many
+        tokens; or a function from `gradient_step`. With neither, every `update` needs
+        `close_window`.
+      gradients: `"sum"` if updates are gradients of a loss summed over tokens,
+        `"mean"` if of a mean over the micro-batch's tokens.
+      should_skip_update_fn: `optax.skip_not_finite`, `optax.skip_large_updates` or
+        another of that protocol. It is given the micro-batch's own per-token mean
+        gradient; what it rejects enters no sum and is not counted.
+      accumulator_dtype: dtype of the sums; by default float32, or the parameter's own
+        where that is wider. Division and weighting are never below float32.
+      axis_name: the axis, or axes, of the `shard_map` around `init` and `update` over
+        which rows are spread. `acc_grads` are then sums of each device's own, added up
+        once, when the window closes; `num_tokens` and `value` are each device's own
+        too, and what comes back is alike on all. Between calls `acc_grads` go through
+        `shard_map` as `PartitionSpec(axis_name)`, the rest of the state as
+        `PartitionSpec()`. A gradient that `jax.grad` has reduced already, being that
+        of parameters alike on all devices, is counted once; to save that reduction
+        take it with regard to `jax.lax.pcast(params, axis_name, to="varying")`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with a `TokenAccumulationState`.
+
+    Raises:
+      ValueError: a schedule below 1, two schedules, none and no `close_window`;
+        `num_tokens` that is no scalar or, concrete, negative or not finite;
+        gradients whose tree or shapes differ from the parameters'; gradients that
+        differ along an axis that `num_tokens` does not differ along; means that were
+        reduced already.
+      TypeError: `num_tokens` is missing; an argument of the wrong type.
+
+    Example:
+      Two micro-batches, of 1 and of 3 tokens:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import token_accumulation
+      >>> optimizer = token_accumulation(optax.sgd(1.0), 2)
+      >>> params = {"w": jnp.zeros(())}
+      >>> state = optimizer.init(params)
+      >>> for grad_of_sum, n in [(8.0, 1), (4.0, 3)]:
+      ...     updates, state = optimizer.update(
+      ...         {"w": jnp.asarray(grad_of_sum)}, state, params, num_tokens=n)
+      ...     print(updates["w"])
+      0.0
+      -3.0
+    """
+    layout = None
+    if axis_name is not None:
+        layout = LocalSums(as_names(axis_name, "axis_name"))
+    accumulation = make_accumulation(
+        inner,
+        make_schedule(every_k_schedule, every_n_tokens),
+        gradients,
+        should_skip_update_fn,
+        accumulator_dtype,
+        layout=layout,
+    )
+    tx = Transformation(accumulation)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+
+
+def has_updated(state: Any) -> jax.Array:
+    """Whether the last call closed its window with an update; a bool scalar.
+
+    Args:
+      state: any optimizer state that holds exactly one accumulation, however deep.
+
+    Raises:
+      ValueError: it holds none, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import has_updated, token_accumulation
+      >>> optimizer = optax.chain(token_accumulation(optax.sgd(1.0), 2))
+      >>> params = jnp.zeros(())
+      >>> state = optimizer.init(params)
+      >>> for n in (1, 3):
+      ...     _, state = optimizer.update(params, state, params, num_tokens=n)
+      ...     print(has_updated(state))
+      False
+      True
+    """
+    found = nodes_of(TokenAccumulationState, state)
+    if len(found) != 1:
+        raise ValueError(
+            "has_updated needs a state that holds exactly one TokenAccumulationState: "
+            f"got {len(found)} in a {type(state).__name__}."
+        )
+    return found[0].has_updated
+
+
+def close_window(
+    tx: optax.GradientTransformationExtraArgs,
+    state: Any,
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Updates, Any]:
+    """Closes a partial window with the denominator it has, at the end of an epoch.
+
+    `tx` is `token_accumulation(...)`, a `MultiSteps`, or a `chain` that holds one: it
+    is given a micro-batch of no tokens and `close_window=True`. On an empty window the
+    updates are zeros and parameters, inner state and `gradient_step` stay.
+
+    Args:
+      tx: the optimizer.
+      state: its state.
+      params: the parameters, as for `tx.update`.
+      **extra_args: what the inner optimizer needs besides; `value` comes from the
+        micro-batches.
+
+    Returns:
+      The updates, to be applied, and the new state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import close_window, token_accumulation
+      >>> optimizer = token_accumulation(optax.sgd(1.0), 8)
+      >>> params = jnp.zeros(())
+      >>> state = optimizer.init(params)
+      >>> _, state = optimizer.update(jnp.asarray(6.0), state, params, num_tokens=3)
+      >>> updates, state = close_window(optimizer, state, params)
+      >>> print(updates)
+      -2.0
+    """
+    if not nodes_of(TokenAccumulationState, state):
+        raise ValueError(
+            "close_window needs an optimizer that accumulates, and its state: got a "
+            f"{type(state).__name__} without a TokenAccumulationState. Any other "
+            "optimizer would take a step on a gradient of zeros."
+        )
+    extra_args = {"value": 0.0} | extra_args
+    no_gradients = jax.tree.map(jnp.zeros_like, params)
+    return tx.update(
+        no_gradients, state, params, num_tokens=0, close_window=True, **extra_args
+    )
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from optax_tokenaccum._accumulation import has_updated
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import MAXIMUM
 from optax_tokenaccum._multi_steps import MultiSteps
+from optax_tokenaccum._transformation import has_updated
 
 
 class TrainState(train_state.TrainState):

@@ -15,7 +15,8 @@ from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.loss_fn import unpack
 from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
 from optax_tokenaccum._multi_steps import accumulation_of
-from optax_tokenaccum._steps.state import StepMetrics, close_and_apply
+from optax_tokenaccum._steps.state import StepMetrics
+from optax_tokenaccum._steps.update import close_and_apply
 
 # What variables hold. Reading one instead, `variable[...]`, runs its own `get_value`.
 _pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure

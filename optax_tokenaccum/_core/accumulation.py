@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -38,6 +38,10 @@ class Accumulation:
     accumulator_dtype: Any
     token_mean: bool
     layout: Layout
+
+    def with_layout(self, layout: Layout) -> "Accumulation":
+        """The same accumulation, with its sums elsewhere."""
+        return replace(self, layout=layout)
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
         """The state before the first micro-batch, the inner optimizer's within."""

@@ -6,6 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Pytrees of arrays. What is in them is the user's.
+Params = Any  # parameters
+Gradients = Any  # a tree like the parameters, or sums of such trees
+OptState = Any  # the state of an optax optimizer
+Batch = Any  # what a loss is given; leaves [rows, ...]
+
 
 def is_concrete(x: Any) -> bool:
     """Whether the value of `x` can be read now, outside any trace."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._devices.axes import as_names
-from optax_tokenaccum._devices.processes import Agreement
 from optax_tokenaccum._devices.shardings import (
     entries_of,
     entry_of,
     is_explicit,
-    is_sharding,
     names_in,
 )
-from optax_tokenaccum._steps.state import StepMetrics
-
-ReduceEvery = Literal["window", "micro_batch"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +27,10 @@ class DataParallel:
     Attributes:
       mesh: all devices, with axes for other kinds of parallelism perhaps.
       names: of the axes over which rows are spread.
-      reduce_every: `"window"` if every device keeps a sum of its own.
-      agreement: of the processes that have these devices.
     """
 
     mesh: Mesh
     names: tuple[str, ...]
-    reduce_every: ReduceEvery
-    agreement: Agreement
 
     @property
     def size(self) -> int:
@@ -51,10 +41,6 @@ class DataParallel:
     def entry(self) -> Any:
         """What a spec has for an axis that is spread over the devices."""
         return entry_of(self.names)
-
-    @property
-    def keeps_sums_apart(self) -> bool:
-        return self.reduce_every == "window"
 
     def sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
@@ -74,23 +60,6 @@ class DataParallel:
             out_specs=out_specs,
             check_vma=False,
         )
-
-    def auto(self, f: Callable[..., Any], state: Any, axis: int = 0) -> Any:
-        """`f` with the compiler choosing shardings, on an Explicit mesh too.
-
-        Args:
-          f: returns a state and metrics.
-          state: the shardings of that state, where known.
-          axis: along which each device's `aux` stands in the metrics.
-        """
-        if not is_explicit(self.mesh):
-            return f
-        state = jax.tree.map(lambda s: s or self.sharding(), state, is_leaf=is_sharding)
-        aux = [*[None] * axis, self.entry] if self.keeps_sums_apart else []
-        everywhere: Any = self.sharding()
-        metrics = StepMetrics(*[everywhere] * len(StepMetrics._fields))
-        metrics = metrics._replace(aux=self.sharding(*aux))
-        return jax.sharding.auto_axes(f, out_sharding=(state, metrics))
 
     def spread(self, x: Any, sharding: NamedSharding | None) -> list[Any]:
         """The spec of `x` with the data axes on the longest axis that they divide.
@@ -131,41 +100,3 @@ class DataParallel:
 
         leaves = [place(path, x) for path, x in trees.named_leaves(params)]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-
-def make_data_parallel(
-    mesh: Any, data_axes: Any, reduce_every: Any
-) -> DataParallel | None:
-    """Checks what steps are told about devices.
-
-    Raises:
-      TypeError: no mesh, no names.
-      ValueError: one without the other; axes that the mesh has not.
-    """
-    if reduce_every not in ("window", "micro_batch"):
-        raise ValueError(
-            "reduce_every must be 'window' or 'micro_batch', when the devices' sums "
-            f"meet: got {reduce_every!r}."
-        )
-    if mesh is None and data_axes is None:
-        if reduce_every != "window":
-            raise ValueError(
-                "reduce_every needs mesh and data_axes, to know the devices: got "
-                f"{reduce_every!r} without. Give both, or leave it out."
-            )
-        return None
-    if mesh is None or data_axes is None:
-        raise ValueError(
-            "mesh and data_axes go together, the devices and the axes over which rows "
-            f"are spread: got mesh={mesh!r} and data_axes={data_axes!r}."
-        )
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh: got {mesh!r}.")
-    names = as_names(data_axes, "data_axes")
-    unknown = [name for name in names if name not in mesh.axis_names]
-    if unknown:
-        raise ValueError(
-            f"data_axes must be axes of the mesh: got {unknown}, the mesh has "
-            f"{list(mesh.axis_names)}."
-        )
-    return DataParallel(mesh, names, reduce_every, Agreement(mesh))

@@ -1,115 +1,265 @@
-"""Running a step's work over the rows of every device, or of the only one."""
+"""The three ways to run a step: on one device, or over a mesh in one of two ways.
+
+Each mode has the same methods. On one device they do nothing. Over a mesh, each device
+keeps a sum of its own until the window closes, or one sum is spread over all devices.
+"""
 
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.accumulation import Accumulation
+from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._devices.axes import LocalSums
+from optax_tokenaccum._devices.axes import LocalSums, as_names
 from optax_tokenaccum._devices.layouts import ShardedSums, StackedSums
 from optax_tokenaccum._devices.mesh import DataParallel
-from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
-from optax_tokenaccum._steps.placement import Placement
+from optax_tokenaccum._devices.processes import Agreement
+from optax_tokenaccum._devices.rows import SpreadRows, spread_rows
+from optax_tokenaccum._devices.shardings import is_explicit, is_sharding, sharding_of
+
+ReduceEvery = Literal["window", "micro_batch"]
 
 
-def init_on(
-    devices: DataParallel | None, params: Any, init: Callable[[Any], Any]
-) -> tuple[Any, Any]:
-    """The parameters on the devices, and what `init` makes of them."""
-    if devices is None:
+class OneDevice:
+    """No mesh: arrays stay where they are, and `jit` places what it is not told."""
+
+    data_axes: tuple[str, ...] = ()
+    num_devices = 1
+    leading_axes: tuple[int, ...] = ()  # of the sums, before those of the parameters
+
+    def agree(self, batch: Any, *numbers: Any) -> None:
+        """Raises if the processes of the mesh disagree about the shapes of a batch."""
+
+    def spread(self, batch: Any, axis: int = 0, *, check_rows: bool = True) -> Any:
+        """The batch with its rows, along `axis`, spread over the devices."""
+        return batch
+
+    def init(self, params: Any, init: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The parameters where they belong, and what `init` returns for them."""
         return params, init(params)
-    params = devices.place_params(params)
-    is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
-    model = params
-    if not devices.keeps_sums_apart and not is_traced:
-        # What an optimizer makes like a parameter is to be where its sum is.
-        model = jax.tree.map(
-            lambda p: jax.device_put(
-                p, devices.sharding(*devices.spread(p, sharding_of(p)))
-            ),
-            params,
-        )
-    # An optimizer's init may make arrays from those that the mesh's types bind.
-    binds = is_explicit(devices.mesh) and not is_traced
-    with jax.set_mesh(devices.mesh) if binds else contextlib.nullcontext():
-        return params, init(model)
+
+    def layout(self, shardings: Any = None) -> Layout:
+        """The layout of the sums outside of `map_rows`.
+
+        Args:
+          shardings: of the parameters, where known.
+        """
+        return Layout()
+
+    def map_rows(
+        self,
+        f: Callable[..., tuple[Any, Any, Any]],
+        shardings: Any,
+        opt_state: Any,
+        rows: Any,
+        *shared: Any,
+        axis: int = 0,
+    ) -> tuple[Any, Any, Any]:
+        """`f(layout, opt_state, batch, *shared)`, on the rows of every device.
+
+        Args:
+          f: returns a state, what is the same on all devices, and what each device has
+            of its own, `layout.stacked` along `axis`.
+          shardings: of the parameters, where known.
+          opt_state: a `TokenAccumulationState`, or `None`.
+          rows: from `spread`.
+          *shared: passed whole to every device.
+          axis: along which the devices' own values are concatenated.
+        """
+        return f(Layout(), opt_state, rows, *shared)
+
+    def auto(
+        self, f: Callable[..., Any], shardings: Any, axis: int = 0
+    ) -> Callable[..., Any]:
+        """`f`, with the compiler choosing shardings on an Explicit mesh too.
+
+        Args:
+          f: returns a state, metrics, and values of each device, as `map_rows` does.
+          shardings: of that state, where known.
+          axis: as for `map_rows`.
+        """
+        return f
+
+    def check_layout(self, acc_grads: Any, params: Any) -> None:
+        """Raises `ValueError` if the sums belong to another number of devices."""
+        lead = self.leading_axes
+        sums = trees.named_leaves(acc_grads)
+        for (path, acc), p in zip(sums, jax.tree.leaves(params), strict=False):
+            got, own = jnp.shape(acc), jnp.shape(p)
+            if got != (*lead, *own) and own in (got, got[1:]):
+                raise ValueError(
+                    "The sums of the open window must be laid out for this step's "
+                    f"devices: at {path} of acc_grads expected shape {(*lead, *own)}, "
+                    f"got {got}. Take over the state of a run on others with "
+                    "regroup_sums(state, step.init(params))."
+                )
 
 
-def over_rows(
-    devices: DataParallel | None,
-    accumulation: Accumulation,
-    placement: Placement | None,
-    f: Callable[..., tuple[TokenAccumulationState | Any, Any, Any]],
-    opt_state: TokenAccumulationState | None,
-    batch: Any,
-    *shared: Any,
-    axis: int = 0,
-) -> Any:
-    """`f(accumulation, opt_state, batch, *shared)` of every device's rows.
+class SumOverAll(OneDevice):
+    """One sum of each gradient, spread over the devices: `reduce_every="micro_batch"`.
 
     Args:
-      devices: over which the rows are spread, if any.
-      accumulation: handed to `f` as it is seen from a device.
-      placement: of the state.
-      f: returns a state, what is alike on all devices, and what each has, `beside` the
-        others along `axis`.
-      opt_state: with or without sums.
-      batch: with a mesh, as `spread_rows` made it.
-      *shared: whole on each device.
-      axis: along which the devices stand in what each has.
+      devices: the mesh, and the axes over which rows are spread.
     """
-    if devices is None:
-        return f(accumulation, opt_state, batch, *shared)
-    if not devices.keeps_sums_apart:
-        accumulation = over_all(devices, accumulation, placement)
-        return f(accumulation, opt_state, batch.batch, *shared)
-    copies = frozenset(i for i, is_whole in enumerate(batch.is_whole) if is_whole)
-    on_each = replace(accumulation, layout=LocalSums(devices.names, copies=copies))
-    everywhere: Any = P()
-    state = TokenAccumulationState(*[everywhere] * len(TokenAccumulationState._fields))
-    state = state._replace(acc_grads=P(devices.entry))
-    return devices.map(
-        functools.partial(f, on_each),
-        in_specs=(
-            state if opt_state is not None else P(),
-            batch.specs(devices),
-            *[P()] * len(shared),
-        ),
-        out_specs=(state, P(), P(*[None] * axis, devices.entry)),
-    )(opt_state, batch.batch, *shared)
+
+    keeps_sums_apart = False
+
+    def __init__(self, devices: DataParallel):
+        self.data_axes = devices.names
+        self.num_devices = devices.size
+        self._devices = devices
+        self._agreement = Agreement(devices.mesh)
+
+    def agree(self, batch: Any, *numbers: Any) -> None:
+        self._agreement.check(batch, *numbers)
+
+    def spread(self, batch: Any, axis: int = 0, *, check_rows: bool = True) -> Any:
+        return spread_rows(
+            self._devices,
+            batch,
+            axis,
+            check_rows=check_rows,
+            keeps_sums_apart=self.keeps_sums_apart,
+        )
+
+    def init(self, params: Any, init: Callable[[Any], Any]) -> tuple[Any, Any]:
+        devices = self._devices
+        params = devices.place_params(params)
+        is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
+        model = params if is_traced else self._like_sums(params)
+        # An optimizer's init may make arrays from those that the mesh's types bind.
+        binds = is_explicit(devices.mesh) and not is_traced
+        with jax.set_mesh(devices.mesh) if binds else contextlib.nullcontext():
+            return params, init(model)
+
+    def _like_sums(self, params: Any) -> Any:
+        """The parameters placed as their sums are, for an optimizer's `init`."""
+
+        def place(p: Any) -> jax.Array:
+            spec = self._devices.spread(p, sharding_of(p))
+            return jax.device_put(p, self._devices.sharding(*spec))
+
+        return jax.tree.map(place, params)
+
+    def layout(self, shardings: Any = None) -> Layout:
+        return ShardedSums(devices=self._devices, shardings=shardings)
+
+    def map_rows(
+        self,
+        f: Callable[..., tuple[Any, Any, Any]],
+        shardings: Any,
+        opt_state: Any,
+        rows: SpreadRows,
+        *shared: Any,
+        axis: int = 0,
+    ) -> tuple[Any, Any, Any]:
+        return f(self.layout(shardings), opt_state, rows.batch, *shared)
+
+    def auto(
+        self, f: Callable[..., Any], shardings: Any, axis: int = 0
+    ) -> Callable[..., Any]:
+        return self._auto(f, shardings, P())
+
+    def _auto(self, f: Callable[..., Any], shardings: Any, own: P) -> Any:
+        devices = self._devices
+        if not is_explicit(devices.mesh):
+            return f
+        everywhere = devices.sharding()
+        state = jax.tree.map(lambda s: s or everywhere, shardings, is_leaf=is_sharding)
+        out = state, everywhere, devices.sharding(*own)
+        return jax.sharding.auto_axes(f, out_sharding=out)
 
 
-def over_all(
-    devices: DataParallel | None,
-    accumulation: Accumulation,
-    placement: Placement | None = None,
-) -> Accumulation:
-    """The accumulation as it is seen from outside of `over_rows`."""
-    if devices is None:
-        return accumulation
-    params = None if placement is None else placement.shardings.params
-    kind = StackedSums if devices.keeps_sums_apart else ShardedSums
-    return replace(accumulation, layout=kind(devices=devices, shardings=params))
+class SumOnEach(SumOverAll):
+    """A sum on each device, reduced once, at the close: `reduce_every="window"`."""
+
+    keeps_sums_apart = True
+
+    def __init__(self, devices: DataParallel):
+        super().__init__(devices)
+        self.leading_axes = (devices.size,)
+
+    def _like_sums(self, params: Any) -> Any:
+        return params
+
+    def layout(self, shardings: Any = None) -> Layout:
+        return StackedSums(devices=self._devices, shardings=shardings)
+
+    def map_rows(
+        self,
+        f: Callable[..., tuple[Any, Any, Any]],
+        shardings: Any,
+        opt_state: Any,
+        rows: SpreadRows,
+        *shared: Any,
+        axis: int = 0,
+    ) -> tuple[Any, Any, Any]:
+        devices = self._devices
+        copies = frozenset(i for i, is_whole in enumerate(rows.is_whole) if is_whole)
+        layout = LocalSums(devices.names, copies=copies)
+        everywhere: Any = P()
+        state = TokenAccumulationState(
+            *[everywhere] * len(TokenAccumulationState._fields)
+        )._replace(acc_grads=P(devices.entry))
+        return devices.map(
+            functools.partial(f, layout),
+            in_specs=(
+                state if opt_state is not None else P(),
+                rows.specs(devices),
+                *[P()] * len(shared),
+            ),
+            out_specs=(state, P(), self._own(axis)),
+        )(opt_state, rows.batch, *shared)
+
+    def auto(
+        self, f: Callable[..., Any], shardings: Any, axis: int = 0
+    ) -> Callable[..., Any]:
+        return self._auto(f, shardings, self._own(axis))
+
+    def _own(self, axis: int) -> P:
+        """The spec of what each device has of its own."""
+        return P(*[None] * axis, self._devices.entry)
 
 
-def check_layout(acc_grads: Any, params: Any, devices: DataParallel | None) -> None:
-    """Raises `ValueError` where the sums are of another number of devices."""
-    lead = (devices.size,) if devices is not None and devices.keeps_sums_apart else ()
-    sums = trees.named_leaves(acc_grads)
-    for (path, acc), p in zip(sums, jax.tree.leaves(params), strict=False):
-        got, own = jnp.shape(acc), jnp.shape(p)
-        if got != (*lead, *own) and own in (got, got[1:]):
+def make_mode(mesh: Any, data_axes: Any, reduce_every: Any) -> OneDevice:
+    """Checks what steps are told about devices.
+
+    Raises:
+      TypeError: `mesh` is not a mesh, or `data_axes` are not names.
+      ValueError: one without the other; axes that the mesh does not have.
+    """
+    if reduce_every not in ("window", "micro_batch"):
+        raise ValueError(
+            "reduce_every must be 'window' or 'micro_batch', when the devices' sums "
+            f"meet: got {reduce_every!r}."
+        )
+    if mesh is None and data_axes is None:
+        if reduce_every != "window":
             raise ValueError(
-                "The sums of the open window must be laid out for this step's devices: "
-                f"at {path} of acc_grads expected shape {(*lead, *own)}, got {got}. "
-                "Take over the state of a run on others with regroup_sums(state, "
-                "step.init(params))."
+                "reduce_every needs mesh and data_axes, to know the devices: got "
+                f"{reduce_every!r} without. Give both, or leave it out."
             )
+        return OneDevice()
+    if mesh is None or data_axes is None:
+        raise ValueError(
+            "mesh and data_axes go together, the devices and the axes over which rows "
+            f"are spread: got mesh={mesh!r} and data_axes={data_axes!r}."
+        )
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh: got {mesh!r}.")
+    names = as_names(data_axes, "data_axes")
+    unknown = [name for name in names if name not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"data_axes must be axes of the mesh: got {unknown}, the mesh has "
+            f"{list(mesh.axis_names)}."
+        )
+    mode = SumOnEach if reduce_every == "window" else SumOverAll
+    return mode(DataParallel(mesh, names))

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import names_in, sharding_of
-from optax_tokenaccum._ragged.planned_window import PlannedWindow
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +38,14 @@ class SpreadRows:
         return jax.tree.unflatten(jax.tree.structure(self.batch), specs)
 
 
-def spread_rows(devices: DataParallel, batch: Any, axis: int = 0) -> SpreadRows:
+def spread_rows(
+    devices: DataParallel,
+    batch: Any,
+    axis: int,
+    *,
+    check_rows: bool,
+    keeps_sums_apart: bool,
+) -> SpreadRows:
     """The batch with its rows spread; arrays stay as they are on a mesh already.
 
     Args:
@@ -47,13 +53,22 @@ def spread_rows(devices: DataParallel, batch: Any, axis: int = 0) -> SpreadRows:
       batch: a tree of arrays, or of their shapes. All with the axis of the rows have
         equally many, except those that are placed on every device as a whole.
       axis: that of the rows. What has no such axis goes to all devices.
+      check_rows: `False` where the leaves are known to be in parts for the devices, and
+        need not be equally long.
+      keeps_sums_apart: whether each device sums the gradients of its own rows.
 
     Raises:
       ValueError: the leaves differ in their rows, the devices do not divide them, or
         arrays are of one process among several.
     """
     _check_process(devices, batch)
-    spread = SpreadRows(batch, _which_are_whole(devices, batch, axis), axis)
+    spread = SpreadRows(
+        batch,
+        _which_are_whole(devices, batch, axis, keeps_sums_apart)
+        if check_rows
+        else tuple(jnp.ndim(x) <= axis for x in jax.tree.leaves(batch)),
+        axis,
+    )
 
     def place(x: Any, spec: P) -> Any:
         if _is_on_a_mesh(x) or not trees.is_concrete(x):
@@ -82,26 +97,20 @@ def _check_process(devices: DataParallel, batch: Any) -> None:
             )
 
 
-def _which_are_whole(devices: DataParallel, batch: Any, axis: int) -> tuple[bool, ...]:
+def _which_are_whole(
+    devices: DataParallel, batch: Any, axis: int, keeps_sums_apart: bool
+) -> tuple[bool, ...]:
     leaves = jax.tree.leaves(batch)
     shapes = [jnp.shape(x) for x in leaves]
     is_whole = [len(shape) <= axis for shape in shapes]
-    if isinstance(batch, PlannedWindow):  # its leaves have axes of different sizes
-        if batch.parts % devices.size:
-            raise ValueError(
-                "A PlannedWindow must be in as many parts as there are devices, or a "
-                f"multiple: got batch_multiple {batch.parts} and {devices.size} "
-                f"devices of data_axes {devices.names}. Give pad_window that number."
-            )
-        return tuple(is_whole)
     arrays = [i for i, is_scalar in enumerate(is_whole) if not is_scalar]
     copies = [i for i in arrays if _is_on_every_device(devices, leaves[i])]
     rows = [i for i in arrays if i not in copies]
     if not rows:  # somebody placed all of the batch on every device
         rows, copies = copies, []
     divide = all(shapes[i][axis] % devices.size == 0 for i in rows)
-    if rows and not (divide and (devices.size == 1 or not devices.keeps_sums_apart)):
-        _check_rows(devices, batch, rows, copies, axis)
+    if rows and not (divide and (devices.size == 1 or not keeps_sums_apart)):
+        _check_rows(devices, batch, rows, copies if keeps_sums_apart else [], axis)
     for i in copies:
         is_whole[i] = True
     return tuple(is_whole)
@@ -131,7 +140,7 @@ def _check_rows(
             f"in an array of shape {shape} at {path}. Add rows without tokens, plan "
             f"with batch_multiple={size} say."
         )
-    for i in copies if devices.keeps_sums_apart else ():
+    for i in copies:
         other, its_shape, its_number = found[i]
         if its_number == number:
             raise ValueError(

@@ -5,12 +5,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from optax_tokenaccum._core.trees import is_concrete
-
 
 def sharding_of(x: Any) -> NamedSharding | None:
     """The sharding of an array over a mesh, if it is known to have one."""
-    if not is_concrete(x):
+    if isinstance(x, jax.core.Tracer):
         x = jax.typeof(x)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:

@@ -3,13 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from optax_tokenaccum._core import checks
-from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.sums import kinds_of
 
 
 class StepState(NamedTuple):
@@ -74,85 +70,11 @@ class StepMetrics(NamedTuple):
     aux: Any = None
 
 
-def metrics_of(
-    accumulation: Accumulation, opt_state: TokenAccumulationState
-) -> StepMetrics:
-    """The metrics of the open window that `opt_state` holds."""
-    loss, num_tokens = accumulation.window_so_far(opt_state)
-    return StepMetrics(
-        loss=loss,
-        num_tokens=num_tokens,
-        grad_norm=jnp.zeros_like(loss),
-        updated=jnp.zeros((), jnp.bool_),
-        skipped=jnp.zeros((), jnp.bool_),
-        mini_step=opt_state.mini_step,
-        gradient_step=opt_state.gradient_step,
-    )
-
-
-def close_and_apply(
-    accumulation: Accumulation,
-    closes: jax.Array | bool,
-    params: Any,
-    opt_state: TokenAccumulationState,
-) -> tuple[Any, TokenAccumulationState, StepMetrics]:
-    """Ends the window where `closes` and applies its update to `params`."""
-    checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
-    metrics = metrics_of(accumulation, opt_state)
-
-    def finish(updates: Any, whole: TokenAccumulationState) -> tuple[Any, jax.Array]:
-        norm = accumulation.gradient_norm(whole)
-        applied = _apply(params, updates, whole.acc_grads)
-        return accumulation.layout.settled(applied), norm
-
-    try:
-        (params, grad_norm), opt_state = accumulation.close(
-            opt_state,
-            closes,
-            like=params,
-            params=params,
-            extra_args={"value": metrics.loss},
-            finish=finish,
-            otherwise=(params, metrics.grad_norm),
-        )
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise TypeError(
-            "The optimizer of a step must need nothing but gradients, parameters and "
-            f"value, the window's loss: {error}. Give update what it needs in a loop "
-            "of your own, with token_accumulation; or leave out the line search, "
-            "optax.lbfgs(1.0, linesearch=None)."
-        ) from error
-    return (
-        params,
-        opt_state,
-        metrics._replace(
-            grad_norm=grad_norm,
-            updated=opt_state.has_updated,
-            mini_step=opt_state.mini_step,
-            gradient_step=opt_state.gradient_step,
-        ),
-    )
-
-
-def _apply(params: Any, updates: Any, sums: Any) -> Any:
-    """`optax.apply_updates` to what is trained.
-
-    Integers stay, which weight decay would truncate; what is to be overwritten takes
-    the value that came in place of its gradient.
-    """
-    updates = jax.tree.map(
-        lambda p, u: u if jnp.issubdtype(p.dtype, jnp.inexact) else jnp.zeros_like(p),
-        params,
-        updates,
-    )
-    return jax.tree.map(
-        lambda p, new, kind: p if kind.is_gradient else new.astype(p.dtype),
-        optax.apply_updates(params, updates),
-        sums,
-        kinds_of(params),
-    )
+def key_array(state: StepState) -> Any:
+    """The array by which the host remembers what it knows of a state."""
+    if isinstance(state.opt_state, TokenAccumulationState):
+        return state.opt_state.mini_step
+    return next(iter(jax.tree.leaves(state.params)), None)
 
 
 def require_step_state(state: Any, *, accumulates: bool) -> None:

@@ -8,20 +8,19 @@ import jax
 import optax
 
 from optax_tokenaccum._core import arrays, checks
-from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.loss_fn import LossFn
+from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
-from optax_tokenaccum._core.trees import is_concrete
-from optax_tokenaccum._devices.mesh import ReduceEvery, make_data_parallel
-from optax_tokenaccum._devices.modes import init_on, over_all
-from optax_tokenaccum._devices.rows import spread_rows
-from optax_tokenaccum._steps import static_args
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import Batch, Gradients, Params, is_concrete
+from optax_tokenaccum._devices.modes import OneDevice, ReduceEvery, make_mode
 from optax_tokenaccum._steps.compile_ahead import Progress, compile_all, distinct
-from optax_tokenaccum._steps.halves import AccumulateStep, CloseWindowStep
+from optax_tokenaccum._steps.loss_kwargs import StaticPart, join_arrays
 from optax_tokenaccum._steps.memo import MiniStepMemo
-from optax_tokenaccum._steps.placement import PlacedJit, Placement, Placements
-from optax_tokenaccum._steps.programs import Programs
+from optax_tokenaccum._steps.program import Arguments, Program, ShardingCache
 from optax_tokenaccum._steps.state import StepMetrics, StepState, require_step_state
+from optax_tokenaccum._steps.update import close_and_apply, metrics_of
 
 
 class TrainStep:
@@ -48,16 +47,36 @@ class TrainStep:
       -9.2
     """
 
-    def __init__(self, programs: Programs, donate: bool):
-        self._accumulation = programs.accumulation
-        self._devices = programs.devices
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        accumulation: Accumulation,
+        has_aux: bool,
+        mode: OneDevice,
+        donate: bool,
+    ):
+        self._loss_fn = loss_fn
+        self._accumulation = accumulation
+        self._has_aux = has_aux
+        self._mode = mode
         self._memo = MiniStepMemo()
-        self._placements = Placements()
-        shared = programs, self._memo, self._placements, donate
-        self.accumulate = AccumulateStep(*shared)
-        self.close_window = CloseWindowStep(*shared)
-        self._whole = PlacedJit(
-            programs.whole, lambda state: state, programs.auto, donate
+        shared: Any = {"mode": mode, "shardings": ShardingCache(), "donate": donate}
+        self.accumulate = Program(
+            self._accumulate,
+            self._micro_batch_arguments,
+            _split_parameters,
+            self._join_accumulated,
+            **shared,
+        )
+        self.close_window = Program(
+            self._close, _no_arguments, _split_sums, self._join_closed, **shared
+        )
+        self._accumulate_and_close = Program(
+            self._whole,
+            self._micro_batch_arguments,
+            lambda state: (state, ()),
+            lambda state, _: state,
+            **shared,
         )
 
     def init(self, params: Any) -> StepState:
@@ -75,8 +94,8 @@ class TrainStep:
           ValueError: they are on another mesh than the step's.
         """
         params = arrays.owned(params)
-        accumulation = over_all(self._devices, self._accumulation)
-        params, opt_state = init_on(self._devices, params, accumulation.init)
+        accumulation = self._accumulation.with_layout(self._mode.layout())
+        params, opt_state = self._mode.init(params, accumulation.init)
         # An optimizer may hand out arrays of its own, the key of optax.add_noise say.
         state = StepState(params, arrays.owned(opt_state))
         self._memo.remember(state.opt_state.mini_step, 0)
@@ -117,14 +136,9 @@ class TrainStep:
             )
         k = self._host_known_k(state)
         if k is None:
-            if self._devices is not None:
-                self._devices.agreement.check(batch)
-            placement, arguments, static = self._arguments(
-                state, batch, rng, loss_kwargs
-            )
-            state, metrics = self._whole.at(placement)(*arguments, static=static)
-            self._placements.remember(state.opt_state.mini_step, placement)
-            return state, metrics
+            return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
+        # Accumulating donates the sums. An error in the optimizer, or Ctrl-C while the
+        # close compiles, must come before.
         self.close_window.make_ready(state)
         is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
         state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
@@ -132,6 +146,7 @@ class TrainStep:
             self.close_window.stay_ready(state)
             return state, added
         state, closed = self.close_window(state)
+        self.close_window.stay_ready(state)
         return state, closed._replace(skipped=added.skipped, aux=added.aux)
 
     def compile(
@@ -173,29 +188,117 @@ class TrainStep:
         require_step_state(state, accumulates=True)
         has_schedule = self._accumulation.schedule.is_set
         is_whole = has_schedule and self._host_known_k(state) is None
-        lower = self._lower_whole if is_whole else self.accumulate.lower
+        program = self._accumulate_and_close if is_whole else self.accumulate
         programs = [
-            functools.partial(lower, state, batch, rng=rng, **loss_kwargs)
+            functools.partial(program.lower, state, batch, rng=rng, **loss_kwargs)
             for batch in distinct(batches, "batches")
         ]
         compile_all(
             [*programs, functools.partial(self.close_window.lower, state)], progress
         )
 
-    def _lower_whole(
-        self, state: StepState, batch: Any, *, rng: Any, **loss_kwargs: Any
-    ) -> jax.stages.Lowered:
-        placement, arguments, static = self._arguments(state, batch, rng, loss_kwargs)
-        return self._whole.at(placement).lower(*arguments, static=static)
+    def _micro_batch_arguments(
+        self,
+        state: StepState,
+        batch: Batch,
+        *,
+        rng: jax.Array | None = None,
+        **loss_kwargs: Any,
+    ) -> Arguments:
+        require_step_state(state, accumulates=True)
+        rows = self._mode.spread(batch)
+        return Arguments((rows, rng), loss_kwargs, shared=(batch,))
 
-    def _arguments(
-        self, state: StepState, batch: Any, rng: Any, loss_kwargs: dict[str, Any]
-    ) -> tuple[Placement | None, tuple[Any, ...], static_args.StaticPart]:
-        if self._devices is not None:
-            batch = spread_rows(self._devices, batch)
-        placement = self._placements.of(state, state.opt_state.mini_step)
-        traced, static = static_args.split(loss_kwargs)
-        return placement, (state, batch, rng, traced), static
+    def _accumulate(
+        self,
+        shardings: Any,
+        opt_state: TokenAccumulationState,
+        params: Params,
+        rows: Batch,
+        rng: jax.Array | None,
+        traced: list[Any],
+        static: StaticPart,
+    ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
+        """The program of every micro-batch.
+
+        Parameters are only read, and the inner optimizer's state is not even an
+        argument. The sums are donated, and each gradient is added to them as it is
+        made.
+        """
+        self._mode.check_layout(opt_state.acc_grads, params)
+
+        def add(
+            layout: Layout,
+            opt_state: TokenAccumulationState,
+            batch: Batch,
+            params: Params,
+            rng: jax.Array | None,
+            traced: list[Any],
+        ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
+            accumulation = self._accumulation.with_layout(layout)
+            loss_kwargs = join_arrays(traced, static) | key_at(
+                rng, layout, opt_state.gradient_step, opt_state.mini_step
+            )
+            (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
+                self._loss_fn, self._has_aux, params, batch, loss_kwargs, layout
+            )
+            opt_state, skipped = accumulation.add(
+                gradient, opt_state, params, num_tokens, loss_sum
+            )
+            metrics = metrics_of(accumulation, opt_state)
+            return opt_state, metrics._replace(skipped=skipped), layout.stacked(aux)
+
+        return self._mode.map_rows(add, shardings, opt_state, rows, params, rng, traced)
+
+    def _join_accumulated(
+        self, opt_state: TokenAccumulationState, old: StepState
+    ) -> StepState:
+        known = self._memo.get(old.opt_state.mini_step)
+        if known is not None and self._accumulation.should_skip_update_fn is None:
+            self._memo.remember(opt_state.mini_step, known + 1)
+        inner_opt_state = old.opt_state.inner_opt_state
+        return StepState(
+            old.params, opt_state._replace(inner_opt_state=inner_opt_state)
+        )
+
+    def _close(
+        self, shardings: Any, state: StepState, acc_grads: Gradients
+    ) -> tuple[StepState, StepMetrics, None]:
+        """The program of every update: the sums are only read."""
+        params, opt_state = _with_sums(state, acc_grads)
+        self._mode.check_layout(acc_grads, params)
+        state, metrics = self._update(
+            shardings, opt_state.mini_step > 0, params, opt_state
+        )
+        return _with_sums(state, None), metrics, None
+
+    def _join_closed(self, state: StepState, old: StepState) -> StepState:
+        self._memo.remember(state.opt_state.mini_step, 0)
+        return _with_sums(state, old.opt_state.acc_grads)
+
+    def _whole(
+        self, shardings: Any, state: StepState, _: Any, *micro_batch: Any, static: Any
+    ) -> tuple[StepState, StepMetrics, Any]:
+        """Both in one program, where the host does not know when a window closes."""
+        opt_state, added, aux = self._accumulate(
+            shardings, state.opt_state, state.params, *micro_batch, static=static
+        )
+        closes = self._accumulation.schedule.closes(
+            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
+        )
+        state, closed = self._update(shardings, closes, state.params, opt_state)
+        return state, closed._replace(skipped=added.skipped), aux
+
+    def _update(
+        self,
+        shardings: Any,
+        closes: jax.Array | bool,
+        params: Params,
+        opt_state: TokenAccumulationState,
+    ) -> tuple[StepState, StepMetrics]:
+        accumulation = self._accumulation.with_layout(self._mode.layout(shardings))
+        *state, metrics = close_and_apply(accumulation, closes, params, opt_state)
+        return StepState(*state), metrics
 
     def _host_known_k(self, state: StepState) -> int | None:
         """The window's micro-batches, if the host can count them: two programs then."""
@@ -290,5 +393,22 @@ def make_train_step(
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )
-    devices = make_data_parallel(mesh, data_axes, reduce_every)
-    return TrainStep(Programs(loss_fn, accumulation, has_aux, devices), donate)
+    mode = make_mode(mesh, data_axes, reduce_every)
+    return TrainStep(loss_fn, accumulation, has_aux, mode, donate)
+
+
+def _no_arguments(state: StepState) -> Arguments:
+    require_step_state(state, accumulates=True)
+    return Arguments()
+
+
+def _split_parameters(state: StepState) -> tuple[TokenAccumulationState, Params]:
+    return state.opt_state._replace(inner_opt_state=None), state.params
+
+
+def _split_sums(state: StepState) -> tuple[StepState, Gradients]:
+    return _with_sums(state, None), state.opt_state.acc_grads
+
+
+def _with_sums(state: StepState, acc_grads: Gradients) -> StepState:
+    return state._replace(opt_state=state.opt_state._replace(acc_grads=acc_grads))

@@ -11,9 +11,11 @@ import optax
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient, unpack
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms
 from optax_tokenaccum._steps.micro_batches import Group, explained, groups_of
 
@@ -101,7 +103,7 @@ def window_value_and_grad(
         **loss_kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
         state, num_tokens, _, aux = window.run(
-            window.accumulation,
+            Layout(),
             micro_batches,
             params,
             rng,
@@ -131,15 +133,15 @@ class Window:
 
     def run(
         self,
-        accumulation: Accumulation,
-        micro_batches: Any,
+        layout: Layout,
+        micro_batches: Batch,
         params: Any,
         rng: jax.Array | None,
         num_micro_batches: Any,
         loss_kwargs: dict[str, Any],
     ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
         """`(state before the close, num_tokens, whether any was skipped, aux)`."""
-        layout = accumulation.layout
+        accumulation = self.accumulation.with_layout(layout)
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
         def with_note(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,28 +9,21 @@ import numpy as np
 import optax
 
 from optax_tokenaccum._core import arrays
-from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.accumulation import make_accumulation
+from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._devices.mesh import (
-    DataParallel,
-    ReduceEvery,
-    make_data_parallel,
-)
-from optax_tokenaccum._devices.modes import init_on, over_all, over_rows
-from optax_tokenaccum._devices.rows import spread_rows
-from optax_tokenaccum._steps import static_args
+from optax_tokenaccum._core.trees import Batch, Params
+from optax_tokenaccum._devices.modes import OneDevice, ReduceEvery, make_mode
+from optax_tokenaccum._ragged.planned_window import PlannedWindow
 from optax_tokenaccum._steps.compile_ahead import Progress, compile_all, distinct
+from optax_tokenaccum._steps.loss_kwargs import StaticPart, join_arrays
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.micro_batches import check_micro_batches, explained
-from optax_tokenaccum._steps.placement import PlacedJit, Placement, Placements, as_it_is
-from optax_tokenaccum._steps.state import (
-    StepMetrics,
-    StepState,
-    close_and_apply,
-    require_step_state,
-)
+from optax_tokenaccum._steps.program import Arguments, Program, ShardingCache
+from optax_tokenaccum._steps.state import StepMetrics, StepState, require_step_state
+from optax_tokenaccum._steps.update import close_and_apply
 from optax_tokenaccum._steps.window import Window
 
 
@@ -50,12 +43,19 @@ class WindowStep:
       -5.0 4.0
     """
 
-    def __init__(self, window: Window, devices: DataParallel | None, donate: bool):
+    def __init__(self, window: Window, mode: OneDevice, donate: bool):
         self._window = window
-        self._devices = devices
-        self._placements = Placements()
-        auto = as_it_is if devices is None else functools.partial(devices.auto, axis=1)
-        self._jitted = PlacedJit(self._program, lambda state: state, auto, donate)
+        self._mode = mode
+        self._program = Program(
+            self._run,
+            self._arguments,
+            lambda state: (state, ()),
+            lambda state, _: state,
+            mode=mode,
+            shardings=ShardingCache(),
+            donate=donate,
+            aux_axis=1,
+        )
 
     def init(self, params: Any) -> StepState:
         """A state with a copy of `params` and the inner optimizer's own state.
@@ -70,7 +70,7 @@ class WindowStep:
         """
         params = arrays.owned(params)
         init = self._window.accumulation.init_inner
-        params, inner_opt_state = init_on(self._devices, params, init)
+        params, inner_opt_state = self._mode.init(params, init)
         return StepState(params, arrays.owned(inner_opt_state))
 
     def __call__(
@@ -96,16 +96,13 @@ class WindowStep:
           **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
             numbers are traced; bools, strings and functions are static.
         """
-        if self._devices is not None:
-            is_known = isinstance(num_micro_batches, int | np.integer)
-            number = num_micro_batches if is_known else None
-            self._devices.agreement.check(micro_batches, number)
-        placement, arguments, static = self._arguments(
-            state, micro_batches, rng, num_micro_batches, loss_kwargs
+        return self._program(
+            state,
+            micro_batches,
+            rng=rng,
+            num_micro_batches=num_micro_batches,
+            **loss_kwargs,
         )
-        state, metrics = self._jitted.at(placement)(*arguments, static=static)
-        self._placements.remember(_tell_tale(state), placement)
-        return state, metrics
 
     def lower(
         self,
@@ -116,10 +113,13 @@ class WindowStep:
         num_micro_batches: Any = None,
         **loss_kwargs: Any,
     ) -> jax.stages.Lowered:
-        placement, arguments, static = self._arguments(
-            state, micro_batches, rng, num_micro_batches, loss_kwargs
+        return self._program.lower(
+            state,
+            micro_batches,
+            rng=rng,
+            num_micro_batches=num_micro_batches,
+            **loss_kwargs,
         )
-        return self._jitted.at(placement).lower(*arguments, static=static)
 
     def compile(
         self,
@@ -179,73 +179,64 @@ class WindowStep:
     def _arguments(
         self,
         state: StepState,
-        micro_batches: Any,
+        micro_batches: Batch,
+        *,
         rng: jax.Array | None,
         num_micro_batches: Any,
-        loss_kwargs: dict[str, Any],
-    ) -> tuple[Placement | None, tuple[Any, ...], static_args.StaticPart]:
+        **loss_kwargs: Any,
+    ) -> Arguments:
         require_step_state(state, accumulates=False)
         check_micro_batches(micro_batches, num_micro_batches)
-        if self._devices is not None:
-            with explained(micro_batches, micro_batches):
-                micro_batches = spread_rows(self._devices, micro_batches, axis=1)
-        placement = self._placements.of(state, _tell_tale(state))
-        traced, static = static_args.split(loss_kwargs)
-        arguments = state, micro_batches, rng, num_micro_batches, traced
-        return placement, arguments, static
+        is_known = isinstance(num_micro_batches, int | np.integer)
+        return Arguments(
+            (_spread(self._mode, micro_batches), rng, num_micro_batches),
+            loss_kwargs,
+            shared=(micro_batches, num_micro_batches if is_known else None),
+        )
 
-    def _program(
+    def _run(
         self,
-        placement: Placement | None,
+        shardings: Any,
         state: StepState,
-        micro_batches: Any,
+        _: Any,
+        rows: Batch,
         rng: jax.Array | None,
         num_micro_batches: Any,
         traced: list[Any],
-        static: static_args.StaticPart,
-    ) -> tuple[StepState, StepMetrics]:
+        static: StaticPart,
+    ) -> tuple[StepState, StepMetrics, Any]:
         def run(
-            accumulation: Accumulation,
+            layout: Layout,
             _: None,
-            micro_batches: Any,
-            params: Any,
+            micro_batches: Batch,
+            params: Params,
             rng: jax.Array | None,
             num_micro_batches: Any,
             traced: list[Any],
         ) -> tuple[TokenAccumulationState, Any, Any]:
             state, num_tokens, any_skipped, aux = self._window.run(
-                accumulation,
+                layout,
                 micro_batches,
                 params,
                 rng,
                 num_micro_batches,
-                static_args.join(traced, static),
+                join_arrays(traced, static),
             )
             return state, (num_tokens, any_skipped), aux
 
-        accumulation = self._window.accumulation
-        open_window, (num_tokens, any_skipped), aux = over_rows(
-            self._devices,
-            accumulation,
-            placement,
-            run,
-            None,
-            micro_batches,
-            state.params,
-            rng,
-            num_micro_batches,
-            traced,
-            axis=1,
+        shared = state.params, rng, num_micro_batches, traced
+        open_window, (num_tokens, any_skipped), aux = self._mode.map_rows(
+            run, shardings, None, rows, *shared, axis=1
         )
+        accumulation = self._window.accumulation
         params, closed, metrics = close_and_apply(
-            over_all(self._devices, accumulation, placement),
+            accumulation.with_layout(self._mode.layout(shardings)),
             open_window.mini_step > 0,
             state.params,
             open_window._replace(inner_opt_state=state.opt_state),
         )
-        return StepState(params, closed.inner_opt_state), metrics._replace(
-            num_tokens=num_tokens, skipped=any_skipped, aux=aux
-        )
+        metrics = metrics._replace(num_tokens=num_tokens, skipped=any_skipped)
+        return StepState(params, closed.inner_opt_state), metrics, aux
 
 
 def make_window_step(
@@ -317,11 +308,24 @@ def make_window_step(
         accumulator_dtype=accumulator_dtype,
         token_mean=count_fn is None,
     )
-    devices = make_data_parallel(mesh, data_axes, reduce_every)
     window = Window(loss_fn, has_aux, count_fn, accumulation)
-    return WindowStep(window, devices, donate)
+    return WindowStep(window, make_mode(mesh, data_axes, reduce_every), donate)
 
 
-def _tell_tale(state: StepState) -> Any:
-    """The array of the state by which its placement is remembered."""
-    return next(iter(jax.tree.leaves(state.params)), None)
+def _spread(mode: OneDevice, micro_batches: Any) -> Any:
+    """The micro-batches with their rows spread over the devices of a mode.
+
+    Raises:
+      ValueError: the rows cannot be shared equally by the devices.
+    """
+    is_planned = isinstance(micro_batches, PlannedWindow)
+    if is_planned and micro_batches.parts % mode.num_devices:
+        raise ValueError(
+            "A PlannedWindow must be in as many parts as there are devices, or a "
+            f"multiple: got batch_multiple {micro_batches.parts} and "
+            f"{mode.num_devices} devices of data_axes {mode.data_axes}. Give "
+            "pad_window that number."
+        )
+    with explained(micro_batches, micro_batches):
+        # The leaves of a planned window have rows of different sizes.
+        return mode.spread(micro_batches, axis=1, check_rows=not is_planned)

@@ -1,0 +1,192 @@
+"""A jitted function of a step's state that leaves every array where it was."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
+
+import jax
+
+from optax_tokenaccum._core.trees import is_concrete
+from optax_tokenaccum._devices.modes import OneDevice
+from optax_tokenaccum._devices.shardings import sharding_of
+from optax_tokenaccum._steps.compile_ahead import signature
+from optax_tokenaccum._steps.loss_kwargs import StaticPart, split_arrays
+from optax_tokenaccum._steps.memo import ArrayMemo
+from optax_tokenaccum._steps.state import StepMetrics, StepState, key_array
+
+P = ParamSpec("P")
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call besides the state.
+
+    Attributes:
+      traced: what `jit` traces, in the order of the body's parameters.
+      loss_kwargs: the keywords of the loss, or `None` if the body takes none.
+      shared: what all processes must give alike, see `OneDevice.agree`.
+    """
+
+    traced: tuple[Any, ...] = ()
+    loss_kwargs: dict[str, Any] | None = None
+    shared: tuple[Any, ...] = ()
+
+
+class Program(Generic[P]):
+    """A jitted function: `program(state, ...) -> (state, StepMetrics)`.
+
+    A state over several devices stays where it is: its shardings become those of the
+    program's outputs. Without that the compiler would place them as it sees fit, for
+    example a moment whose shape matches no parameter, and the next call would compile
+    once more.
+
+    What is donated comes first and in the order in which it is returned: `jit` pairs
+    donated buffers with outputs of the same shape in order, and a parameter paired with
+    a moment of its shape costs XLA a copy of both.
+
+    Args:
+      body: `body(shardings, donated, kept, *traced) -> (donated, metrics, aux)`, a pure
+        function, where `shardings` are those of the parameters, or `None`. If the loss
+        takes keywords, their arrays follow `traced`, and `static` is the rest of them.
+      arguments: of a state and of a call's other arguments, which it checks; the call
+        and `lower` have its signature.
+      split: of a state, what is donated and what is kept.
+      join: the inverse: a state, of what the body returned and of the old state.
+      mode: of the step's devices.
+      shardings: shared by all programs of a step.
+      donate: whether buffers are donated.
+      aux_axis: the axis along which the devices' own `aux` are concatenated.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., tuple[Any, StepMetrics, Any]],
+        arguments: Callable[Concatenate[StepState, P], Arguments],
+        split: Callable[[StepState], tuple[Any, Any]],
+        join: Callable[[Any, StepState], StepState],
+        *,
+        mode: OneDevice,
+        shardings: "ShardingCache",
+        donate: bool,
+        aux_axis: int = 0,
+    ):
+        self._body = body
+        self._arguments = arguments
+        self._split = split
+        self._join = join
+        self._mode = mode
+        self._shardings = shardings
+        self._donate = donate
+        self._aux_axis = aux_axis
+        self._jitted: dict[StateShardings | None, Any] = {}
+        self._compiled: set[Any] = set()
+        self._is_ready: ArrayMemo[bool] = ArrayMemo()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A jitted function that was pickled cannot be lowered.
+        return self.__dict__ | {"_jitted": {}, "_compiled": set()}
+
+    def __call__(
+        self, state: StepState, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[StepState, StepMetrics]:
+        given = self._arguments(state, *args, **kwargs)
+        self._mode.agree(*given.shared)
+        shardings, arguments, static = self._call(state, given)
+        donated, metrics, aux = self._at(shardings)(*arguments, static=static)
+        state = self._join(donated, state)
+        self._shardings.remember(state, shardings)
+        return state, metrics._replace(aux=aux)
+
+    def lower(
+        self, state: StepState, *args: P.args, **kwargs: P.kwargs
+    ) -> jax.stages.Lowered:
+        given = self._arguments(state, *args, **kwargs)
+        shardings, arguments, static = self._call(state, given)
+        return self._at(shardings).lower(*arguments, static=static)
+
+    def make_ready(self, state: StepState, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Compiles the program now, unless it is compiled for such a state already."""
+        if self._is_ready.get(key_array(state)):
+            return
+        if not all(map(is_concrete, jax.tree.leaves(state))):
+            return  # in a trace, where nothing is donated
+        given = self._arguments(state, *args, **kwargs)
+        shardings, arguments, static = self._call(state, given)
+        key = shardings, signature(arguments), static
+        if key not in self._compiled:
+            self._at(shardings).lower(*arguments, static=static).compile()
+            self._compiled.add(key)
+
+    def stay_ready(self, state: StepState) -> None:
+        """Notes that the program is compiled for states like this one."""
+        self._is_ready.remember(key_array(state), True)
+
+    def _call(self, state: StepState, given: Arguments) -> tuple[Any, Any, Any]:
+        traced, static = given.traced, None
+        if given.loss_kwargs is not None:
+            arrays, static = split_arrays(given.loss_kwargs)
+            traced = (*traced, arrays)
+        return self._shardings.of(state), (*self._split(state), *traced), static
+
+    def _at(self, shardings: "StateShardings | None") -> Any:
+        """The jitted function for a state with these shardings."""
+        if shardings in self._jitted:
+            return self._jitted[shardings]
+        params = out = None
+        if shardings is not None:
+            params, (out, _) = shardings.state.params, self._split(shardings.state)
+
+        def program(*arguments: Any, static: StaticPart | None) -> Any:
+            keywords = {} if static is None else {"static": static}
+            body = functools.partial(self._body, params, **keywords)
+            return self._mode.auto(body, out, self._aux_axis)(*arguments)
+
+        options: dict[str, Any] = {"donate_argnums": 0} if self._donate else {}
+        if shardings is not None and shardings.is_concrete:
+            options["out_shardings"] = (out, None, None)
+        jitted = jax.jit(program, static_argnames="static", **options)
+        return self._jitted.setdefault(shardings, jitted)
+
+
+class StateShardings:
+    """The shardings of a state over several devices.
+
+    Attributes:
+      state: a tree like the state; `None` where the compiler may choose.
+      is_concrete: whether the state is there, and not traced.
+    """
+
+    def __init__(self, structure: Any, shardings: tuple[Any, ...], is_concrete: bool):
+        self.state = jax.tree.unflatten(structure, shardings)
+        self.is_concrete = is_concrete
+
+
+class ShardingCache:
+    """The shardings of the states that a step was given.
+
+    There is one `StateShardings` for each, so that `is` compares them.
+    """
+
+    def __init__(self) -> None:
+        self._memo: ArrayMemo[StateShardings] = ArrayMemo()
+        self._known: dict[Any, StateShardings] = {}
+
+    def of(self, state: StepState) -> StateShardings | None:
+        """The shardings of a state; `None` on a single device."""
+        key = key_array(state)
+        if isinstance(key, jax.Array) and is_concrete(key):
+            if key.sharding.num_devices == 1:
+                return None
+            known = self._memo.get(key)
+            if known is not None:
+                return known
+        leaves, structure = jax.tree.flatten(state)
+        shardings = tuple(map(sharding_of, leaves))
+        if not any(shardings):
+            return None
+        made = structure, shardings, is_concrete(key)
+        return self._known.setdefault(made, StateShardings(*made))
+
+    def remember(self, state: StepState, shardings: StateShardings | None) -> None:
+        """Notes the shardings of a state that a program returned."""
+        if shardings is not None:
+            self._memo.remember(key_array(state), shardings)
