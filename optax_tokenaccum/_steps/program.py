@@ -23,12 +23,10 @@ class Arguments(NamedTuple):
     Attributes:
       traced: what `jit` traces, in the order of the body's parameters.
       loss_kwargs: the keywords of the loss, or `None` if the body takes none.
-      shared: what all processes must give alike, see `OneDevice.agree`.
     """
 
     traced: tuple[Any, ...] = ()
     loss_kwargs: dict[str, Any] | None = None
-    shared: tuple[Any, ...] = ()
 
 
 class Program(Generic[P]):
@@ -54,6 +52,8 @@ class Program(Generic[P]):
       mode: of the step's devices.
       shardings: shared by all programs of a step.
       donate: whether buffers are donated.
+      shared: of a call's arguments, those that all processes must give alike, see
+        `OneDevice.agree`.
       aux_axis: the axis along which the devices' own `aux` are concatenated.
     """
 
@@ -67,6 +67,7 @@ class Program(Generic[P]):
         mode: OneDevice,
         shardings: "ShardingCache",
         donate: bool,
+        shared: Callable[P, tuple[Any, ...]] | None = None,
         aux_axis: int = 0,
     ):
         self._body = body
@@ -76,6 +77,7 @@ class Program(Generic[P]):
         self._mode = mode
         self._shardings = shardings
         self._donate = donate
+        self._shared = shared
         self._aux_axis = aux_axis
         self._jitted: dict[StateShardings | None, Any] = {}
         self._compiled: set[Any] = set()
@@ -88,8 +90,9 @@ class Program(Generic[P]):
     def __call__(
         self, state: StepState, *args: P.args, **kwargs: P.kwargs
     ) -> tuple[StepState, StepMetrics]:
+        if self._shared is not None:  # before an error that others would wait for
+            self._mode.agree(*self._shared(*args, **kwargs))
         given = self._arguments(state, *args, **kwargs)
-        self._mode.agree(*given.shared)
         shardings, arguments, static = self._call(state, given)
         donated, metrics, aux = self._at(shardings)(*arguments, static=static)
         state = self._join(donated, state)

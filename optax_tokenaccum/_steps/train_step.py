@@ -60,23 +60,25 @@ class TrainStep:
         self._has_aux = has_aux
         self._mode = mode
         self._memo = MiniStepMemo()
-        shared: Any = {"mode": mode, "shardings": ShardingCache(), "donate": donate}
+        common: Any = {"mode": mode, "shardings": ShardingCache(), "donate": donate}
         self.accumulate = Program(
             self._accumulate,
             self._micro_batch_arguments,
             _split_parameters,
             self._join_accumulated,
-            **shared,
+            shared=_batch_alone,
+            **common,
         )
         self.close_window = Program(
-            self._close, _no_arguments, _split_sums, self._join_closed, **shared
+            self._close, _no_arguments, _split_sums, self._join_closed, **common
         )
         self._accumulate_and_close = Program(
             self._whole,
             self._micro_batch_arguments,
             lambda state: (state, ()),
             lambda state, _: state,
-            **shared,
+            shared=_batch_alone,
+            **common,
         )
 
     def init(self, params: Any) -> StepState:
@@ -207,7 +209,7 @@ class TrainStep:
     ) -> Arguments:
         require_step_state(state, accumulates=True)
         rows = self._mode.spread(batch)
-        return Arguments((rows, rng), loss_kwargs, shared=(batch,))
+        return Arguments((rows, rng), loss_kwargs)
 
     def _accumulate(
         self,
@@ -395,6 +397,10 @@ def make_train_step(
     )
     mode = make_mode(mesh, data_axes, reduce_every)
     return TrainStep(loss_fn, accumulation, has_aux, mode, donate)
+
+
+def _batch_alone(batch: Batch, **_: Any) -> tuple[Batch]:
+    return (batch,)
 
 
 def _no_arguments(state: StepState) -> Arguments:

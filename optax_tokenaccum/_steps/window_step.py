@@ -54,6 +54,7 @@ class WindowStep:
             mode=mode,
             shardings=ShardingCache(),
             donate=donate,
+            shared=_known_shapes,
             aux_axis=1,
         )
 
@@ -187,11 +188,9 @@ class WindowStep:
     ) -> Arguments:
         require_step_state(state, accumulates=False)
         check_micro_batches(micro_batches, num_micro_batches)
-        is_known = isinstance(num_micro_batches, int | np.integer)
         return Arguments(
             (_spread(self._mode, micro_batches), rng, num_micro_batches),
             loss_kwargs,
-            shared=(micro_batches, num_micro_batches if is_known else None),
         )
 
     def _run(
@@ -310,6 +309,13 @@ def make_window_step(
     )
     window = Window(loss_fn, has_aux, count_fn, accumulation)
     return WindowStep(window, make_mode(mesh, data_axes, reduce_every), donate)
+
+
+def _known_shapes(
+    micro_batches: Batch, *, num_micro_batches: Any, **_: Any
+) -> tuple[Any, Any]:
+    is_known = isinstance(num_micro_batches, int | np.integer)
+    return micro_batches, num_micro_batches if is_known else None
 
 
 def _spread(mode: OneDevice, micro_batches: Any) -> Any:
