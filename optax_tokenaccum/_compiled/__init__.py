@@ -1,0 +1,1 @@
+"""What a compiled program sends between devices."""

@@ -1,0 +1,1 @@
+"""Sequences of many lengths in micro-batches of few shapes."""
