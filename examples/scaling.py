@@ -2,8 +2,8 @@
 
     python examples/scaling.py
 
-Prints the tables of `docs/scaling.md`. `tests/test_scaling.py` holds the formulas
-against compiled programs.
+Prints the tables of `docs/scaling.md`. `tests/examples/test_scaling.py` holds the
+formulas against compiled programs.
 """
 
 from collections.abc import Iterable

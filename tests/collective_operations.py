@@ -1,4 +1,4 @@
-"""Programs on 8 devices for tests/test_collectives.py: meshes, operations, others'."""
+"""Programs on 8 devices for `test_collectives.py`: meshes, operations, others'."""
 
 import functools
 from typing import Any

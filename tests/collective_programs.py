@@ -1,4 +1,4 @@
-"""Programs on 8 devices for tests/test_collectives.py: steps, sums per device, rows."""
+"""Programs on 8 devices for `test_collectives.py`: steps, sums per device, rows."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ways to make a mistake, for tests/test_bad_input.py.
+"""Ways to make a mistake, for tests/docs/test_bad_input.py.
 
 A mistake is a function that makes it. It is given `keep`, which notes a state that the
 mistake must not cost the caller, and returns it.

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from devices import make_mesh
 from jax.sharding import NamedSharding, PartitionSpec
+from meshes import make_mesh
 from mistakes import ADAM, SGD, Row
 
 from optax_tokenaccum import (

@@ -1,4 +1,4 @@
-"""What the programs for tests/test_collectives.py share: a small model on 8 devices."""
+"""What the programs for `test_collectives.py` share: a small model on 8 devices."""
 
 import functools
 from collections.abc import Callable

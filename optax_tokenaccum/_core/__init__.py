@@ -11,6 +11,6 @@ Nothing here knows a mesh, a plan or `jit`. Read in this order:
 7. `layout.py`: where the sums live. Other layouts, for several devices, are in
    `_devices/`.
 
-`arrays.py` (dtypes, donation), `trees.py` (paths of leaves) and `checks.py` (errors about
-arguments) help them.
+`arrays.py` (dtypes, donation), `trees.py` (paths of leaves) and `checks.py` (errors
+about arguments) help them.
 """

@@ -88,7 +88,7 @@ def test_loops_of_flax():
 
 
 def test_the_gallery_in_the_docs_is_that_of_the_command():
-    page = (Path(__file__).parents[1] / "docs" / "audit.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")][:3]
         for line in page.split("| loop |")[1].splitlines()[2:]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import collectives, make_train_step
 
-PAGE = Path(__file__).parents[1] / "docs/scaling.md"
+PAGE = Path(__file__).parents[2] / "docs/scaling.md"
 SCALARS = 64  # bytes: losses, counts and norms
 SHAPES = {"in": (16, 64), "out": (64, 16)}
 PARAMETERS = sum(rows * columns for rows, columns in SHAPES.values())

@@ -28,7 +28,7 @@ ROWS = [
     *mistakes_with_programs.READING,
     *mistakes_with_flax.WITH_FLAX,
 ]
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "bad_input.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "bad_input.md"
 
 
 def rows_of_the_page() -> dict[str, str]:

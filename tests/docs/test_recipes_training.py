@@ -20,7 +20,7 @@ from optax_tokenaccum import make_train_step, token_accumulation
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PARAMS = helpers.init_params(0)
 K = 8
 WINDOWS = [helpers.ragged_batch(seed) for seed in range(3)]

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from devices import TYPES, WAYS, make_mesh, make_step
 from helpers import count_compilations, in_float64, relative_error
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import TYPES, WAYS, make_mesh, make_step
 
 from optax_tokenaccum import make_train_step
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
-import devices
 import jax
 import jax.numpy as jnp
+import meshes
 import optax
 import pytest
 import ways_in
@@ -16,7 +16,7 @@ from optax_tokenaccum import make_train_step
 BATCHES = [ways_in.batch_of(i, [1] * (i + 1) + [0] * (3 - i)) for i in range(4)]
 ON_MESH = {"one device": {}} | {
     f"8 devices, {reduce_every}": {
-        "mesh": devices.make_mesh((8,)),
+        "mesh": meshes.make_mesh((8,)),
         "data_axes": "data",
         "reduce_every": reduce_every,
     }

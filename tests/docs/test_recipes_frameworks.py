@@ -25,7 +25,7 @@ K = 8
 RTOL = helpers.RTOL["float32"]
 PARAMS, BATCH = helpers.init_params(0), helpers.ragged_batch(0)
 MICRO_BATCHES = helpers.cut(BATCH, K)
-# It keeps the gradient that it was given, see tests/test_exactness.py.
+# It keeps the gradient that it was given, see tests/core/test_exactness.py.
 SGD = optax.sgd(1.0, momentum=0.0)
 
 

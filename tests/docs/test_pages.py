@@ -11,7 +11,7 @@ import pytest
 
 import optax_tokenaccum
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -25,7 +25,7 @@ BLOCKS = [
 
 # What nobody runs: directives of the site, a difference, and an error that is shown.
 NOT_CODE = {"{eval-rst}", "{toctree}", "diff", "text"}
-# The lines of others, whose arithmetic tests/test_own_your_step.py runs in their place.
+# The lines of others, whose arithmetic test_own_your_step.py runs in their place.
 QUOTED = {
     "gradient_accumulation_loss_and_grad(",
     "learner.forward_fn_transformation",
@@ -69,9 +69,9 @@ def test_commands_are_ones_that_tests_run_or_that_finetune_takes():
             programs.add(" ".join((program, *words)))
     assert programs == {
         "examples/clipping.py --out docs/images/clipping.png",  # test_recipes_training
-        "examples/published_figures.py",  # tests/test_published_figures.py
-        "examples/scaling.py",  # tests/test_scaling.py
-        "-m benchmarks --out results",  # tests/test_benchmarks.py, with --quick
+        "examples/published_figures.py",  # tests/examples/test_published_figures.py
+        "examples/scaling.py",  # tests/examples/test_scaling.py
+        "-m benchmarks --out results",  # test_benchmarks.py, with --quick
     }
 
 

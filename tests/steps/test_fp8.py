@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
-import devices
 import helpers
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
@@ -128,8 +128,8 @@ def linen_state() -> Any:
 
 SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
 NARROW: dict[str, Any] = {"accumulator_dtype": jnp.bfloat16}
-OVER = {"mesh": devices.make_mesh((8,)), "data_axes": "data"}
-OVER_EXPLICIT = OVER | {"mesh": devices.make_mesh((8,), "explicit")}
+OVER = {"mesh": meshes.make_mesh((8,)), "data_axes": "data"}
+OVER_EXPLICIT = OVER | {"mesh": meshes.make_mesh((8,), "explicit")}
 EACH: dict[str, Any] = {"reduce_every": "micro_batch"}
 WAYS: dict[str, Callable[[], Any]] = {
     "two programs": train_step,

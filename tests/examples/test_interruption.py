@@ -1,7 +1,7 @@
 """Tests of `finetune.py --checkpoint-dir`: a run that is killed, and what is refused.
 
-`KILLS=50 pytest -m slow tests/test_interruption.py -rP` kills fifty times and prints
-where.
+`KILLS=50 pytest -m slow tests/examples/test_interruption.py -rP` kills fifty times, and
+prints where.
 """
 
 import contextlib

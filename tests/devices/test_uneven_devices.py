@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from devices import WAYS, make_mesh
 from jax.sharding import Mesh
+from meshes import WAYS, make_mesh
 
 from optax_tokenaccum import (
     make_train_step,

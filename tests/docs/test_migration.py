@@ -17,7 +17,7 @@ import pytest
 
 from optax_tokenaccum import MultiSteps, token_accumulation, window_value_and_grad
 
-PAGE = (Path(__file__).parents[1] / "docs/migration.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/migration.md").read_text()
 ROWS = re.findall(r"^\| (.*?) \| `(.*)` \| `(.*)` \|$", PAGE, re.MULTILINE)
 LINES = {title: (theirs, ours) for title, theirs, ours in ROWS}
 MULTI_STEPS, APPLY_EVERY, CALL, SCAN, HF_TRAINER, _, _ = LINES

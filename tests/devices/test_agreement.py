@@ -19,7 +19,7 @@ def said() -> list[dict[str, str]]:
         port = str(free.getsockname()[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-    script = pathlib.Path(__file__).with_name("one_of_two_processes.py")
+    script = pathlib.Path(__file__).parents[1] / "one_of_two_processes.py"
     processes = [
         subprocess.Popen(
             [sys.executable, script, port, str(process)],

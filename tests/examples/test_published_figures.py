@@ -13,7 +13,7 @@ import published_fixtures
 import pytest
 from helpers import RTOL
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_numbers_are_those_of_pytorch():

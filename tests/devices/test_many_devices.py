@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from devices import (
+from helpers import count_compilations, cut, init_params, loss_mean_fn, relative_error
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import (
     GRADIENT,
     LAYOUTS,
     SCALE,
@@ -23,9 +26,6 @@ from devices import (
     run,
     stacked,
 )
-from helpers import count_compilations, cut, init_params, loss_mean_fn, relative_error
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import CollectiveReport, collectives
 

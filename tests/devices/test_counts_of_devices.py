@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from devices import TYPES, WAYS, make_mesh, make_step
 from jax.sharding import Mesh
+from meshes import TYPES, WAYS, make_mesh, make_step
 
 from optax_tokenaccum import make_window_step
 

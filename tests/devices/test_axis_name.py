@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from devices import LAYOUTS, TYPES, make_batch, make_mesh, placed
-from devices import exact as exact_on
 from helpers import (
     cut,
     difference,
@@ -25,6 +23,8 @@ from helpers import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import LAYOUTS, TYPES, make_batch, make_mesh, placed
+from meshes import exact as exact_on
 
 from optax_tokenaccum import (
     TokenAccumulationState,

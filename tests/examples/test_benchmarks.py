@@ -10,7 +10,7 @@ import pytest
 from benchmarks.speed import CONTENDERS, check
 from benchmarks.workloads import square_layers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow

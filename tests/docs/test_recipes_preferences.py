@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 K = 8
 RTOL = helpers.RTOL["float32"]
 PARAMS, REFERENCE = helpers.init_params(0), helpers.init_params(1)
-# It keeps the gradient that it was given, see tests/test_exactness.py.
+# It keeps the gradient that it was given, see tests/core/test_exactness.py.
 SGD = optax.sgd(1.0, momentum=0.0)
 
 

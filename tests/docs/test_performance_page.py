@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "benchmarks/results/cpu/benchmarks.md").read_text().splitlines()
 
 
