@@ -11,6 +11,7 @@ from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import Gradients, Params
 from optax_tokenaccum._transformation import Transformation, has_updated
 
 
@@ -85,17 +86,17 @@ class MultiSteps:
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
         return self._tx.accumulation.inner
 
-    def init(self, params: optax.Params) -> TokenAccumulationState:
+    def init(self, params: Params) -> TokenAccumulationState:
         """The state before the first micro-batch."""
         return self._tx.init(params)
 
     def update(
         self,
-        updates: optax.Updates,
+        updates: Gradients,
         state: Any,
-        params: optax.Params | None = None,
+        params: Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, TokenAccumulationState]:
+    ) -> tuple[Gradients, TokenAccumulationState]:
         """Adds a micro-batch; `num_tokens` is required. See `token_accumulation`."""
         return self._tx.update(updates, state, params, **extra_args)
 
@@ -118,7 +119,7 @@ def accumulation_of(tx: Any) -> Accumulation | None:
     return owner.accumulation if isinstance(owner, Transformation) else None
 
 
-def from_multi_steps_state(tx: Any, state: Any, params: optax.Params) -> Any:
+def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:
     """Takes over a run of `optax.MultiSteps`, at a window boundary.
 
     Args:

@@ -13,6 +13,7 @@ from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import check_only_gradients
+from optax_tokenaccum._core.trees import Gradients, Params
 from optax_tokenaccum._devices.axes import LocalSums, as_names
 
 
@@ -147,9 +148,9 @@ def has_updated(state: Any) -> jax.Array:
 def close_window(
     tx: optax.GradientTransformationExtraArgs,
     state: Any,
-    params: optax.Params,
+    params: Params,
     **extra_args: Any,
-) -> tuple[optax.Updates, Any]:
+) -> tuple[Gradients, Any]:
     """Closes a partial window with the denominator it has, at the end of an epoch.
 
     `tx` is `token_accumulation(...)`, a `MultiSteps`, or a `chain` that holds one: it
@@ -200,21 +201,21 @@ class Transformation:
 
     accumulation: Accumulation
 
-    def init(self, params: optax.Params) -> TokenAccumulationState:
+    def init(self, params: Params) -> TokenAccumulationState:
         check_only_gradients(params)
         return self.accumulation.init(params)
 
     def update(
         self,
-        updates: optax.Updates,
+        updates: Gradients,
         state: Any,
-        params: optax.Params | None = None,
+        params: Params | None = None,
         *,
         num_tokens: Any = None,
         value: Any = None,
         close_window: Any = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, TokenAccumulationState]:
+    ) -> tuple[Gradients, TokenAccumulationState]:
         """See `token_accumulation`."""
         state, _ = self.accumulation.add(updates, state, params, num_tokens, value)
         if value is not None:
@@ -231,10 +232,10 @@ class Transformation:
         self,
         state: TokenAccumulationState,
         closes: bool | jax.Array,
-        like: optax.Updates,
-        params: optax.Params | None,
+        like: Gradients,
+        params: Params | None,
         extra_args: dict[str, Any],
-    ) -> tuple[optax.Updates, TokenAccumulationState]:
+    ) -> tuple[Gradients, TokenAccumulationState]:
         """Ends the window where `closes`; the updates are zeros where it does not.
 
         A conditional stores what it returns. So the updates leave it in the buffers of

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import grain
 
 from optax_tokenaccum._core.checks import as_count
+from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._ragged.pad import pad_micro_batch
 from optax_tokenaccum._ragged.plan import MicroBatchPlan, plan_window, shapes_of
 from optax_tokenaccum._ragged.sequences import Sequences
@@ -35,7 +36,7 @@ class PlannedMicroBatch(NamedTuple):
       (16, 4) True
     """
 
-    batch: Any
+    batch: Batch
     is_last: bool
 
 

@@ -13,6 +13,7 @@ from flax.training import train_state
 
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import MAXIMUM
+from optax_tokenaccum._core.trees import Gradients, Params
 from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._transformation import has_updated
 
@@ -49,7 +50,7 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(
-        cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any
+        cls, *, apply_fn: Any, params: Params, tx: Any, **kwargs: Any
     ) -> "TrainState":
         """Flax's `create`; see there."""
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
@@ -60,7 +61,7 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self,
         *,
-        grads: Any,
+        grads: Gradients,
         num_tokens: Any = None,
         value: Any = None,
         close_window: Any = None,

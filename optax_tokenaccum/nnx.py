@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.loss_fn import unpack
+from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
 from optax_tokenaccum._multi_steps import accumulation_of
 from optax_tokenaccum._steps.state import StepMetrics
@@ -50,7 +51,7 @@ class TrainStep:
         return TrainStep, (self._loss_fn, self._has_aux, self._donate)
 
     def __call__(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any
+        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Batch
     ) -> StepMetrics:
         """Adds a micro-batch, and applies the update if the window closes with it.
 
@@ -80,7 +81,7 @@ class TrainStep:
         program: Callable[..., StepMetrics],
         model: nnx.Module,
         optimizer: nnx.Optimizer,
-        *batch: Any,
+        *batch: Batch,
     ) -> StepMetrics:
         """Runs a program that leaves every array where it was."""
         _accumulation_of(optimizer)
@@ -91,7 +92,7 @@ class TrainStep:
 
         # The compiler would place what is returned as it sees fit, and the next call
         # compile once more.
-        def run(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Any) -> Any:
+        def run(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Batch) -> Any:
             leaves = _leaves(model, optimizer)
             metrics = program(model, optimizer, *batch)
             for leaf, sharding in zip(leaves, shardings, strict=True):
@@ -108,7 +109,7 @@ class TrainStep:
             self._jitted[key] = nnx.jit(run, donate_argnums=donated)
         return self._jitted[key](model, optimizer, *batch)
 
-    def _is_settled(self, leaves: list[Any], batch: Any) -> bool:
+    def _is_settled(self, leaves: list[Any], batch: Batch) -> bool:
         """Whether `_settle`, which is slow, would have nothing to do."""
         values = jax.tree.leaves(list(map(_value_of, leaves)))
         ids = set(map(id, values))
@@ -120,7 +121,7 @@ class TrainStep:
             getattr(x, "weak_type", False) for x in values
         )
 
-    def _settle(self, model: Any, optimizer: Any, batch: Any) -> None:
+    def _settle(self, model: Any, optimizer: Any, batch: Batch) -> None:
         """Prepares arrays that would be donated twice, or cost a second compilation.
 
         An array that is there twice is copied. One that was never placed goes to the
@@ -144,7 +145,7 @@ class TrainStep:
         _put((model, optimizer), state)
 
     def _program(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any
+        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Batch
     ) -> StepMetrics:
         accumulation = _accumulation_of(optimizer)
         before = _held(nnx.state(model))
@@ -164,10 +165,10 @@ class TrainStep:
         metrics = _close(accumulation, closes, model, optimizer, opt_state)
         return metrics._replace(skipped=skipped, aux=aux)
 
-    def _value_and_grad(self, model: nnx.Module, wrt: Any, batch: Any) -> Any:
+    def _value_and_grad(self, model: nnx.Module, wrt: Any, batch: Batch) -> Any:
         """`((loss_sum, (num_tokens, aux)), gradients)`; the loss may change `model`."""
 
-        def loss_fn(model: nnx.Module, batch: Any) -> Any:
+        def loss_fn(model: nnx.Module, batch: Batch) -> Any:
             return unpack(self._loss_fn(model, batch), self._has_aux)
 
         if _is_graph_mode():
@@ -178,7 +179,7 @@ class TrainStep:
 
         graphdef, params, rest = nnx.split(model, wrt, ...)
 
-        def loss_of(params: Any, rest: Any, batch: Any) -> Any:
+        def loss_of(params: Params, rest: Any, batch: Batch) -> Any:
             model = nnx.merge(graphdef, params, rest)
             loss_sum, counted = loss_fn(model, batch)
             return loss_sum, (counted, list(_held(nnx.state(model)).values()))

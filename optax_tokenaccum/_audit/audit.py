@@ -12,12 +12,13 @@ from optax_tokenaccum._audit.report import AuditReport, Parameter
 from optax_tokenaccum._audit.verdict import Evidence, judge
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.loss_fn import LossFn
+from optax_tokenaccum._core.trees import Params
 
 
 def audit(
     run: reading.Run,
     loss_fn: LossFn,
-    params: Any,
+    params: Params,
     micro_batches: Sequence[Any],
     *,
     rtol: float | None = None,
@@ -114,7 +115,9 @@ def audit(
     return AuditReport(**judge(evidence), parameters=parameters)
 
 
-def _scale_of_second(params: Any, tokens: np.ndarray, gradients: np.ndarray) -> float:
+def _scale_of_second(
+    params: Params, tokens: np.ndarray, gradients: np.ndarray
+) -> float:
     """Makes a step on the second micro-batch readable, however small its gradient."""
     sizes = np.linalg.norm(gradients, axis=1)
     places = [*np.flatnonzero(tokens)[1:2], *np.argsort(-sizes)]
@@ -122,13 +125,15 @@ def _scale_of_second(params: Any, tokens: np.ndarray, gradients: np.ndarray) -> 
     return reading.readable_scale(params, gradients[place] / tokens[place])
 
 
-def _default_rtol(params: Any) -> float:
+def _default_rtol(params: Params) -> float:
     dtypes = [x.dtype for x in jax.tree.leaves(params)]
     units = [jnp.finfo(d).eps for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
     return max(1e-4, 4 * float(max(units, default=0)))
 
 
-def _parameters(params: Any, applied: np.ndarray, exact: np.ndarray) -> list[Parameter]:
+def _parameters(
+    params: Params, applied: np.ndarray, exact: np.ndarray
+) -> list[Parameter]:
     found, start = [], 0
     for (path, _), numbers in zip(
         trees.named_leaves(params), reading.numbers(params), strict=True

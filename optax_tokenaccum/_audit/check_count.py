@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import Batch
 
 # (loss_sum, num_tokens) of some rows, at some parameters.
 Measure = Callable[[Any], tuple[float, float]]
@@ -33,14 +34,14 @@ class Mask(NamedTuple):
     there: np.ndarray
     is_mask: bool
 
-    def kept(self, batch: Any, keep: Any) -> Any:
+    def kept(self, batch: Batch, keep: Any) -> Any:
         """The batch with the entries of `keep` alone."""
         leaves, structure = jax.tree.flatten(batch)
         for place, nothing in zip(self.places, self.nothing, strict=True):
             leaves[place] = np.where(keep, leaves[place], nothing)
         return structure.unflatten(leaves)
 
-    def among(self, batch: Any, far: float) -> Any:
+    def among(self, batch: Batch, far: float) -> Any:
         """The batch with other floats around the mask, no zeros among them.
 
         Weights or rewards of zero, and targets that are met, make a token cost nothing.
@@ -74,7 +75,7 @@ def check_count(
     return how, found
 
 
-def rows_of(batch: Any, start: int, stop: int) -> Any:
+def rows_of(batch: Batch, start: int, stop: int) -> Any:
     """Some rows of a batch."""
     return jax.tree.map(lambda x: x[start:stop], batch)
 
@@ -103,7 +104,7 @@ def _check_masks(
     return how if looked_at else None, found, bool(looked_at) and all(sure)
 
 
-def _masks(batch: Any) -> Iterator[Mask]:
+def _masks(batch: Batch) -> Iterator[Mask]:
     """Bools, zeros and ones, weights, labels with an ignore index."""
     named = trees.named_leaves(batch)
     seen: list[Mask] = []
@@ -138,7 +139,7 @@ def _value_of_nothing(leaf: Any) -> Any:
 
 
 def _gates(
-    mask: Mask, measures: list[Measure], batch: Any, rtol: float
+    mask: Mask, measures: list[Measure], batch: Batch, rtol: float
 ) -> tuple[bool, bool]:
     """Whether there is no loss, and whether there is no count, without any entry."""
     nothing = mask.kept(batch, False)
@@ -148,7 +149,7 @@ def _gates(
     return bool(told) and all(told), count == 0
 
 
-def _adds_up(mask: Mask, measures: list[Measure], batch: Any, rtol: float) -> bool:
+def _adds_up(mask: Mask, measures: list[Measure], batch: Batch, rtol: float) -> bool:
     """Whether the loss is a sum over the entries, as it is not over tokens attended."""
     # Every other entry, so that the tokens of a sequence are apart.
     half = np.cumsum(mask.there).reshape(mask.there.shape) % 2 == 0
@@ -163,7 +164,7 @@ def _adds_up(mask: Mask, measures: list[Measure], batch: Any, rtol: float) -> bo
 
 
 def _findings(
-    mask: Mask, measures: list[Measure], batch: Any, adds_up: bool
+    mask: Mask, measures: list[Measure], batch: Batch, adds_up: bool
 ) -> Iterator[str]:
     """Entries that change the count alone, or the loss alone."""
     only_loss, only_count, both = 0, 0, 0

@@ -12,6 +12,7 @@ import numpy as np
 from optax_tokenaccum._audit.check_count import RTOL, Measure, check_count, rows_of
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.loss_fn import LossFn, unpack
+from optax_tokenaccum._core.trees import Batch, Params
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class LossReport:
 
 
 def check_loss_fn(
-    loss_fn: LossFn, params: Any, micro_batches: Sequence[Any]
+    loss_fn: LossFn, params: Params, micro_batches: Sequence[Any]
 ) -> LossReport:
     """Checks that `loss_fn` returns a sum over tokens and the number of those tokens.
 
@@ -119,8 +120,8 @@ def check_loss_fn(
     is_jitted = isinstance(loss_fn, jax.stages.Wrapped)
     jitted = loss_fn if is_jitted else jax.jit(lambda *given: loss_fn(*given))
 
-    def at(params: Any) -> Measure:
-        def measure(batch: Any) -> tuple[float, float]:
+    def at(params: Params) -> Measure:
+        def measure(batch: Batch) -> tuple[float, float]:
             loss_sum, num_tokens = jitted(params, batch)
             return float(loss_sum), float(num_tokens)
 
@@ -158,7 +159,7 @@ def _as_numpy(x: Any) -> Any:
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
 
 
-def _findings_on_sums(measure: Measure, batch: Any, rtol: float) -> Iterator[str]:
+def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[str]:
     """What does not add up when rows are counted twice or apart."""
     rows = trees.leading_axis(batch, "a micro-batch")
 

@@ -12,6 +12,7 @@ from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn, sums_and_gradient
 from optax_tokenaccum._core.sums import kinds_of
+from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
 # (params, micro-batches) -> tokens [k], gradients of summed losses [k, parameters].
@@ -48,7 +49,7 @@ class Loop(NamedTuple):
     scale: float
 
     def moved(
-        self, params: Any, micro_batches: list[Any], which: int, scale: float = 1.0
+        self, params: Params, micro_batches: list[Any], which: int, scale: float = 1.0
     ) -> Any:
         """The parameters after the loop, where one update moves them, or none (-1)."""
         optimizer = _reading_optimizer(which, scale)
@@ -59,7 +60,7 @@ class Loop(NamedTuple):
         return jax.tree.map(jnp.asarray, moved)
 
     def readings(
-        self, params: Any, micro_batches: list[Any], still: Any = None
+        self, params: Params, micro_batches: list[Any], still: Any = None
     ) -> list[Reading]:
         """What the first update applied. A loop that drifts can be read in four ways.
 
@@ -92,7 +93,7 @@ class Loop(NamedTuple):
         ]
 
     def second(
-        self, params: Any, micro_batches: list[Any], still: Any, scale: float
+        self, params: Params, micro_batches: list[Any], still: Any, scale: float
     ) -> np.ndarray:
         """The gradient of the second update; zeros where there is none."""
 
@@ -108,7 +109,7 @@ class Loop(NamedTuple):
         return found / scale  # NaN is a movement too
 
     def noise(
-        self, params: Any, micro_batches: list[Any], place: int, reading: Reading
+        self, params: Params, micro_batches: list[Any], place: int, reading: Reading
     ) -> float:
         """The rounding error of the reading at `place`, relative to the gradient.
 
@@ -133,12 +134,12 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
     """A function of parameters and micro-batches, in float64."""
 
     @jax.jit
-    def sums(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def sums(params: Params, batch: Batch) -> tuple[jax.Array, Any]:
         (_, (n, _)), g = sums_and_gradient(loss_fn, False, params, batch, {}, Layout())
         return checks.as_num_tokens(n), g
 
     def token_sums(
-        params: Any, micro_batches: list[Any]
+        params: Params, micro_batches: list[Any]
     ) -> tuple[np.ndarray, np.ndarray]:
         found = [sums(params, batch) for batch in micro_batches]
         tokens = np.array([n for n, _ in found], np.float64)
@@ -153,7 +154,7 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
     return token_sums
 
 
-def readable_scale(params: Any, gradient: np.ndarray) -> float:
+def readable_scale(params: Params, gradient: np.ndarray) -> float:
     """A power of 2 that makes the update outweigh the parameters, as far as they reach.
 
     Rounding to the parameters' dtype then costs a unit of the gradient, not of the
@@ -202,11 +203,11 @@ def _reading_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """SGD whose update number `which`, counted from 0, alone moves the parameters."""
 
-    def init(params: Any) -> jax.Array:
+    def init(params: Params) -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: Gradients, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, jax.Array]:
         def step(g: Any) -> Any:
             if arrays.is_float0(g):

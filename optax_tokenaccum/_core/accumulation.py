@@ -15,6 +15,7 @@ from optax_tokenaccum._core.layout import Layout, Reduced
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import SUM, Kind, kinds_of, only_gradients
+from optax_tokenaccum._core.trees import Gradients, Params
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class Accumulation:
         """The same accumulation, with its sums elsewhere."""
         return replace(self, layout=layout)
 
-    def init(self, params: optax.Params) -> TokenAccumulationState:
+    def init(self, params: Params) -> TokenAccumulationState:
         """The state before the first micro-batch, the inner optimizer's within."""
         return self.empty_window(params, self.init_inner(params))
 
-    def init_inner(self, params: optax.Params) -> Any:
+    def init_inner(self, params: Params) -> Any:
         """The inner optimizer's state; `ValueError` if that accumulates already."""
         checks.check_are_numbers(params)
         inner_opt_state = self.inner.init(params)
@@ -59,7 +60,7 @@ class Accumulation:
         return arrays.stable(params, inner_opt_state)
 
     def empty_window(
-        self, params: optax.Params, inner_opt_state: Any = None
+        self, params: Params, inner_opt_state: Any = None
     ) -> TokenAccumulationState:
         """A state whose window holds nothing, with sums of the parameters' shapes."""
         dtypes = jax.tree.map(
@@ -92,9 +93,9 @@ class Accumulation:
 
     def add(
         self,
-        updates: optax.Updates,
+        updates: Gradients,
         state: TokenAccumulationState,
-        params: optax.Params | None,
+        params: Params | None,
         num_tokens: Any,
         value: Any = None,
     ) -> tuple[TokenAccumulationState, jax.Array]:
@@ -169,10 +170,10 @@ class Accumulation:
         self,
         state: TokenAccumulationState,
         closes: bool | jax.Array,
-        like: optax.Updates,
-        params: optax.Params | None,
+        like: Gradients,
+        params: Params | None,
         extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates, TokenAccumulationState], Any],
+        finish: Callable[[Gradients, TokenAccumulationState], Any],
         otherwise: Any,
     ) -> tuple[Any, TokenAccumulationState]:
         """Ends the window where `closes`, with an update if it holds any token.
@@ -223,8 +224,8 @@ class Accumulation:
         return jnp.where(tokens > 0, loss, 0), tokens
 
     def window_gradient(
-        self, state: TokenAccumulationState, like: optax.Updates
-    ) -> optax.Updates:
+        self, state: TokenAccumulationState, like: Gradients
+    ) -> Gradients:
         """`sum g / sum n` in the dtypes of `like`, divided before the one cast.
 
         The gradient of an integer parameter has no numbers and is handed on as it is.

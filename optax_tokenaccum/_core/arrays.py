@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from optax_tokenaccum._core.trees import is_concrete
+from optax_tokenaccum._core.trees import Params, is_concrete
 
 
 def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
@@ -54,7 +54,7 @@ def zeros_of(shape: Any) -> Any:
     return (np if is_float0(shape) else jnp).zeros(shape.shape, shape.dtype)
 
 
-def stable(params: Any, state: Any) -> Any:
+def stable(params: Params, state: Any) -> Any:
     """`state` as `update` will return it: arrays, strongly typed, beside `params`.
 
     A Python number, a weak type or a scalar left on the default device while the
@@ -131,7 +131,7 @@ def is_unplaced(x: Any) -> bool:
     return isinstance(x, jax.Array) and is_concrete(x) and not x.committed
 
 
-def home(params: Any, whole: bool = True) -> jax.sharding.Sharding | None:
+def home(params: Params, whole: bool = True) -> jax.sharding.Sharding | None:
     """Where the first placed array of `params` is: `whole` on each of its devices."""
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array) or not is_concrete(leaf):

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum._core.trees import check_same_tree, is_concrete, named_leaves
+from optax_tokenaccum._core.trees import (
+    Gradients,
+    OptState,
+    Params,
+    check_same_tree,
+    is_concrete,
+    named_leaves,
+)
 
 
 def check_function(f: Any, name: str) -> None:
@@ -43,7 +50,12 @@ def _without_value(inner: Any) -> optax.GradientTransformationExtraArgs:
     """`inner`, such as `optax.contrib.sam`, not given the loss that it would refuse."""
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
+        updates: Gradients,
+        state: Any,
+        params: Any = None,
+        *,
+        value: Any = None,
+        **extra: Any,
     ) -> Any:
         return inner.update(updates, state, params, **extra)
 
@@ -139,7 +151,7 @@ def check_state(state: Any, kind: type, name: str = "The state") -> None:
         )
 
 
-def check_inner_state(inner: Any, inner_opt_state: Any, params: Any) -> None:
+def check_inner_state(inner: Any, inner_opt_state: OptState, params: Params) -> None:
     """Raises `ValueError` where the inner state is another optimizer's.
 
     optax does not notice what an optimizer without a state, such as SGD, is given.
@@ -170,7 +182,7 @@ def check_alive(tree: Any) -> None:
         )
 
 
-def check_are_numbers(params: Any) -> None:
+def check_are_numbers(params: Params) -> None:
     """Raises `TypeError`, naming the leaf, where a parameter is a key."""
     for path, leaf in named_leaves(params):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):

@@ -10,6 +10,7 @@ from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import only_gradients
+from optax_tokenaccum._core.trees import Gradients, Params
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
 SkipFn = Callable[..., tuple[Any, Any]]
@@ -27,7 +28,7 @@ class Contribution(NamedTuple):
       skip_state: what the skip function returned.
     """
 
-    gradients: Any
+    gradients: Gradients
     num_tokens: jax.Array  # shape=()
     value: jax.Array  # shape=()
     is_weighted: bool
@@ -41,9 +42,9 @@ class Contribution(NamedTuple):
 
 
 def make_contribution(
-    gradients: Any,
+    gradients: Gradients,
     state: TokenAccumulationState,
-    params: Any,
+    params: Params,
     num_tokens: Any,
     value: Any,
     *,
@@ -82,7 +83,7 @@ def make_contribution(
     return Contribution(gradients, num_tokens, value, is_weighted, skipped, skip_state)
 
 
-def _per_token(gradients: Any, num_tokens: jax.Array, layout: Layout) -> Any:
+def _per_token(gradients: Gradients, num_tokens: jax.Array, layout: Layout) -> Any:
     """The mean gradients of the micro-batch, in the dtypes of its sums."""
 
     def divided(g: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._core.trees import Batch, Gradients, Params
+
 # The axes along which a value is the same on every device, being a sum over them.
 Reduced = tuple[str, ...]
 
@@ -23,7 +25,7 @@ class Layout:
         """The layout, knowing which mesh axes are bound where this is called."""
         return self
 
-    def zeros(self, params: Any, dtypes: Any) -> Any:
+    def zeros(self, params: Params, dtypes: Any) -> Any:
         """Sums of nothing, as the state holds them."""
         return jax.tree.map(lambda p, dtype: jnp.zeros_like(p, dtype), params, dtypes)
 
@@ -39,7 +41,7 @@ class Layout:
         """The sums over all devices: called once, when the window closes."""
         return stored
 
-    def settled(self, params: Any) -> Any:
+    def settled(self, params: Params) -> Any:
         """Updated parameters, placed where they were before the update."""
         return params
 
@@ -64,13 +66,15 @@ class Layout:
         """
         return num_tokens > 0
 
-    def check_tokens(self, gradients: Any, num_tokens: Any, *, is_mean: bool) -> None:
+    def check_tokens(
+        self, gradients: Gradients, num_tokens: Any, *, is_mean: bool
+    ) -> None:
         """Raises `ValueError` if these cannot be gradients of `num_tokens` tokens."""
 
     def check_counts(
         self,
         of_rows: Callable[[Any, Any], tuple[dict[str, Any], Any]],
-        batch: Any,
+        batch: Batch,
         rng: jax.Array | None,
     ) -> None:
         """Raises `ValueError` if a count is not of the rows of this device alone.

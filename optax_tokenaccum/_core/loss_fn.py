@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.trees import Batch, Params
 
 # loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens), or with has_aux
 # (loss_sum, (num_tokens, aux)).
@@ -16,14 +17,14 @@ LossFn = Callable[..., tuple[Any, Any]]
 def sums_and_gradient(
     loss_fn: LossFn,
     has_aux: bool,
-    params: Any,
-    batch: Any,
+    params: Params,
+    batch: Batch,
     loss_kwargs: dict[str, Any],
     layout: Layout,
 ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
     """`((loss_sum, (num_tokens, aux)), gradient of loss_sum)` of one micro-batch."""
 
-    def of_rows(batch: Any, rng: Any) -> tuple[dict[str, Any], Any]:
+    def of_rows(batch: Batch, rng: Any) -> tuple[dict[str, Any], Any]:
         own_key = {} if rng is None else {"rng": rng}
         returned = loss_fn(params, batch, **(loss_kwargs | own_key))
         return {"num_tokens": unpack(returned, has_aux)[1][0]}, returned

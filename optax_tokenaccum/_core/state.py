@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from optax_tokenaccum._core.trees import Gradients, OptState
+
 
 class TokenAccumulationState(NamedTuple):
     """State of `token_accumulation`.
@@ -39,8 +41,8 @@ class TokenAccumulationState(NamedTuple):
 
     mini_step: jax.Array  # shape=(), dtype=int32
     gradient_step: jax.Array  # shape=(), dtype=int32
-    inner_opt_state: Any
-    acc_grads: Any  # dtype=float32, or wider where the parameter is
+    inner_opt_state: OptState
+    acc_grads: Gradients  # dtype=float32, or wider where the parameter is
     acc_tokens: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
     acc_value: jax.Array  # shape=(), dtype=that of acc_tokens
     has_updated: jax.Array  # shape=(), dtype=bool

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._core.trees import Params
+
 # Flax's OVERWRITE_WITH_GRADIENT: the scales of 8-bit floats, and histories of their
 # largest values (amax). The "gradient" of such a parameter is its next value.
 COLLECTION = "_overwrite_with_gradient"
@@ -54,7 +56,7 @@ def only_gradients(tree: Any) -> Any:
     )
 
 
-def check_only_gradients(params: Any) -> None:
+def check_only_gradients(params: Params) -> None:
     """Raises `ValueError` for parameters that an update cannot overwrite."""
     if not all(kind.is_gradient for kind in jax.tree.leaves(kinds_of(params))):
         raise ValueError(

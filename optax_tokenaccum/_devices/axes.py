@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core.layout import Layout, Reduced
-from optax_tokenaccum._core.trees import named_leaves
+from optax_tokenaccum._core.trees import Batch, Gradients, Params, named_leaves
 from optax_tokenaccum._devices.counts import check_counts
 
 
@@ -59,7 +59,7 @@ class LocalSums(Layout):
         marked = [n for n in self.names if n in _marks(jax.lax.axis_index(n))]
         return replace(self, marked=tuple(marked))
 
-    def zeros(self, params: Any, dtypes: Any) -> Any:
+    def zeros(self, params: Params, dtypes: Any) -> Any:
         def zero(p: Any, dtype: Any) -> jax.Array:
             x = jnp.zeros((1, *jnp.shape(p)), dtype)
             # Where init is called outside of the map, the map's specs decide.
@@ -109,7 +109,9 @@ class LocalSums(Layout):
             return any_tokens
         return any_tokens & (jax.lax.axis_index(reduced) == 0)
 
-    def check_tokens(self, gradients: Any, num_tokens: Any, *, is_mean: bool) -> None:
+    def check_tokens(
+        self, gradients: Gradients, num_tokens: Any, *, is_mean: bool
+    ) -> None:
         """Raises where gradients and `num_tokens` cannot be of the same tokens.
 
         Raises:
@@ -139,7 +141,7 @@ class LocalSums(Layout):
     def check_counts(
         self,
         of_rows: Callable[[Any, Any], tuple[dict[str, Any], Any]],
-        batch: Any,
+        batch: Batch,
         rng: jax.Array | None,
     ) -> None:
         check_counts(of_rows, batch, rng, self.names, self.copies)

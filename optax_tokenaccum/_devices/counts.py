@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from optax_tokenaccum._core.trees import is_concrete
+from optax_tokenaccum._core.trees import Batch, is_concrete
 from optax_tokenaccum._devices.dependence import depends, functions_in
 
 
 def check_counts(
     f: Callable[[Any, Any], tuple[dict[str, Any], Any]],
-    batch: Any,
+    batch: Batch,
     rng: jax.Array | None,
     axes: tuple[str, ...],
     copies: frozenset[int],

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.sums import kinds_of
+from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import (
     entries_of,
@@ -41,7 +42,7 @@ class _OnDevices(Layout):
 class StackedSums(_OnDevices):
     """A sum of each device's own, seen from outside: `[devices, ...]`."""
 
-    def zeros(self, params: Any, dtypes: Any) -> Any:
+    def zeros(self, params: Params, dtypes: Any) -> Any:
         names, size = self.devices.names, self.devices.size
 
         def zero(p: Any, dtype: Any) -> jax.Array:
@@ -93,7 +94,7 @@ class StackedSums(_OnDevices):
 class ShardedSums(_OnDevices):
     """One sum for each parameter, spread over the devices as well as it can be."""
 
-    def zeros(self, params: Any, dtypes: Any) -> Any:
+    def zeros(self, params: Params, dtypes: Any) -> Any:
         def zero(p: Any, dtype: Any) -> jax.Array:
             spec = self.devices.spread(p, sharding_of(p))
             return _zeros(jnp.shape(p), dtype, self.devices.sharding(*spec), p)
@@ -103,7 +104,7 @@ class ShardedSums(_OnDevices):
     def stored(self, opened: Any) -> Any:
         return self._constrained(opened, self.devices.spread)
 
-    def settled(self, params: Any) -> Any:
+    def settled(self, params: Params) -> Any:
         """Parameters after an update, gathered where that is, not on every call."""
         return self._constrained(params, lambda x, s: entries_of(s, x.ndim))
 

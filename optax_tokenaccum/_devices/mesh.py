@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._devices.shardings import (
     entries_of,
     entry_of,
@@ -79,7 +80,7 @@ class DataParallel:
                 break
         return spec
 
-    def place_params(self, params: Any) -> Any:
+    def place_params(self, params: Params) -> Any:
         """The parameters on the mesh, as they are where they are on it already.
 
         Raises:

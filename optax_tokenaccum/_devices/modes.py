@@ -17,14 +17,17 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import Batch, Gradients, Params
 from optax_tokenaccum._devices.axes import LocalSums, as_names
 from optax_tokenaccum._devices.layouts import ShardedSums, StackedSums
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.processes import Agreement
-from optax_tokenaccum._devices.rows import SpreadRows, spread_rows
+from optax_tokenaccum._devices.rows import spread_rows
 from optax_tokenaccum._devices.shardings import is_explicit, is_sharding, sharding_of
 
 ReduceEvery = Literal["window", "micro_batch"]
+# Returns a state, values that are the same on all devices, and values of each device.
+RowsFn = Callable[..., tuple[Any, Any, Any]]
 
 
 class OneDevice:
@@ -34,14 +37,14 @@ class OneDevice:
     num_devices = 1
     leading_axes: tuple[int, ...] = ()  # of the sums, before those of the parameters
 
-    def agree(self, batch: Any, *numbers: Any) -> None:
+    def agree(self, batch: Batch, *numbers: Any) -> None:
         """Raises if the processes of the mesh disagree about the shapes of a batch."""
 
-    def spread(self, batch: Any, axis: int = 0, *, check_rows: bool = True) -> Any:
+    def spread(self, batch: Batch, axis: int = 0, *, check_rows: bool = True) -> Any:
         """The batch with its rows, along `axis`, spread over the devices."""
         return batch
 
-    def init(self, params: Any, init: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def init(self, params: Params, init: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The parameters where they belong, and what `init` returns for them."""
         return params, init(params)
 
@@ -54,40 +57,31 @@ class OneDevice:
         return Layout()
 
     def map_rows(
-        self,
-        f: Callable[..., tuple[Any, Any, Any]],
-        shardings: Any,
-        opt_state: Any,
-        rows: Any,
-        *shared: Any,
-        axis: int = 0,
+        self, f: RowsFn, shardings: Any, opt_state: Any, rows: Any, *shared: Any
     ) -> tuple[Any, Any, Any]:
         """`f(layout, opt_state, batch, *shared)`, on the rows of every device.
 
         Args:
-          f: returns a state, what is the same on all devices, and what each device has
-            of its own, `layout.stacked` along `axis`.
+          f: returns a state, values that are the same on all devices, and values of
+            each device, `layout.stacked` along the axis of the rows.
           shardings: of the parameters, where known.
           opt_state: a `TokenAccumulationState`, or `None`.
           rows: from `spread`.
           *shared: passed whole to every device.
-          axis: along which the devices' own values are concatenated.
         """
         return f(Layout(), opt_state, rows, *shared)
 
-    def auto(
-        self, f: Callable[..., Any], shardings: Any, axis: int = 0
-    ) -> Callable[..., Any]:
+    def auto(self, f: RowsFn, shardings: Any, axis: int = 0) -> RowsFn:
         """`f`, with the compiler choosing shardings on an Explicit mesh too.
 
         Args:
           f: returns a state, metrics, and values of each device, as `map_rows` does.
           shardings: of that state, where known.
-          axis: as for `map_rows`.
+          axis: of the rows.
         """
         return f
 
-    def check_layout(self, acc_grads: Any, params: Any) -> None:
+    def check_layout(self, acc_grads: Gradients, params: Params) -> None:
         """Raises `ValueError` if the sums belong to another number of devices."""
         lead = self.leading_axes
         sums = trees.named_leaves(acc_grads)
@@ -117,10 +111,10 @@ class SumOverAll(OneDevice):
         self._devices = devices
         self._agreement = Agreement(devices.mesh)
 
-    def agree(self, batch: Any, *numbers: Any) -> None:
+    def agree(self, batch: Batch, *numbers: Any) -> None:
         self._agreement.check(batch, *numbers)
 
-    def spread(self, batch: Any, axis: int = 0, *, check_rows: bool = True) -> Any:
+    def spread(self, batch: Batch, axis: int = 0, *, check_rows: bool = True) -> Any:
         return spread_rows(
             self._devices,
             batch,
@@ -129,7 +123,7 @@ class SumOverAll(OneDevice):
             keeps_sums_apart=self.keeps_sums_apart,
         )
 
-    def init(self, params: Any, init: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def init(self, params: Params, init: Callable[[Any], Any]) -> tuple[Any, Any]:
         devices = self._devices
         params = devices.place_params(params)
         is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
@@ -139,7 +133,7 @@ class SumOverAll(OneDevice):
         with jax.set_mesh(devices.mesh) if binds else contextlib.nullcontext():
             return params, init(model)
 
-    def _like_sums(self, params: Any) -> Any:
+    def _like_sums(self, params: Params) -> Any:
         """The parameters placed as their sums are, for an optimizer's `init`."""
 
         def place(p: Any) -> jax.Array:
@@ -152,22 +146,14 @@ class SumOverAll(OneDevice):
         return ShardedSums(devices=self._devices, shardings=shardings)
 
     def map_rows(
-        self,
-        f: Callable[..., tuple[Any, Any, Any]],
-        shardings: Any,
-        opt_state: Any,
-        rows: SpreadRows,
-        *shared: Any,
-        axis: int = 0,
+        self, f: RowsFn, shardings: Any, opt_state: Any, rows: Any, *shared: Any
     ) -> tuple[Any, Any, Any]:
         return f(self.layout(shardings), opt_state, rows.batch, *shared)
 
-    def auto(
-        self, f: Callable[..., Any], shardings: Any, axis: int = 0
-    ) -> Callable[..., Any]:
+    def auto(self, f: RowsFn, shardings: Any, axis: int = 0) -> RowsFn:
         return self._auto(f, shardings, P())
 
-    def _auto(self, f: Callable[..., Any], shardings: Any, own: P) -> Any:
+    def _auto(self, f: RowsFn, shardings: Any, own: P) -> Any:
         devices = self._devices
         if not is_explicit(devices.mesh):
             return f
@@ -186,20 +172,14 @@ class SumOnEach(SumOverAll):
         super().__init__(devices)
         self.leading_axes = (devices.size,)
 
-    def _like_sums(self, params: Any) -> Any:
+    def _like_sums(self, params: Params) -> Any:
         return params
 
     def layout(self, shardings: Any = None) -> Layout:
         return StackedSums(devices=self._devices, shardings=shardings)
 
     def map_rows(
-        self,
-        f: Callable[..., tuple[Any, Any, Any]],
-        shardings: Any,
-        opt_state: Any,
-        rows: SpreadRows,
-        *shared: Any,
-        axis: int = 0,
+        self, f: RowsFn, shardings: Any, opt_state: Any, rows: Any, *shared: Any
     ) -> tuple[Any, Any, Any]:
         devices = self._devices
         copies = frozenset(i for i, is_whole in enumerate(rows.is_whole) if is_whole)
@@ -215,12 +195,10 @@ class SumOnEach(SumOverAll):
                 rows.specs(devices),
                 *[P()] * len(shared),
             ),
-            out_specs=(state, P(), self._own(axis)),
+            out_specs=(state, P(), self._own(rows.axis)),
         )(opt_state, rows.batch, *shared)
 
-    def auto(
-        self, f: Callable[..., Any], shardings: Any, axis: int = 0
-    ) -> Callable[..., Any]:
+    def auto(self, f: RowsFn, shardings: Any, axis: int = 0) -> RowsFn:
         return self._auto(f, shardings, self._own(axis))
 
     def _own(self, axis: int) -> P:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from optax_tokenaccum._core.trees import Batch
+
 TIMEOUT_SECONDS = 300
 # Of each group of processes: those of another mesh may have made more or fewer.
 _comparisons: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -27,7 +29,7 @@ class Agreement:
         self._processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
         self._agreed: set[Any] = set()
 
-    def check(self, batch: Any, *others: Any) -> None:
+    def check(self, batch: Batch, *others: Any) -> None:
         """Raises where another process gives something else.
 
         Args:
@@ -48,7 +50,7 @@ class Agreement:
             self._agreed.add(signature)
 
 
-def _describe(batch: Any, *others: Any) -> str:
+def _describe(batch: Batch, *others: Any) -> str:
     """The shapes of a batch as text."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = [

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import names_in, sharding_of
 
@@ -27,7 +28,7 @@ class SpreadRows:
       axis: that of the rows, in the other leaves.
     """
 
-    batch: Any
+    batch: Batch
     is_whole: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
 
@@ -40,7 +41,7 @@ class SpreadRows:
 
 def spread_rows(
     devices: DataParallel,
-    batch: Any,
+    batch: Batch,
     axis: int,
     *,
     check_rows: bool,
@@ -82,7 +83,7 @@ def spread_rows(
     return dataclasses.replace(spread, batch=placed)
 
 
-def _check_process(devices: DataParallel, batch: Any) -> None:
+def _check_process(devices: DataParallel, batch: Batch) -> None:
     """Raises where arrays are of one process among several."""
     if devices.sharding().is_fully_addressable:
         return
@@ -98,7 +99,7 @@ def _check_process(devices: DataParallel, batch: Any) -> None:
 
 
 def _which_are_whole(
-    devices: DataParallel, batch: Any, axis: int, keeps_sums_apart: bool
+    devices: DataParallel, batch: Batch, axis: int, keeps_sums_apart: bool
 ) -> tuple[bool, ...]:
     leaves = jax.tree.leaves(batch)
     shapes = [jnp.shape(x) for x in leaves]
@@ -117,7 +118,7 @@ def _which_are_whole(
 
 
 def _check_rows(
-    devices: DataParallel, batch: Any, rows: list[int], copies: list[int], axis: int
+    devices: DataParallel, batch: Batch, rows: list[int], copies: list[int], axis: int
 ) -> None:
     """Raises unless the leaves at `rows`, and no others, have as many to share."""
     size, named = devices.size, trees.named_leaves(batch)

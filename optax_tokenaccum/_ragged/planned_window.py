@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._core.trees import Batch
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class PlannedWindow:
       ((1, 8), (3, 4)) [1 1] (3, 12)
     """
 
-    micro_batches: Any
+    micro_batches: Batch
     counts: Any
     shapes: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
     per_token: tuple[bool, ...] = dataclasses.field(metadata={"static": True})

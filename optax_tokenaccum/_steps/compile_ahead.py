@@ -1,19 +1,23 @@
-"""Compiling every program of a run before it begins."""
+"""Compiles every program of a run before the run begins."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-# Wraps the programs, to show how far it is: tqdm.tqdm or rich.progress.track.
+# Wraps the list of programs to show progress: tqdm.tqdm or rich.progress.track.
 Progress = Callable[[list[Any]], Iterable[Any]]
 
 
 def distinct(batches: Any, name: str) -> list[Any]:
-    """One of the `batches` for every structure and every shape and dtype of leaves.
+    """Returns one of the `batches` for each distinct `signature`.
+
+    Args:
+      batches: a list of batches, or of their shapes.
+      name: the name of this argument in errors.
 
     Raises:
-      TypeError: it is no list of them; `name` is for the error.
+      TypeError: `batches` is not a list.
     """
     is_one = isinstance(batches, Mapping) or hasattr(batches, "dtype")
     if is_one or not isinstance(batches, Iterable):
@@ -27,18 +31,18 @@ def distinct(batches: Any, name: str) -> list[Any]:
 def compile_all(
     programs: list[Callable[[], jax.stages.Lowered]], progress: Progress
 ) -> None:
-    """Compiles one after another; `jit` finds each when it is called."""
+    """Compiles the programs one by one; later calls of `jit` find them."""
     for lower in progress(programs):
         lower().compile()
 
 
 def signature(tree: Any) -> Any:
-    """What decides whether `jit` has a program for `tree` already."""
+    """The properties of `tree` that decide whether `jit` has to compile."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((jax.typeof(x), _placement(x)) for x in leaves)
 
 
 def _placement(x: Any) -> Any:
-    """Where `x` must be, if anywhere: `jit` compiles for each placement."""
+    """The sharding to which `x` is bound, or `None`; `jit` compiles for each one."""
     is_placed = isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False)
     return x.sharding if is_placed else None

@@ -7,14 +7,14 @@ import numpy as np
 
 
 class StaticPart(NamedTuple):
-    """What is left of a tree without its arrays; hashable, so `jit` can compare it."""
+    """A tree without its arrays; hashable, so that `jit` can compare it."""
 
     structure: Any
     leaves: tuple[Any, ...]
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], StaticPart]:
-    """The arrays and numbers of `tree`, and the rest: bools, strings, functions."""
+    """Splits `tree` into arrays and numbers, and the rest: bools, strings, functions."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [x for x in leaves if _is_array(x)]
     rest = tuple(_IsArray if _is_array(x) else x for x in leaves)
@@ -22,14 +22,14 @@ def split_arrays(tree: Any) -> tuple[list[Any], StaticPart]:
 
 
 def join_arrays(arrays: list[Any], static: StaticPart) -> Any:
-    """The tree that `split_arrays` took apart."""
+    """The inverse of `split_arrays`."""
     remaining = iter(arrays)
     leaves = [next(remaining) if x is _IsArray else x for x in static.leaves]
     return jax.tree.unflatten(static.structure, leaves)
 
 
 class _IsArray:
-    """Marks the place of an array."""
+    """Marks the position of an array among the leaves."""
 
 
 def _is_array(x: Any) -> bool:

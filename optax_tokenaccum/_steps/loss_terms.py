@@ -1,4 +1,4 @@
-"""Several losses in one window, each over a denominator of its own."""
+"""Several losses in one window, each divided by its own denominator."""
 
 import functools
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optax_tokenaccum._core.arrays import divide
 from optax_tokenaccum._core.checks import as_num_tokens
 from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._steps.micro_batches import Group
 
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
@@ -17,13 +18,14 @@ CountFn = Callable[[Any], dict[str, Any]]
 
 
 class LossTerms:
-    r"""Makes `loss_fn(params, batch) -> {name: loss_sum}` one loss of the window.
+    r"""Turns `loss_fn(params, batch) -> {name: loss_sum}` into a single loss.
 
+    The loss of the window is
     :math:`\sum_j \left(\sum_i \ell_{ij} / N_j\right)` with :math:`N_j = \sum_i n_{ij}`.
-    The gradients of terms with different denominators cannot share an accumulator and
-    be divided at the end; with the totals known first, each micro-batch's loss is
-    already divided, and one accumulator is enough. That is why a count may depend on
-    the batch alone: `count_fn` is not given the parameters.
+    Gradients of terms with different denominators cannot share an accumulator and be
+    divided at the end. If the totals are known first, each micro-batch's loss is
+    divided immediately, and one accumulator is enough. That is why a count may depend
+    only on the batch: `count_fn` is not given the parameters.
     """
 
     def __init__(
@@ -39,17 +41,17 @@ class LossTerms:
         self._has_aux = has_aux
 
     def totals(self, groups: list[Group], layout: Layout) -> dict[str, Any]:
-        """The window's count of every term, over the micro-batches that run.
+        """Sums the count of each term over the micro-batches that run.
 
         Args:
-          groups: of the micro-batches.
-          layout: of the sums, over whose devices the counts are summed too.
+          groups: the groups of micro-batches.
+          layout: the layout of the sums; counts are summed over the same devices.
         """
 
         def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
             return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
 
-        def of_rows(batch: Any, _: None) -> tuple[dict[str, Any], None]:
+        def of_rows(batch: Batch, _: None) -> tuple[dict[str, Any], None]:
             named = self._counts(batch).items()
             return {f"the count {n!r}": x for n, x in named if x is not None}, None
 
@@ -62,13 +64,13 @@ class LossTerms:
         return layout.sum(totals)
 
     def share_of(self, totals: dict[str, Any]) -> Callable[..., Any]:
-        """A `loss_fn` that returns a micro-batch's share of the window's loss.
+        """Returns a `loss_fn` for a micro-batch's share of the window's loss.
 
-        Its `num_tokens` is 1, or 0 for a micro-batch in which every count is 0: that
-        one adds nothing, as always.
+        Its `num_tokens` is 1, or 0 if every count of the micro-batch is 0. As
+        everywhere, a micro-batch with 0 tokens adds nothing.
         """
 
-        def share(params: Any, batch: Any, **loss_kwargs: Any) -> Any:
+        def share(params: Params, batch: Batch, **loss_kwargs: Any) -> Any:
             returned = self._loss_fn(params, batch, **loss_kwargs)
             terms, aux = self._split(returned)
             _check_names(terms, totals)
@@ -92,7 +94,7 @@ class LossTerms:
             )
         return returned
 
-    def _counts(self, batch: Any) -> dict[str, Any]:
+    def _counts(self, batch: Batch) -> dict[str, Any]:
         counts = self._count_fn(batch)
         if not isinstance(counts, dict) or not counts:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""What the host knows of arrays that live on devices."""
+"""Caches of what the host knows about arrays on devices."""
 
 import weakref
 from typing import Any, Generic, TypeVar
@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 class ArrayMemo(Generic[T]):
-    """Remembers something of each array, by the array's identity, held weakly.
+    """Stores a value for each array, by identity, with a weak reference to the array.
 
-    What is kept on the step object instead would be wrong as soon as a caller goes back
-    to an older state, or trains two states with one step.
+    An attribute of the step object would be wrong as soon as a caller returns to an
+    older state, or trains two states with one step.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
 
     def __reduce__(self) -> Any:
-        return type(self), ()  # a pickled step forgets: arrays are others elsewhere
+        return type(self), ()  # pickled empty: array identities do not survive
 
     def get(self, array: Any) -> T | None:
         known = self._known.get(id(array))
@@ -36,9 +36,9 @@ class ArrayMemo(Generic[T]):
 
 
 class MiniStepMemo(ArrayMemo[int]):
-    """The values of `mini_step` arrays, so that no step waits for the device.
+    """The values of `mini_step` arrays, so that steps do not wait for the device.
 
-    An array never seen before, after a restore, is read once.
+    A new array, for example after a restore, is read once.
     """
 
     def read(self, mini_step: Any) -> int:

@@ -1,4 +1,4 @@
-"""The micro-batches of a window in groups of one shape, for a loop over each."""
+"""Groups the micro-batches of a window by shape, for one loop per group."""
 
 import contextlib
 import functools
@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core import checks, trees
+from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
 
 
 class Group(NamedTuple):
-    """Micro-batches of one shape.
+    """Consecutive micro-batches of the same shape.
 
     Attributes:
-      start: the first one's index in the window.
-      stop: the index behind the last one.
-      pick: the micro-batch at an index, which may be traced.
+      start: the index of the first micro-batch in the window.
+      stop: the index after the last one.
+      pick: returns the micro-batch at an index, which may be traced.
     """
 
     start: Any
@@ -26,13 +27,13 @@ class Group(NamedTuple):
     pick: Callable[[Any], Any]
 
 
-def check_micro_batches(micro_batches: Any, num_micro_batches: Any) -> int:
-    """The micro-batches that there is room for.
+def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
+    """Returns the number of micro-batches that the window has room for.
 
     Raises:
-      ValueError: leading axes that differ or are 0; a bound outside of them, unless it
-        is an array, or one beside a `PlannedWindow`.
-      TypeError: a bound that is no integer.
+      ValueError: leading axes differ or are 0; `num_micro_batches` is out of range and
+        not an array; or `num_micro_batches` is given with a `PlannedWindow`.
+      TypeError: `num_micro_batches` is not an integer.
     """
     if isinstance(micro_batches, PlannedWindow):
         if num_micro_batches is not None:
@@ -56,12 +57,12 @@ def check_micro_batches(micro_batches: Any, num_micro_batches: Any) -> int:
 
 
 @contextlib.contextmanager
-def explained(micro_batches: Any, given: Any) -> Iterator[None]:
-    """Says in a note of any error inside what a loop over micro-batches made of them.
+def explained(micro_batches: Batch, given: Any) -> Iterator[None]:
+    """Adds a note with the shapes of micro-batches to any error raised inside.
 
     Args:
-      micro_batches: of a window.
-      given: what of them is used inside.
+      micro_batches: the micro-batches of a window; a `PlannedWindow` gets no note.
+      given: the part of the micro-batches that is used inside.
     """
     try:
         yield
@@ -77,8 +78,8 @@ def explained(micro_batches: Any, given: Any) -> Iterator[None]:
         raise
 
 
-def groups_of(micro_batches: Any, num_micro_batches: Any) -> tuple[int, list[Group]]:
-    """`(capacity, groups)` in the order of the micro-batches; a stacked tree is one."""
+def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[Group]]:
+    """Returns `(capacity, groups)`, in window order; a stacked tree is one group."""
     capacity = check_micro_batches(micro_batches, num_micro_batches)
     micro_batches = jax.tree.map(jnp.asarray, micro_batches)
     if isinstance(micro_batches, PlannedWindow):
@@ -103,7 +104,7 @@ def groups_of(micro_batches: Any, num_micro_batches: Any) -> tuple[int, list[Gro
 
 
 def _as_bound(num_micro_batches: Any, k: int) -> jax.Array:
-    """An array even where it is known, so that all numbers share one program."""
+    """Converts the bound to an array, so that all numbers share one program."""
     bound = jnp.asarray(num_micro_batches)
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
         raise TypeError(

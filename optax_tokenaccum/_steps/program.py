@@ -54,7 +54,7 @@ class Program(Generic[P]):
       donate: whether buffers are donated.
       shared: of a call's arguments, those that all processes must give alike, see
         `OneDevice.agree`.
-      aux_axis: the axis along which the devices' own `aux` are concatenated.
+      row_axis: the axis of the rows, and of the devices' own `aux`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Program(Generic[P]):
         shardings: "ShardingCache",
         donate: bool,
         shared: Callable[P, tuple[Any, ...]] | None = None,
-        aux_axis: int = 0,
+        row_axis: int = 0,
     ):
         self._body = body
         self._arguments = arguments
@@ -78,7 +78,7 @@ class Program(Generic[P]):
         self._shardings = shardings
         self._donate = donate
         self._shared = shared
-        self._aux_axis = aux_axis
+        self._row_axis = row_axis
         self._jitted: dict[StateShardings | None, Any] = {}
         self._compiled: set[Any] = set()
         self._is_ready: ArrayMemo[bool] = ArrayMemo()
@@ -141,7 +141,7 @@ class Program(Generic[P]):
         def program(*arguments: Any, static: StaticPart | None) -> Any:
             keywords = {} if static is None else {"static": static}
             body = functools.partial(self._body, params, **keywords)
-            return self._mode.auto(body, out, self._aux_axis)(*arguments)
+            return self._mode.auto(body, out, self._row_axis)(*arguments)
 
         options: dict[str, Any] = {"donate_argnums": 0} if self._donate else {}
         if shardings is not None and shardings.is_concrete:

@@ -1,4 +1,4 @@
-"""Taking an open window over to another number of devices."""
+"""Moves an open window to a different number of devices."""
 
 from typing import Any
 
@@ -11,28 +11,28 @@ from optax_tokenaccum._steps.state import StepState, require_step_state
 
 
 def regroup_sums(state: StepState, like: StepState) -> StepState:
-    """A train step's state laid out for the devices of another step.
+    """Lays out a train step's state for the devices of another step.
 
-    A step with `data_axes` holds a sum of each device's own, `[devices, ...]`. When a
-    checkpoint of such a run goes on elsewhere, in the middle of a window, these must be
-    added up in new groups and not be lost: 8 sums become 4, 1, or 16 of which some are
-    zeros. Without `data_axes` there is one sum of each parameter's shape; that is taken
-    and given too.
+    A step with `data_axes` holds one sum per device, `[devices, ...]`. When a run
+    resumes from a checkpoint in the middle of a window, on other devices, these sums
+    must be added up in new groups, not dropped: 8 sums become 4, or 1, or 16 of which
+    some are zeros. A step without `data_axes` holds one sum, with the shape of the
+    parameter; its states are accepted and returned too.
 
-    The applied gradient is the same but for the rounding of float32. On as many devices
-    as before nothing is added and it is the same bit for bit.
+    The applied gradient is the same up to float32 rounding. On the same number of
+    devices nothing is added up, and the gradient is the same bit for bit.
 
     Args:
-      state: as it was saved.
-      like: a state of the step that goes on, `step.init(params)`, or its shapes with
-        shardings; every array is put where it is there.
+      state: the state that was saved.
+      like: a state of the step that resumes, `step.init(params)`, or its shapes with
+        shardings. Every array is placed like the array in `like`.
 
     Returns:
       `state` in the shapes and shardings of `like`.
 
     Raises:
-      TypeError: either is no `StepState` of a train step.
-      ValueError: the two differ in more than the layout of the sums.
+      TypeError: `state` or `like` is not a `StepState` of a train step.
+      ValueError: the states differ in more than the layout of the sums.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -86,7 +86,7 @@ def _number_of_sums(acc: Any, shape: tuple[int, ...]) -> int:
 
 
 def _on_devices_of(like: Any, acc: Any) -> Any:
-    """The sums where a program that returns `like` can read them."""
+    """Moves the sums to where a program that returns `like` can read them."""
     sharding = _sharding(like)
     if sharding is None or not isinstance(acc, jax.Array):
         return acc
@@ -103,6 +103,6 @@ def _put(x: Any, like: Any) -> Any:
 
 
 def _sharding(like: Any) -> Any:
-    """Where `like` must be, if it is bound to devices."""
+    """The sharding of `like`, or `None` if it is not bound to devices."""
     is_bound = getattr(like, "committed", True)
     return getattr(like, "sharding", None) if is_bound else None

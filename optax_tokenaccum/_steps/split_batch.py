@@ -1,18 +1,20 @@
-"""Cutting a batch into micro-batches without moving rows between devices."""
+"""Splits a batch into micro-batches without moving rows between devices."""
 
 from typing import Any
 
 import jax
 
 from optax_tokenaccum._core import checks, trees
+from optax_tokenaccum._core.trees import Batch
 
 
-def split_batch(batch: Any, k: int) -> Any:
-    """Cuts a batch into `k` micro-batches, for a loop over their leading axis.
+def split_batch(batch: Batch, k: int) -> Any:
+    """Splits a batch into `k` micro-batches, for a loop over their leading axis.
 
-    Row `j` goes to micro-batch `j % k`: so every device that holds a part of the rows
-    holds the same part of each micro-batch, and no row moves between devices. Cutting
-    the rows in order would move nearly all of them. The update does not depend on it.
+    Row `j` goes to micro-batch `j % k`. Every device that holds a part of the rows then
+    holds the same part of each micro-batch, and no row moves between devices. Splitting
+    the rows into contiguous blocks would move nearly all of them. The update does not
+    depend on the order of the rows.
 
     Args:
       batch: a pytree of arrays `[k * micro, ...]`.
@@ -22,8 +24,8 @@ def split_batch(batch: Any, k: int) -> Any:
       The same tree with leaves `[k, micro, ...]`.
 
     Raises:
-      ValueError: `k` is below 1 or does not divide the rows, or the leaves differ in
-        theirs; the leaf is named.
+      ValueError: `k` is below 1 or does not divide the number of rows, or the leaves
+        have different numbers of rows; the error names the leaf.
 
     Example:
       >>> import numpy as np

@@ -6,6 +6,7 @@ import jax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import Params
 
 
 class StepState(NamedTuple):
@@ -29,7 +30,7 @@ class StepState(NamedTuple):
       StepState ()
     """
 
-    params: Any
+    params: Params
     opt_state: TokenAccumulationState
 
 

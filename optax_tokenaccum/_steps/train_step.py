@@ -81,7 +81,7 @@ class TrainStep:
             **common,
         )
 
-    def init(self, params: Any) -> StepState:
+    def init(self, params: Params) -> StepState:
         """A state that holds a copy of `params`: donation never kills the caller's.
 
         `jax.eval_shape(step.init, params)` is a target to restore a checkpoint into;
@@ -106,7 +106,7 @@ class TrainStep:
     def __call__(
         self,
         state: StepState,
-        batch: Any,
+        batch: Batch,
         *,
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
@@ -279,7 +279,7 @@ class TrainStep:
         return _with_sums(state, old.opt_state.acc_grads)
 
     def _whole(
-        self, shardings: Any, state: StepState, _: Any, *micro_batch: Any, static: Any
+        self, shardings: Any, state: StepState, _: Any, *micro_batch: Batch, static: Any
     ) -> tuple[StepState, StepMetrics, Any]:
         """Both in one program, where the host does not know when a window closes."""
         opt_state, added, aux = self._accumulate(

@@ -10,6 +10,7 @@ from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import kinds_of
+from optax_tokenaccum._core.trees import Gradients, Params
 from optax_tokenaccum._steps.state import StepMetrics
 
 
@@ -32,14 +33,16 @@ def metrics_of(
 def close_and_apply(
     accumulation: Accumulation,
     closes: jax.Array | bool,
-    params: Any,
+    params: Params,
     opt_state: TokenAccumulationState,
 ) -> tuple[Any, TokenAccumulationState, StepMetrics]:
     """Ends the window where `closes` and applies its update to `params`."""
     checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
     metrics = metrics_of(accumulation, opt_state)
 
-    def finish(updates: Any, whole: TokenAccumulationState) -> tuple[Any, jax.Array]:
+    def finish(
+        updates: Gradients, whole: TokenAccumulationState
+    ) -> tuple[Any, jax.Array]:
         norm = accumulation.gradient_norm(whole)
         applied = _apply(params, updates, whole.acc_grads)
         return accumulation.layout.settled(applied), norm
@@ -75,7 +78,7 @@ def close_and_apply(
     )
 
 
-def _apply(params: Any, updates: Any, sums: Any) -> Any:
+def _apply(params: Params, updates: Gradients, sums: Any) -> Any:
     """`optax.apply_updates` to what is trained.
 
     Integers stay, which weight decay would truncate; what is to be overwritten takes

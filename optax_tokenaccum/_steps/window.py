@@ -1,4 +1,4 @@
-"""A whole window in one program: its exact mean loss and gradient."""
+"""The exact mean loss and gradient of a whole window, in one program."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient, unpack
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms
 from optax_tokenaccum._steps.micro_batches import Group, explained, groups_of
 
@@ -27,48 +27,52 @@ def window_value_and_grad(
     count_fn: CountFn | None = None,
     accumulator_dtype: Any = None,
 ) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], Any]]:
-    r"""The exact mean loss and gradient of a window, like `jax.value_and_grad`.
+    r"""Like `jax.value_and_grad`, for the exact mean loss of a window.
 
+    The returned function computes
     :math:`\left(\sum_i \ell_i / \sum_i n_i,\; \sum_i \nabla \ell_i / \sum_i n_i\right)`
-    over micro-batches with summed losses :math:`\ell_i` and token counts :math:`n_i`,
-    for people who own their step. One loop over the micro-batches with one accumulator
-    of the parameters' size; it may stand inside any `jit`. The gradient of an integer
-    parameter is zeros of its dtype, which every optimizer takes.
+    over micro-batches with summed losses :math:`\ell_i` and token counts :math:`n_i`.
+    Use it if you write your own train step. It runs one loop over the micro-batches,
+    with one accumulator of the parameters' size, and works inside any `jit`. The
+    gradient of an integer parameter is zeros of its dtype, which every optimizer
+    accepts.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
         *summed* over the micro-batch's tokens.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
-      count_fn: for several losses with denominators of their own: `count_fn(batch) ->
-        {name: count}`, and `loss_fn` returns `{name: loss_sum}`, with `has_aux`
+      count_fn: for several losses with different denominators: `count_fn(batch) ->
+        {name: count}`. `loss_fn` then returns `{name: loss_sum}`, or with `has_aux`
         `({name: loss_sum}, aux)`. The loss is :math:`\sum_j \sum_i \ell_{ij} / \sum_i
-        n_{ij}`; a count of `None` leaves its term undivided. Counts come from the batch
-        alone: they are summed over the window before the first backward pass.
-      accumulator_dtype: dtype of the sums; by default float32, or the parameter's own
-        where that is wider.
+        n_{ij}`; a count of `None` leaves its term undivided. Counts may depend only on
+        the batch: they are summed over the window before the first backward pass.
+      accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
+        if that is wider.
 
     Returns:
       `f(params, micro_batches, *, rng=None, num_micro_batches=None, **loss_kwargs) ->
       ((loss, (num_tokens, aux)), grads)`.
 
-      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`; or the
-        `PlannedWindow` of sequences of many lengths, see `pad_window`: then k is its
-        capacity, and `loss_fn` is traced once for each shape.
-      * `rng`: one key for this window; `loss_fn` is given it as `rng`, folded with the
-        index of the micro-batch. Fold the number of the update in yourself.
-      * `num_micro_batches`: runs only the first so many; traced, without compiling
-        again for another number. An array is clipped to 0 to `k`.
-      * `loss_kwargs`: go to `loss_fn` as they are, not differentiated.
-      * `loss`: float32, or wider where a parameter is; `num_tokens`: of the window,
-        with `count_fn` a dictionary of totals; `aux`: stacked `[k, ...]`, zeros where
-        not run, or `None`; `grads`: in the parameters' dtypes.
+      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`; or a
+        `PlannedWindow` of sequences of different lengths, see `pad_window`. In that
+        case `k` is its capacity, and `loss_fn` is traced once for each shape.
+      * `rng`: one key for this window. `loss_fn` receives it as `rng`, folded with the
+        index of the micro-batch. Fold in the number of the update yourself.
+      * `num_micro_batches`: runs only the first `num_micro_batches`. The number is
+        traced: another number does not compile again. An array is clipped to the range
+        0 to `k`.
+      * `loss_kwargs`: passed to `loss_fn` unchanged, not differentiated.
+      * `loss`: float32, or wider if a parameter is wider.
+      * `num_tokens`: tokens in the window; with `count_fn`, a dictionary of totals.
+      * `aux`: stacked `[k, ...]`, zeros for micro-batches that did not run; or `None`.
+      * `grads`: in the parameters' dtypes.
 
       A window without tokens has a loss and a gradient of 0.
 
     Raises:
-      ValueError: leading axes that differ or are 0, named by leaf; a
-        `num_micro_batches` outside 0 to `k`, unless it is an array.
-      TypeError: `loss_fn` returned something else.
+      ValueError: leading axes differ or are 0 (the error names the leaf), or
+        `num_micro_batches` is outside 0 to `k` and not an array.
+      TypeError: `loss_fn` returned anything other than described above.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -95,8 +99,8 @@ def window_value_and_grad(
     )
 
     def value_and_grad(
-        params: Any,
-        micro_batches: Any,
+        params: Params,
+        micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Any = None,
@@ -119,7 +123,7 @@ def window_value_and_grad(
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The loop over a window's micro-batches, for the function and for the step."""
+    """The loop that `window_value_and_grad` and `make_window_step` share."""
 
     loss_fn: LossFn
     has_aux: bool
@@ -135,12 +139,12 @@ class Window:
         self,
         layout: Layout,
         micro_batches: Batch,
-        params: Any,
+        params: Params,
         rng: jax.Array | None,
         num_micro_batches: Any,
         loss_kwargs: dict[str, Any],
     ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
-        """`(state before the close, num_tokens, whether any was skipped, aux)`."""
+        """Returns `(state before the close, num_tokens, any_skipped, aux)`."""
         accumulation = self.accumulation.with_layout(layout)
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
@@ -197,7 +201,7 @@ class Window:
 
 
 def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:
-    """The shapes of `aux`, which are stacked and so must not depend on the length."""
+    """The shapes of `aux`. It is stacked, so they must not depend on the length."""
     first, *others = [
         jax.eval_shape(functools.partial(aux_of_first, group.pick)) for group in groups
     ]

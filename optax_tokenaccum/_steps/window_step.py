@@ -55,10 +55,11 @@ class WindowStep:
             shardings=ShardingCache(),
             donate=donate,
             shared=_known_shapes,
-            aux_axis=1,
+            row_axis=1,
         )
+        self.lower = self._program.lower
 
-    def init(self, params: Any) -> StepState:
+    def init(self, params: Params) -> StepState:
         """A state with a copy of `params` and the inner optimizer's own state.
 
         Args:
@@ -77,7 +78,7 @@ class WindowStep:
     def __call__(
         self,
         state: StepState,
-        micro_batches: Any,
+        micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Any = None,
@@ -98,23 +99,6 @@ class WindowStep:
             numbers are traced; bools, strings and functions are static.
         """
         return self._program(
-            state,
-            micro_batches,
-            rng=rng,
-            num_micro_batches=num_micro_batches,
-            **loss_kwargs,
-        )
-
-    def lower(
-        self,
-        state: StepState,
-        micro_batches: Any,
-        *,
-        rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
-        **loss_kwargs: Any,
-    ) -> jax.stages.Lowered:
-        return self._program.lower(
             state,
             micro_batches,
             rng=rng,
@@ -182,8 +166,8 @@ class WindowStep:
         state: StepState,
         micro_batches: Batch,
         *,
-        rng: jax.Array | None,
-        num_micro_batches: Any,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
         **loss_kwargs: Any,
     ) -> Arguments:
         require_step_state(state, accumulates=False)
@@ -225,7 +209,7 @@ class WindowStep:
 
         shared = state.params, rng, num_micro_batches, traced
         open_window, (num_tokens, any_skipped), aux = self._mode.map_rows(
-            run, shardings, None, rows, *shared, axis=1
+            run, shardings, None, rows, *shared
         )
         accumulation = self._window.accumulation
         params, closed, metrics = close_and_apply(
@@ -312,13 +296,13 @@ def make_window_step(
 
 
 def _known_shapes(
-    micro_batches: Batch, *, num_micro_batches: Any, **_: Any
+    micro_batches: Batch, *, num_micro_batches: Any = None, **_: Any
 ) -> tuple[Any, Any]:
     is_known = isinstance(num_micro_batches, int | np.integer)
     return micro_batches, num_micro_batches if is_known else None
 
 
-def _spread(mode: OneDevice, micro_batches: Any) -> Any:
+def _spread(mode: OneDevice, micro_batches: Batch) -> Any:
     """The micro-batches with their rows spread over the devices of a mode.
 
     Raises:
