@@ -1,4 +1,4 @@
-"""Losses as (sum, count), both from the same mask."""
+"""Losses that return a sum and a count from the same mask."""
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +13,31 @@ def softmax_cross_entropy_sum(
     *,
     ignore_index: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Cross entropy summed over tokens, and the tokens it was summed over.
+    r"""Cross entropy summed over tokens, and the number of those tokens.
 
     :math:`\left(\sum_t w_t \cdot -\log \mathrm{softmax}(z_t)_{y_t},\; \sum_t w_t
     \right)`, where :math:`w_t` is the mask.
 
-    Most published regressions of token averaging were a count taken from another mask
-    than the sum; here one mask gives both. Where it is not positive neither the logits
-    nor the label matter: a NaN or a label outside the vocabulary adds nothing there,
-    to the gradient neither. Such a label where the mask *is* positive makes the sum
-    NaN, rather than picking another class.
+    In most published token-averaging regressions, the count came from a different mask
+    than the sum; here one mask gives both. Where the mask is not positive, logits and
+    labels are ignored: a NaN or a label outside the vocabulary adds nothing to the loss
+    or its gradient. Where the mask *is* positive, a label outside the vocabulary makes
+    the sum NaN instead of selecting another class.
 
     Args:
       logits: `[..., vocabulary]`, any floating dtype; computed in float32.
-      labels: `[...]` integers, already shifted: `labels[t]` is what `logits[t]`
-        should predict.
-      mask: `[...]` bools, or non-negative weights; by default every token counts.
-      ignore_index: tokens with this label do not count, whatever `mask` says.
+      labels: `[...]` integers, already shifted: `logits[t]` should predict
+        `labels[t]`.
+      mask: `[...]` bools or non-negative weights; by default every token counts.
+      ignore_index: tokens with this label do not count, regardless of `mask`.
 
     Returns:
-      `(loss_sum, num_tokens)`, float32 scalars: what `make_train_step` takes.
+      `(loss_sum, num_tokens)`, float32 scalars, in the form that `make_train_step`
+      expects from a `loss_fn`.
 
     Raises:
-      ValueError: the shapes do not fit each other.
-      TypeError: labels are not integers.
+      ValueError: the shapes do not match.
+      TypeError: the labels are not integers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,7 +68,7 @@ def softmax_cross_entropy_sum(
     if ignore_index is not None:
         counts &= labels != ignore_index
     weights = jnp.where(counts, weights, 0)
-    # The inner select keeps a NaN where nothing counts out of the gradient as well.
+    # The inner select also keeps NaNs at ignored tokens out of the gradient.
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(
         jnp.where(counts[..., None], logits.astype(jnp.float32), 0),
         jnp.where(counts, labels, 0),

@@ -1,4 +1,4 @@
-"""The class that takes the place of `optax.MultiSteps`."""
+"""A class that replaces `optax.MultiSteps`."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,14 +18,14 @@ from optax_tokenaccum._transformation import Transformation, has_updated
 class MultiSteps:
     r"""`optax.MultiSteps` with one more argument, `num_tokens`, and the right mean.
 
-    Same constructor, methods and semantics, except that `update` weights each
-    micro-batch with its tokens: the inner optimizer is given
-    :math:`\sum_i n_i \bar g_i / \sum_i n_i`, where optax's class gives
-    :math:`\frac1k \sum_i \bar g_i`. `num_tokens=1` gives what optax gives. The inner
-    optimizer runs when a window closes, not on every micro-batch.
+    The constructor, methods and semantics are the same, except that `update` weights
+    each micro-batch by its tokens. The inner optimizer receives
+    :math:`\sum_i n_i \bar g_i / \sum_i n_i`; with optax's class it receives
+    :math:`\frac1k \sum_i \bar g_i`. `num_tokens=1` gives the same result as optax. The
+    inner optimizer runs when a window closes, not on every micro-batch.
 
     Example:
-      A loop with a mean loss is mended by `num_tokens=n`:
+      Passing `num_tokens=n` fixes a loop with a mean loss:
 
       >>> import jax.numpy as jnp, optax
       >>> from optax_tokenaccum import MultiSteps
@@ -56,18 +56,19 @@ class MultiSteps:
           opt: the inner optimizer.
           every_k_schedule: micro-batches in a window, or a function from
             `gradient_step` to that number.
-          use_grad_mean: `False` hands over the plain sum of the gradients given,
-            neither weighted nor divided, as optax does.
+          use_grad_mean: if `False`, the inner optimizer receives the plain sum of the
+            given gradients, neither weighted nor divided, as in optax.
           should_skip_update_fn: `optax.skip_not_finite`, `optax.skip_large_updates` or
-            another of that protocol; what it rejects is as if it never happened.
+            another function with the same protocol. A micro-batch that it rejects is
+            not added to any sum and not counted.
           accumulator_dtype: dtype of the sums; by default float32, or the parameter's
-            own where that is wider.
-          gradients: `"mean"` if the loss is a mean over the micro-batch's tokens (a
-            loop that ran optax's class has one), `"sum"` if it is a sum.
+            dtype if that is wider.
+          gradients: `"mean"` if the loss is a mean over the micro-batch's tokens, as in
+            a loop written for optax's class; `"sum"` if the loss is a sum.
 
         Raises:
           ValueError: as for `token_accumulation`.
-          TypeError: likewise.
+          TypeError: as for `token_accumulation`, or `every_k_schedule` is `None`.
         """
         schedule = make_schedule(every_k_schedule, None)
         if not schedule.is_set:
@@ -105,28 +106,29 @@ class MultiSteps:
         return has_updated(state)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The same as an optax transformation, for `optax.chain` and the like.
+        """This optimizer as an optax transformation, for `optax.chain` and similar.
 
-        Around the class itself they would drop `num_tokens`.
+        A chain around the class itself would drop `num_tokens`.
         """
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
 
 def accumulation_of(tx: Any) -> Accumulation | None:
-    """That of `token_accumulation(...)` or of a `MultiSteps`; `None` of any other."""
+    """The accumulation of `token_accumulation(...)` or a `MultiSteps`, else `None`."""
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     owner = owner._tx if isinstance(owner, MultiSteps) else owner
     return owner.accumulation if isinstance(owner, Transformation) else None
 
 
 def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:
-    """Takes over a run of `optax.MultiSteps`, at a window boundary.
+    """Converts a state of `optax.MultiSteps`, at a window boundary, to a state of `tx`.
 
     Args:
-      tx: the optimizer that goes on: `token_accumulation(...)`, a `MultiSteps`, or a
-        `chain` that holds one, around the same inner optimizer as before.
-      state: the state of the optimizer with `optax.MultiSteps` in its place: a
-        `MultiStepsState`, or the chain's state that holds it.
+      tx: the optimizer that continues the run: `token_accumulation(...)`, a
+        `MultiSteps`, or a `chain` that holds one, around the same inner optimizer as
+        before.
+      state: the state of the same optimizer with `optax.MultiSteps` in place of the
+        accumulation: a `MultiStepsState`, or the state of a chain that holds one.
       params: the parameters.
 
     Returns:

@@ -27,63 +27,70 @@ def token_accumulation(
     accumulator_dtype: Any = None,
     axis_name: str | Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Runs `inner` once per window, on the exact token mean of its gradients.
+    r"""Runs `inner` once per window, on the exact token mean of the window's gradients.
 
-    Over a window of micro-batches with gradients :math:`g_i` of summed losses and
-    token counts :math:`n_i`, `inner` is given :math:`\sum_i g_i / \sum_i n_i`: the
-    gradient of the whole batch, however its tokens were cut. `optax.MultiSteps`
-    averages :math:`g_i / n_i`, which differs wherever the :math:`n_i` do
-    (https://unsloth.ai/blog/gradient).
+    A window consists of micro-batches with token counts :math:`n_i` and gradients
+    :math:`g_i` of summed losses. `inner` receives :math:`\sum_i g_i / \sum_i n_i`, the
+    gradient of the whole batch, no matter how its tokens are split into micro-batches.
+    `optax.MultiSteps` averages :math:`g_i / n_i`, which gives a different result when
+    the :math:`n_i` differ (https://unsloth.ai/blog/gradient).
 
-    What should see the window's gradient (clipping, weight decay) goes inside `inner`.
-    `update` takes, besides optax's three arguments:
+    Transformations that should see the window's gradient, such as clipping or weight
+    decay, belong inside `inner`.
+
+    In addition to optax's three arguments, `update` takes:
 
     * `num_tokens`: loss tokens behind this micro-batch's gradients, or any
-      non-negative sum of weights; a scalar. With 0 the micro-batch counts as one and
-      adds nothing, even where its gradient is NaN. Concrete values that are negative
-      or not finite raise; traced ones add nothing.
-    * `value`: the micro-batch's loss, in the form of its gradient (sum or mean);
-      `inner` is given the window's token mean as its own `value`. So is it with
-      `grad`, which line searches want: give them the micro-batch's.
-    * `close_window`: `True` closes the window now, with the denominator it has.
-    * anything else goes to `inner` as it is.
+      non-negative sum of weights; a scalar. A micro-batch with 0 tokens is counted in
+      `mini_step` but adds nothing, even if its gradient is NaN. Negative or non-finite
+      values raise if they are concrete; if they are traced, they add nothing.
+    * `value`: the micro-batch's loss, a sum or a mean like its gradient. `inner`
+      receives the window's token mean as `value`.
+    * `grad`: the micro-batch's gradient, for line searches. `inner` receives the
+      window's gradient as `grad`.
+    * `close_window`: `True` closes the window now, with its tokens so far as the
+      denominator.
+    * any other argument is passed to `inner` unchanged.
 
-    While the window is open the updates are zeros and `inner` does not run. A window
-    without any token closes without an update.
+    While the window is open, the updates are zeros and `inner` does not run. A window
+    without tokens closes without an update.
 
     Args:
       inner: the optax optimizer to run once per window.
       every_k_schedule: micro-batches in a window, or a function from `gradient_step`
         to that number.
-      every_n_tokens: instead, the window closes once it holds at least this many
-        tokens; or a function from `gradient_step`. With neither, every `update` needs
-        `close_window`.
+      every_n_tokens: used instead of `every_k_schedule`: the window closes once it
+        holds at least this many tokens; or a function from `gradient_step` to that
+        number. Without a schedule, every `update` needs `close_window`.
       gradients: `"sum"` if updates are gradients of a loss summed over tokens,
-        `"mean"` if of a mean over the micro-batch's tokens.
+        `"mean"` if the loss is a mean over the micro-batch's tokens.
       should_skip_update_fn: `optax.skip_not_finite`, `optax.skip_large_updates` or
-        another of that protocol. It is given the micro-batch's own per-token mean
-        gradient; what it rejects enters no sum and is not counted.
-      accumulator_dtype: dtype of the sums; by default float32, or the parameter's own
-        where that is wider. Division and weighting are never below float32.
-      axis_name: the axis, or axes, of the `shard_map` around `init` and `update` over
-        which rows are spread. `acc_grads` are then sums of each device's own, added up
-        once, when the window closes; `num_tokens` and `value` are each device's own
-        too, and what comes back is alike on all. Between calls `acc_grads` go through
-        `shard_map` as `PartitionSpec(axis_name)`, the rest of the state as
-        `PartitionSpec()`. A gradient that `jax.grad` has reduced already, being that
-        of parameters alike on all devices, is counted once; to save that reduction
-        take it with regard to `jax.lax.pcast(params, axis_name, to="varying")`.
+        another function with the same protocol. It receives the micro-batch's
+        per-token mean gradient. A micro-batch that it rejects is not added to any sum
+        and not counted.
+      accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
+        if that is wider. Division and weighting use at least float32.
+      axis_name: the axis, or axes, over which the `shard_map` around `init` and
+        `update` spreads the rows. `acc_grads` then holds a separate sum for each
+        device; the devices' sums are added up once, when the window closes.
+        `num_tokens` and `value` are also per device; the updates are the same on all
+        devices. Between calls, `acc_grads` passes through `shard_map` as
+        `PartitionSpec(axis_name)` and the rest of the state as `PartitionSpec()`. If
+        the parameters are the same on all devices, `jax.grad` already reduces their
+        gradient, and the reduced gradient is counted once. To avoid that reduction,
+        differentiate with respect to
+        `jax.lax.pcast(params, axis_name, to="varying")`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `TokenAccumulationState`.
 
     Raises:
-      ValueError: a schedule below 1, two schedules, none and no `close_window`;
-        `num_tokens` that is no scalar or, concrete, negative or not finite;
-        gradients whose tree or shapes differ from the parameters'; gradients that
-        differ along an axis that `num_tokens` does not differ along; means that were
-        reduced already.
-      TypeError: `num_tokens` is missing; an argument of the wrong type.
+      ValueError: a schedule is below 1; there are two schedules, or neither a schedule
+        nor `close_window`; `num_tokens` is not a scalar, or is concrete and negative or
+        not finite; the gradients differ from the parameters in tree or shapes; the
+        gradients differ along an axis along which `num_tokens` is constant; or mean
+        gradients were already reduced.
+      TypeError: `num_tokens` is missing, or an argument has the wrong type.
 
     Example:
       Two micro-batches, of 1 and of 3 tokens:
@@ -119,10 +126,10 @@ def has_updated(state: Any) -> jax.Array:
     """Whether the last call closed its window with an update; a bool scalar.
 
     Args:
-      state: any optimizer state that holds exactly one accumulation, however deep.
+      state: any optimizer state that holds exactly one accumulation, at any depth.
 
     Raises:
-      ValueError: it holds none, or several.
+      ValueError: `state` holds no accumulation, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -151,21 +158,21 @@ def close_window(
     params: Params,
     **extra_args: Any,
 ) -> tuple[Gradients, Any]:
-    """Closes a partial window with the denominator it has, at the end of an epoch.
+    """Closes a partial window, for example at the end of an epoch.
 
-    `tx` is `token_accumulation(...)`, a `MultiSteps`, or a `chain` that holds one: it
-    is given a micro-batch of no tokens and `close_window=True`. On an empty window the
-    updates are zeros and parameters, inner state and `gradient_step` stay.
+    The window's tokens so far are the denominator. This function calls `tx.update` with
+    a micro-batch without tokens and `close_window=True`. On an empty window the updates
+    are zeros, and the parameters, the inner state and `gradient_step` do not change.
 
     Args:
-      tx: the optimizer.
-      state: its state.
+      tx: `token_accumulation(...)`, a `MultiSteps`, or a `chain` that holds one.
+      state: the state of `tx`.
       params: the parameters, as for `tx.update`.
-      **extra_args: what the inner optimizer needs besides; `value` comes from the
+      **extra_args: further arguments for the inner optimizer; `value` comes from the
         micro-batches.
 
     Returns:
-      The updates, to be applied, and the new state.
+      The updates to apply, and the new state.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -196,7 +203,7 @@ class Transformation:
     """An accumulation in the form of an optax transformation.
 
     Attributes:
-      accumulation: what adds and closes.
+      accumulation: the accumulation that adds micro-batches and closes windows.
     """
 
     accumulation: Accumulation
@@ -236,13 +243,14 @@ class Transformation:
         params: Params | None,
         extra_args: dict[str, Any],
     ) -> tuple[Gradients, TokenAccumulationState]:
-        """Ends the window where `closes`; the updates are zeros where it does not.
+        """Ends the window if `closes`; otherwise the updates are zeros.
 
-        A conditional stores what it returns. So the updates leave it in the buffers of
-        the sums, which mean nothing once their window is closed, and the zeros are
-        made outside, where they fuse into what reads them. Zeros that the conditional
-        returned cost a buffer of the gradient's size, and made the step of a model of
-        six square layers 2.5 times as long.
+        A conditional stores its outputs in buffers. It therefore returns the updates in
+        the buffers of the sums, which are no longer needed once the window is closed.
+        The zeros are created outside the conditional, where they fuse into the
+        operations that read them. When the conditional returned the zeros, they took a
+        buffer of the gradient's size, and the step of a model with six square layers
+        took 2.5 times as long.
         """
         inner, sums = self.accumulation.inner, state.acc_grads
         checks.check_inner_state(inner, state.inner_opt_state, sums)
@@ -288,8 +296,8 @@ class Transformation:
 
 
 def _holds(acc: jax.Array, update: jax.ShapeDtypeStruct) -> bool:
-    """Whether the buffer of a sum holds an update to the last bit."""
-    if acc.shape != update.shape:  # a device's own sum, of another type than a total
+    """Whether the buffer of a sum can hold an update without loss of precision."""
+    if acc.shape != update.shape:  # one device's sum, of another type than the total
         return False
     if acc.dtype == update.dtype:
         return True

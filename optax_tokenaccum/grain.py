@@ -1,4 +1,4 @@
-"""Grain pipelines: from sequences to planned micro-batches, resumed in mid-window."""
+"""Grain pipelines of planned micro-batches, which can resume within a window."""
 
 import copy
 import itertools
@@ -19,9 +19,9 @@ class PlannedMicroBatch(NamedTuple):
     """An element of `planned_micro_batches`.
 
     Attributes:
-      batch: what `loss_fn` is given, a pytree of NumPy arrays `[num_rows, length, ...]`
-        and, for what each sequence has once, `[num_rows]`.
-      is_last: whether the window closes behind it.
+      batch: the batch for `loss_fn`, a pytree of NumPy arrays. Leaves per token are
+        `[num_rows, length, ...]`, leaves per sequence are `[num_rows]`.
+      is_last: whether this is the last micro-batch of its window.
 
     Example:
       >>> import grain
@@ -49,37 +49,40 @@ def planned_micro_batches(
     batch_multiple: int = 1,
     pad_values: Any,
 ) -> grain.IterDataset[PlannedMicroBatch]:
-    """Cuts a Grain dataset of sequences into windows, and these as `plan_window` does.
+    """Cuts a Grain dataset of sequences into windows and planned micro-batches.
 
-    A sequence is a pytree whose leaves are `[length, ...]`, or scalars of the sequence
-    as a whole. The last window has the sequences that are left. Windows of a repeated
-    dataset go on from one epoch into the next; iterate once an epoch to end them there.
+    `plan_window` plans the micro-batches of each window. A sequence is a pytree whose
+    leaves are `[length, ...]`, or scalars that belong to the whole sequence. The last
+    window holds the remaining sequences. In a repeated dataset a window can span two
+    epochs; to close the last window of each epoch, iterate once per epoch instead.
 
-    The iterator's state, saved beside the `StepState` after any micro-batch, goes on
-    with the next one of the same window. It holds the settings, and a checksum of the
-    window's lengths and plans: another plan would train on some sequences of the open
-    window twice and on others never.
+    Save the iterator's state next to the `StepState` after any micro-batch: the
+    restored iterator resumes with the next micro-batch of the same window. The state
+    holds the settings and a checksum of the window's lengths and plans, because under
+    another plan some sequences of the open window would be trained on twice and others
+    never.
 
-    What drops, reorders or mixes sequences, and `mp_prefetch`, comes *before*. Behind,
-    only `map` and `grain.experimental.ThreadPrefetchIterDataset` are safe: what drops
-    micro-batches drops the ends of windows, what mixes them mixes windows.
+    Apply `mp_prefetch`, and any step that drops, reorders or mixes sequences, *before*
+    this function. After it, only `map` and
+    `grain.experimental.ThreadPrefetchIterDataset` are safe: dropping micro-batches
+    drops the ends of windows, and mixing micro-batches mixes windows.
 
     Args:
-      dataset: of sequences, the same ones in the same order at every start.
-      window_size: sequences of a window, the batch of one update.
-      max_tokens: the most that a micro-batch's `num_rows * length` may be.
-      length_buckets: as `plan_window` takes them.
-      batch_multiple: as `plan_window` takes it.
-      pad_values: as `pad_micro_batch` takes them: what weighs nothing in the loss.
+      dataset: sequences, the same ones in the same order at every start.
+      window_size: number of sequences in a window, the batch of one update.
+      max_tokens: upper limit of a micro-batch's `num_rows * length`.
+      length_buckets: as in `plan_window`.
+      batch_multiple: as in `plan_window`.
+      pad_values: as in `pad_micro_batch`: values that carry no weight in the loss.
 
     Returns:
       A dataset of `PlannedMicroBatch`.
 
     Raises:
-      TypeError: `dataset` is no Grain dataset, or a setting is no integer.
+      TypeError: `dataset` is not a Grain dataset, or a setting is not an integer.
       ValueError: a setting leaves no room for a sequence. While iterating: a sequence
-        that is empty, longer than every bucket, or unlike the others; it is named by
-        index. On `set_state`: other settings, or other sequences, than were saved.
+        is empty, longer than every bucket, or unlike the others; the error names it by
+        index. In `set_state`: the settings or the sequences differ from the saved ones.
 
     Example:
       >>> import grain, jax.numpy as jnp, numpy as np, optax
@@ -128,7 +131,7 @@ def planned_micro_batches(
 
 
 class _Settings(NamedTuple):
-    """What decides on windows and their micro-batches, as JSON can hold it."""
+    """The settings that determine windows and micro-batches, in JSON types."""
 
     window_size: int
     max_tokens: int
@@ -156,7 +159,7 @@ class _PlannedIterDataset(grain.IterDataset[PlannedMicroBatch]):
         )
 
     def set_slice(self, sl: slice, *options: Any) -> None:
-        """Grain calls it to deal elements out to workers, if they are several."""
+        """Grain calls this method to distribute elements among several workers."""
         raise ValueError(
             "Workers must prefetch sequences, before planned_micro_batches: got "
             f"mp_prefetch of micro-batches by {sl.step} workers, whose windows would "
@@ -165,7 +168,7 @@ class _PlannedIterDataset(grain.IterDataset[PlannedMicroBatch]):
 
 
 class _Window(NamedTuple):
-    """A window that was read: where it begins, and its plans."""
+    """A window that was read: its position in the dataset, sequences and plans."""
 
     state_before: Any
     num_before: int
@@ -175,7 +178,7 @@ class _Window(NamedTuple):
 
 
 class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
-    """Reads a window, plans it, and pads one micro-batch of it after another."""
+    """Reads a window, plans it, and pads its micro-batches one by one."""
 
     def __init__(
         self, dataset: grain.DatasetIterator, settings: _Settings, pad_values: Any
@@ -232,13 +235,13 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
         self._window, self._num_done = window, state["micro_batches_done"]
 
     def _read_window(self) -> _Window:
-        """The next window, without sequences at the end of the dataset."""
+        """Reads the next window, which has no sequences at the end of the dataset."""
         before = self._position()
         window_size, *_ = self._settings
         last = len(self._window.sequences)
         num_before = self._window.num_before + last
-        # Behind a window that was cut short is the end, and some of Grain's iterators
-        # hang if they are asked there again.
+        # A short window is the last one. Read nothing after it: some of Grain's
+        # iterators hang when they are read again at the end.
         left = 0 if 0 < last < window_size else window_size
         sequences = list(itertools.islice(self._dataset, left))
         if not sequences:
@@ -247,13 +250,13 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
         return _Window(before, num_before, sequences, plans, crc)
 
     def _position(self) -> Any:
-        # A copy: nothing keeps an iterator from changing the state that it returned.
+        # Copy the state, because an iterator may change the state that it returned.
         return copy.deepcopy(self._dataset.get_state())
 
     def _plan(
         self, sequences: list[Any], num_before: int
     ) -> tuple[list[MicroBatchPlan], int]:
-        """Plans of a window, and a checksum of the lengths and of the plans."""
+        """Plans of a window, and a checksum of its lengths and plans."""
         _, max_tokens, length_buckets, batch_multiple = self._settings
         try:
             reader = Sequences(sequences, self._pad_values)
@@ -283,7 +286,7 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
 
 
 def _check_settings(stored: dict[str, Any], settings: _Settings) -> None:
-    """Raises `ValueError`, naming the setting, where the stored ones are others."""
+    """Raises `ValueError`, naming the setting, if the stored settings differ."""
     differ = [
         f"{name} was stored as {stored.get(name)}, got {got}"
         for name, got in settings._asdict().items()

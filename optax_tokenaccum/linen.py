@@ -1,4 +1,4 @@
-"""Flax Linen: a `TrainState` whose gradients come with their number of tokens."""
+"""Flax Linen: a `TrainState` that takes gradients with their number of tokens."""
 
 import functools
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from optax_tokenaccum._transformation import has_updated
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` for a `tx` that accumulates; `step` counts updates.
 
-    Flax's own `apply_gradients` hands nothing but gradients to `tx`, so the count would
-    be lost, and its `step` would count micro-batches.
+    Flax's own `apply_gradients` passes only gradients to `tx`, so the token count would
+    be lost, and `step` would count micro-batches.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -41,18 +41,18 @@ class TrainState(train_state.TrainState):
       1 [-3. -3.]
 
     Attributes:
-      acc_overwrite: with Flax's 8-bit floats, the maximum over the open window of what
-        overwrites their scales when it closes; `None` otherwise.
+      acc_overwrite: with Flax's 8-bit floats, the maximum over the open window of the
+        values that overwrite the scales when the window closes; `None` otherwise.
     """
 
-    # Not in the way of a subclass whose own fields have no default.
+    # Keyword-only, so that a subclass can add fields without a default.
     acc_overwrite: Any = struct.field(default=None, kw_only=True)
 
     @classmethod
     def create(
         cls, *, apply_fn: Any, params: Params, tx: Any, **kwargs: Any
     ) -> "TrainState":
-        """Flax's `create`; see there."""
+        """Creates a state; see `flax.training.train_state.TrainState.create`."""
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
             scales = params[OVERWRITE_WITH_GRADIENT]
             kwargs = {"acc_overwrite": jax.tree.map(jnp.zeros_like, scales)} | kwargs
@@ -70,17 +70,18 @@ class TrainState(train_state.TrainState):
         """Adds a micro-batch, and applies the update if the window closes with it.
 
         Args:
-          grads: gradients of the micro-batch, the tree of `params`.
-          num_tokens: the tokens behind them, a scalar.
+          grads: gradients of the micro-batch, with the tree of `params`.
+          num_tokens: the number of tokens behind `grads`, a scalar.
           value: the micro-batch's loss, for optimizers that need it.
           close_window: `True` closes the window now.
-          **kwargs: attributes to replace, for example `batch_stats`. They are replaced
-            in a rejected micro-batch too: select the old ones there with `jnp.where`.
+          **kwargs: attributes to replace, for example `batch_stats`. A rejected
+            micro-batch replaces them too: to keep the old values, select them with
+            `jnp.where`.
 
         Raises:
           TypeError: `num_tokens` is missing.
-          ValueError: `tx` does not accumulate, or holds several accumulations; or as
-            `token_accumulation`'s `update`.
+          ValueError: `tx` does not accumulate or holds several accumulations, or
+            `token_accumulation`'s `update` raises it.
         """
         if num_tokens is None:
             raise TypeError(
@@ -97,7 +98,7 @@ class TrainState(train_state.TrainState):
                 "optax_tokenaccum.MultiSteps in place of optax's."
             )
         tx: Any = self.tx
-        # optax takes the class for a plain transformation, and would drop the count.
+        # optax would treat the class as a plain transformation and drop the count.
         tx = tx.gradient_transformation() if isinstance(tx, MultiSteps) else tx
         update = functools.partial(
             optax.with_extra_args_support(tx).update,
@@ -115,9 +116,10 @@ class TrainState(train_state.TrainState):
         return state
 
     def close_window(self) -> "TrainState":
-        """Closes a partial window with the denominator it has, at the end of an epoch.
+        """Closes a partial window, for example at the end of an epoch.
 
-        On an empty window nothing changes.
+        The window's tokens so far are the denominator. On an empty window nothing
+        changes.
         """
         return self.apply_gradients(
             grads=jax.tree.map(jnp.zeros_like, self.params),
@@ -130,7 +132,11 @@ class TrainState(train_state.TrainState):
 def _overwritten_when_closed(
     before: TrainState, after: TrainState, num_tokens: Any
 ) -> TrainState:
-    """`after`, in which Flax has overwritten the scales, as the window wants it."""
+    """`after`, with the scales overwritten only when the window closes.
+
+    Flax overwrites the scales in every call. Here they keep the values of `before`
+    until the window closes, and then take the maximum over the window.
+    """
     given = after.params[OVERWRITE_WITH_GRADIENT]
     ((old,), (new,)) = (
         nodes_of(TokenAccumulationState, state.opt_state) for state in (before, after)
@@ -138,7 +144,7 @@ def _overwritten_when_closed(
     n, is_first = jnp.asarray(num_tokens), old.mini_step == 0
     was_added = jnp.where(
         new.has_updated,
-        is_first | (new.acc_tokens != old.acc_tokens),  # else it closed by request
+        is_first | (new.acc_tokens != old.acc_tokens),  # else nothing was added
         new.mini_step != old.mini_step,
     )
     counts = was_added & jnp.isfinite(n) & (n > 0)
@@ -151,7 +157,7 @@ def _overwritten_when_closed(
         return jnp.where(new.has_updated, acc, scale)
 
     acc = before.acc_overwrite
-    if acc is None:  # a checkpoint of 0.1.0, which overwrote at once
+    if acc is None:  # a checkpoint of 0.1.0, which overwrote in every call
         acc = jax.tree.map(lambda x: jnp.full_like(x, MAXIMUM.nothing), given)
     acc = jax.tree.map(largest, acc, given)
     scales = jax.tree.map(written, acc, before.params[OVERWRITE_WITH_GRADIENT])

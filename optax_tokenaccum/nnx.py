@@ -19,12 +19,14 @@ from optax_tokenaccum._multi_steps import accumulation_of
 from optax_tokenaccum._steps.state import StepMetrics
 from optax_tokenaccum._steps.update import close_and_apply
 
-# What variables hold. Reading one instead, `variable[...]`, runs its own `get_value`.
+# The raw values of variables. `variable[...]` would call the variable's `get_value`.
 _pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
 
 class TrainStep:
-    """What `make_train_step` returns: `step(model, optimizer, batch) -> StepMetrics`.
+    """A train step, called as `step(model, optimizer, batch) -> StepMetrics`.
+
+    Use `make_train_step` to build one.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -58,21 +60,21 @@ class TrainStep:
         Args:
           model: updated in place.
           optimizer: updated in place.
-          batch: what `loss_fn` is given.
+          batch: the second argument of `loss_fn`.
 
         Raises:
           TypeError: `optimizer` is not an `nnx.Optimizer` around an accumulation, or
-            `loss_fn` returned something else than `(loss_sum, num_tokens)`.
-          ValueError: the accumulation was not told when a window closes, or was told
-            that gradients are of a mean.
+            `loss_fn` did not return `(loss_sum, num_tokens)`.
+          ValueError: the accumulation has no schedule, or was built with
+            `gradients="mean"`.
         """
         return self._run(self._program, model, optimizer, batch)
 
     def close_window(self, model: nnx.Module, optimizer: nnx.Optimizer) -> StepMetrics:
-        """Closes a partial window with the denominator it has, at the end of an epoch.
+        """Closes a partial window, for example at the end of an epoch.
 
-        On an empty window nothing changes, except that `optimizer.step` counts the
-        call.
+        The window's tokens so far are the denominator. On an empty window nothing
+        changes except `optimizer.step`, which counts the call.
         """
         return self._run(_close_window, model, optimizer)
 
@@ -83,15 +85,15 @@ class TrainStep:
         optimizer: nnx.Optimizer,
         *batch: Batch,
     ) -> StepMetrics:
-        """Runs a program that leaves every array where it was."""
+        """Runs `program` and keeps the placement of every array."""
         _accumulation_of(optimizer)
         leaves = _leaves(model, optimizer)
         if not self._is_settled(leaves, batch):
             self._settle(model, optimizer, batch)
         shardings = tuple(map(_own_sharding, leaves))
 
-        # The compiler would place what is returned as it sees fit, and the next call
-        # compile once more.
+        # Without constraints the compiler chooses the placement of the results, and the
+        # next call compiles again.
         def run(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Batch) -> Any:
             leaves = _leaves(model, optimizer)
             metrics = program(model, optimizer, *batch)
@@ -110,7 +112,7 @@ class TrainStep:
         return self._jitted[key](model, optimizer, *batch)
 
     def _is_settled(self, leaves: list[Any], batch: Batch) -> bool:
-        """Whether `_settle`, which is slow, would have nothing to do."""
+        """Whether `_settle`, which is slow, can be skipped."""
         values = jax.tree.leaves(list(map(_value_of, leaves)))
         ids = set(map(id, values))
         shared = ids & set(map(id, jax.tree.leaves(batch)))
@@ -122,11 +124,12 @@ class TrainStep:
         )
 
     def _settle(self, model: Any, optimizer: Any, batch: Batch) -> None:
-        """Prepares arrays that would be donated twice, or cost a second compilation.
+        """Prepares arrays that would be donated twice or cause a second compilation.
 
-        An array that is there twice is copied. One that was never placed goes to the
-        devices of the parameters: to those of the parameter whose path ends its own
-        (sums and moments made before the parameters were placed), or to all of them.
+        An array that occurs twice is copied. An array that was never placed moves to
+        the devices of the parameters. If its path ends with the path of a parameter of
+        the same shape, it is sharded like that parameter: these are sums and moments
+        that were created before the parameters were placed. Otherwise it is replicated.
         """
         params = _held(nnx.state(model, optimizer.wrt))
         home, taken = arrays.home(params), {id(x) for x in jax.tree.leaves(batch)}
@@ -166,7 +169,7 @@ class TrainStep:
         return metrics._replace(skipped=skipped, aux=aux)
 
     def _value_and_grad(self, model: nnx.Module, wrt: Any, batch: Batch) -> Any:
-        """`((loss_sum, (num_tokens, aux)), gradients)`; the loss may change `model`."""
+        """`((loss_sum, (num_tokens, aux)), gradients)`; the loss may update `model`."""
 
         def loss_fn(model: nnx.Module, batch: Batch) -> Any:
             return unpack(self._loss_fn(model, batch), self._has_aux)
@@ -194,27 +197,27 @@ class TrainStep:
 def make_train_step(
     loss_fn: Callable[..., Any], *, has_aux: bool = False, donate: bool = True
 ) -> TrainStep:
-    """Builds a jitted train step of one micro-batch a call, for NNX.
+    """Builds a jitted NNX train step that takes one micro-batch per call.
 
-    Model and optimizer are updated in place: parameters move when, and only when, the
-    window closes; batch statistics and `nnx.Rngs` move in every call, so no two
-    micro-batches share a dropout mask. A micro-batch without tokens moves them too: its
-    rows are real. One that `should_skip_update_fn` rejects never happened: all
-    variables of the model are what they were before it.
+    The step updates the model and the optimizer in place. Parameters change only when
+    the window closes. Batch statistics and `nnx.Rngs` change in every call, so no two
+    micro-batches share a dropout mask. They also change for a micro-batch without
+    tokens, because its rows are real. If `should_skip_update_fn` rejects a micro-batch,
+    all variables of the model keep the values they had before it.
 
     Args:
-      loss_fn: `loss_fn(model, batch) -> (loss_sum, num_tokens)`, the loss *summed* over
-        the micro-batch's tokens and how many there were.
-      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
-      donate: update buffers in place. Arrays that the model and the optimizer held
-        before a call are gone after it, and `nnx.clone(model)` shares them: copy the
-        arrays of a model that is to stay, or give `False`.
+      loss_fn: `loss_fn(model, batch) -> (loss_sum, num_tokens)`: the loss *summed* over
+        the micro-batch's tokens, and the number of those tokens.
+      has_aux: whether `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      donate: whether to update buffers in place. A call then deletes the arrays that
+        the model and the optimizer held before it. `nnx.clone(model)` shares these
+        arrays: to keep a model, copy its arrays or pass `False`.
 
     Returns:
       `step(model, optimizer, batch) -> StepMetrics`, where `optimizer` is
-      `nnx.Optimizer(model, token_accumulation(...), wrt=...)`, or has
-      `MultiSteps(..., gradients="sum")`. `optimizer.step` counts calls; updates are
-      `metrics.gradient_step`.
+      `nnx.Optimizer(model, tx, wrt=...)` and `tx` is `token_accumulation(...)` or
+      `MultiSteps(..., gradients="sum")`. `optimizer.step` counts calls;
+      `metrics.gradient_step` counts updates.
 
     Raises:
       TypeError: `loss_fn` is not a function.
@@ -256,7 +259,7 @@ def _close(
     optimizer: nnx.Optimizer,
     opt_state: Any,
 ) -> StepMetrics:
-    """Closes the window where it `closes`, and puts everything back in place."""
+    """Closes the window if `closes`, and updates the model and the optimizer."""
     params = _pure(nnx.state(model, optimizer.wrt))
     params, opt_state, metrics = close_and_apply(
         accumulation, closes, params, opt_state
@@ -268,7 +271,7 @@ def _close(
 
 
 def _take_back(skipped: jax.Array, before: dict[Any, Any], model: nnx.Module) -> None:
-    """Gives the model's variables what they held `before`, where `skipped`."""
+    """Restores the model's variables to the values in `before`, if `skipped`."""
     after = _held(nnx.state(model))
     pairs = {path: (before[path], after[path]) for path in before if path in after}
     trees.check_same_tree(
@@ -282,26 +285,27 @@ def _take_back(skipped: jax.Array, before: dict[Any, Any], model: nnx.Module) ->
 
 
 def _held(state: Any) -> dict[Any, Any]:
-    """What the variables of a state hold, by their paths."""
+    """The values of a state's variables, keyed by path."""
     return {path: _pure(variable) for path, variable in nnx.to_flat_state(state)}
 
 
 def _put(node: Any, held: dict[Any, Any]) -> None:
-    """Writes back what `_held` read, by the same paths."""
+    """Writes the values in `held`, keyed by path as in `_held`, back to `node`."""
     for path, leaf in nnx.to_flat_state(nnx.state(node)):
         if path not in held:
             continue
         if isinstance(leaf, nnx.Variable):
             leaf.set_raw_value(held[path])
             continue
-        with contextlib.suppress(ValueError):  # in a tuple, where nnx cannot set it
+        with contextlib.suppress(ValueError):  # nnx cannot set an array in a tuple
             nnx.update(node, nnx.from_flat_state({path: held[path]}))
 
 
 def _leaves(model: nnx.Module, optimizer: nnx.Optimizer) -> list[Any]:
-    """Every variable once, and the model's arrays that are in none.
+    """Every variable once, and the model's arrays that are not in a variable.
 
-    Modules may hold each other, which jax's trees do not survive; nnx's walk is slow.
+    Modules may refer to each other in cycles, which jax's tree functions do not
+    support. For the optimizer jax's tree functions are used, because nnx's are slow.
     """
     of_model = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
     of_optimizer = jax.tree.leaves(
@@ -316,14 +320,14 @@ def _value_of(leaf: Any) -> Any:
 
 
 def _own_sharding(leaf: Any) -> NamedSharding | None:
-    """The sharding of a variable on a mesh whose types do not say it."""
+    """A variable's mesh sharding, unless the array type already includes it."""
     sharding = sharding_of(_value_of(leaf))
     is_kept = isinstance(leaf, nnx.Variable) and sharding is not None
     return sharding if is_kept and not is_explicit(sharding.mesh) else None
 
 
 def _is_graph_mode() -> bool:
-    """Whether flax is in the mode in which it knows `nnx.DiffState`."""
+    """Whether flax is in the mode that supports `nnx.DiffState`."""
     modes = [getattr(nnx, f"set_graph_{name}", None) for name in ("mode", "updates")]
     return all(mode is None or mode.current_value() for mode in modes)
 

@@ -1,4 +1,4 @@
-"""What gradient does a training loop really apply?"""
+"""Finds the gradient that a training loop really applies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,46 +23,52 @@ def audit(
     *,
     rtol: float | None = None,
 ) -> AuditReport:
-    r"""Says which gradient a training loop applies to one window of micro-batches.
+    r"""Finds which gradient a training loop applies to one window of micro-batches.
 
-    The exact one is :math:`\sum_i g_i / \sum_i n_i`. The loop is run with an SGD of the
-    audit's own: in the first run only its first update moves the parameters, in the
-    second run only its second, in the third run none. The scale makes the gradient
-    larger than the parameters, so that it can be read off them in their own dtype; a
-    second update in the window shows itself by moving them at all. What moves in the
-    third run is not a gradient (weight decay by hand, a cast to bfloat16 and back), and
-    is subtracted.
+    The exact gradient is :math:`\sum_i g_i / \sum_i n_i`. The audit runs the loop three
+    times with its own SGD optimizer. Only the first update moves the parameters in the
+    first run, only the second update in the second run, and no update in the third run.
+    The updates are scaled to be larger than the parameters, so that the gradient can be
+    read off the parameters in their own dtype. If the parameters move in the second
+    run, the loop applied a second update in the window. Any movement in the third run
+    is not a gradient (manual weight decay, a cast to bfloat16 and back), and is
+    subtracted.
 
-    The relative error says little about a micro-batch with a small gradient. So the
-    weight of every micro-batch is estimated by least squares, and must be 1 up to its
-    standard error. A micro-batch that rounding hides makes the verdict `UNKNOWN`, with
-    the explanation "cannot tell".
+    The relative error hardly depends on a micro-batch with a small gradient. So the
+    audit also estimates the weight of every micro-batch by least squares, and the
+    weight must be 1 within its standard error. If rounding hides a micro-batch, the
+    verdict is `UNKNOWN` and the explanation says "cannot tell".
 
-    The loop may be of any framework that takes an optax optimizer. One window of it is
-    needed, with whatever the optimizer is wrapped in, and without randomness: dropout
-    would be another gradient. It is run two to five times more where noise must be
-    measured or where it drifts at random.
+    The loop may use any framework that takes an optax optimizer. It must run one
+    window, with every wrapper of the optimizer, and without randomness: dropout would
+    change the gradient. The audit runs the loop two to five more times if it must
+    measure noise or if the loop drifts at random.
 
     Args:
-      run: `run(optimizer, params, micro_batches) -> params`: the loop, with the optax
-        optimizer that it is handed. The parameters are a copy, so it may donate them.
-      loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`, what is true:
-        the loss *summed* over tokens, and their number. `check_loss_fn` checks it.
-      params: where to look. Not a minimum: a gradient of zero says nothing.
-      micro_batches: of one window, with *different* numbers of tokens.
-      rtol: the relative L2 error of a right gradient. By default 1e-4, or 4 units of
-        the parameters' least precise dtype. Where no known gradient is that near, the
-        rounding noise of `run` and `loss_fn` (bfloat16 inside, TF32 on a GPU) is
-        measured, and `rtol` is 4 times the noise if that is more.
+      run: `run(optimizer, params, micro_batches) -> params`: the loop, which must use
+        the given optax optimizer. It gets a copy of the parameters, so it may donate
+        them.
+      loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`, the ground
+        truth: the loss *summed* over tokens, and the number of these tokens.
+        `check_loss_fn` checks it.
+      params: the parameters to audit at. Avoid a minimum: a gradient of zero tells
+        nothing.
+      micro_batches: the micro-batches of one window, with *different* numbers of
+        tokens.
+      rtol: the relative L2 error up to which a gradient counts as right. The default is
+        1e-4, or 4 times the machine epsilon of the parameters' least precise dtype if
+        that is larger. If no known gradient is this near, the audit measures the
+        rounding noise of `run` and `loss_fn` (bfloat16 inside, TF32 on a GPU), and
+        `rtol` is 4 times the noise if that is larger.
 
     Returns:
-      An `AuditReport`: print it.
+      An `AuditReport`, which `print` shows as text.
 
     Raises:
-      ValueError: there is no micro-batch, no token, or the exact gradient is zero or
-        not finite; the loop returned another tree than `params`.
-      TypeError: `run` or `loss_fn` is not a function, or `loss_fn` returned something
-        else than `(loss_sum, num_tokens)`.
+      ValueError: if there are no micro-batches or no tokens; if the exact gradient is
+        zero or not finite; or if the loop returned a different tree than `params`.
+      TypeError: if `run` or `loss_fn` is not a function, or if `loss_fn` returned
+        something other than `(loss_sum, num_tokens)`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -118,7 +124,10 @@ def audit(
 def _scale_of_second(
     params: Params, tokens: np.ndarray, gradients: np.ndarray
 ) -> float:
-    """Makes a step on the second micro-batch readable, however small its gradient."""
+    """Returns a scale that makes a step on the second micro-batch readable.
+
+    The step is readable however small the gradient of the micro-batch is.
+    """
     sizes = np.linalg.norm(gradients, axis=1)
     places = [*np.flatnonzero(tokens)[1:2], *np.argsort(-sizes)]
     place = next(i for i in places if sizes[i])

@@ -1,4 +1,4 @@
-"""Is the count of a loss the count of the tokens that the loss is a sum over?"""
+"""Checks that a loss counts exactly the tokens that it sums over."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,22 +10,22 @@ import numpy as np
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.trees import Batch
 
-# (loss_sum, num_tokens) of some rows, at some parameters.
+# batch -> (loss_sum, num_tokens), at fixed parameters.
 Measure = Callable[[Any], tuple[float, float]]
 
-RTOL = 1e-4  # of a loss in float32
-MOST_PROBES = 32  # entries of a mask that are looked at
+RTOL = 1e-4  # relative error of a float32 loss
+MOST_PROBES = 32  # mask entries or rows to look at
 
 
 class Mask(NamedTuple):
-    """Leaves of a batch that agree on which entries count, and may be its mask.
+    """Leaves of a batch that may be its mask, and agree on which entries count.
 
     Attributes:
-      path: where they are.
-      places: their places among the leaves.
-      nothing: what takes an entry of each of them away.
-      there: where there is an entry, bools of the leaves' shape.
-      is_mask: whether they can only be a mask, not weights or labels.
+      path: the path of the first of these leaves.
+      places: the positions of these leaves among all leaves of the batch.
+      nothing: for each leaf, the value that removes an entry.
+      there: which entries are present, bools of the leaves' shape.
+      is_mask: whether the leaves can only be a mask, not weights or one-hot labels.
     """
 
     path: str
@@ -35,16 +35,17 @@ class Mask(NamedTuple):
     is_mask: bool
 
     def kept(self, batch: Batch, keep: Any) -> Any:
-        """The batch with the entries of `keep` alone."""
+        """Returns the batch with only the entries where `keep` is true."""
         leaves, structure = jax.tree.flatten(batch)
         for place, nothing in zip(self.places, self.nothing, strict=True):
             leaves[place] = np.where(keep, leaves[place], nothing)
         return structure.unflatten(leaves)
 
     def among(self, batch: Batch, far: float) -> Any:
-        """The batch with other floats around the mask, no zeros among them.
+        """Returns the batch with nonzero values in all float leaves outside the mask.
 
-        Weights or rewards of zero, and targets that are met, make a token cost nothing.
+        Values that are not zero move away from zero by `far`. A token has no loss if
+        its weight or reward is zero, or if the model predicts its target exactly.
         """
         leaves, structure = jax.tree.flatten(batch)
         for place, leaf in enumerate(leaves):
@@ -57,40 +58,43 @@ class Mask(NamedTuple):
 def check_count(
     measures: list[Measure], batches: list[Any], dims: set[int], rtol: float
 ) -> tuple[str | None, list[str]]:
-    """How it was checked, `None` where it could not be, and what was found.
+    """Checks the count of a loss against the tokens that the loss sums over.
 
     Args:
-      measures: at the parameters, at parameters of zero, and at others.
+      measures: the loss at the parameters, at zero parameters, and at others.
       batches: micro-batches whose leaves share an axis of rows.
-      dims: the sizes of the parameters' axes; the number of classes is among them.
-      rtol: relative error of a loss.
+      dims: the sizes of the parameters' axes, including the number of classes.
+      rtol: the relative error of a loss.
+
+    Returns:
+      How the count was checked, or `None` if it could not be checked; and the findings.
     """
     how, found, is_sure = _check_masks(measures, batches, rtol)
     if is_sure and not found:
         return how, found
     how_rows, found_in_rows = _check_uniform(measures[1], batches, dims)
     if how_rows and not (found and found_in_rows):
-        # Rows are never cut: if their counts are right, then all is.
+        # Rows are never split, so it is enough that the count of each row is right.
         return how_rows, found_in_rows
     return how, found
 
 
 def rows_of(batch: Batch, start: int, stop: int) -> Any:
-    """Some rows of a batch."""
+    """Returns the rows from `start` to `stop` of a batch."""
     return jax.tree.map(lambda x: x[start:stop], batch)
 
 
 def _check_masks(
     measures: list[Measure], batches: list[Any], rtol: float
 ) -> tuple[str | None, list[str], bool]:
-    """Takes entries of what looks like a mask away: loss and count change together."""
+    """Removes entries of likely masks: loss and count must change together."""
     batch = max(batches, key=lambda batch: measures[0](batch)[1])
     masks: dict[tuple[bool, bool], list[Mask]] = {}
     for mask in _masks(batch):
         masks.setdefault(_gates(mask, measures, batch, rtol), []).append(mask)
     of_both, of_count = masks.get((True, True), []), masks.get((False, True), [])
-    # Weights, rewards and one-hot labels leave a loss of zero too: what takes away the
-    # loss alone is a mask only if there is no other.
+    # Without weights, rewards or one-hot labels the loss is zero too. So a leaf that
+    # removes only the loss counts as a mask only if no leaf removes loss and count.
     of_loss = [] if of_both else masks.get((True, False), [])
     of_loss = [m for m in of_loss if m.is_mask and _adds_up(m, measures, batch, rtol)]
     of_count = [m for m in of_count if m.is_mask]
@@ -105,7 +109,7 @@ def _check_masks(
 
 
 def _masks(batch: Batch) -> Iterator[Mask]:
-    """Bools, zeros and ones, weights, labels with an ignore index."""
+    """Yields likely masks: bools, 0s and 1s, weights, labels with an ignore index."""
     named = trees.named_leaves(batch)
     seen: list[Mask] = []
     for place, (path, leaf) in enumerate(named):
@@ -115,7 +119,7 @@ def _masks(batch: Batch) -> Iterator[Mask]:
         there = leaf != nothing
         values = np.unique(leaf).tolist()
         sums = there.sum(-1) if leaf.ndim > 1 else np.full(1, 2)
-        # Of every one-hot label one entry is there.
+        # A one-hot label has a single nonzero entry.
         is_mask = set(values) <= {0, 1} and sums.max() > 1 or nothing < 0
         same = (m for m in seen if np.array_equal(m.there, there))
         if (twin := next(same, None)) is None:
@@ -127,8 +131,8 @@ def _masks(batch: Batch) -> Iterator[Mask]:
 
 
 def _value_of_nothing(leaf: Any) -> Any:
-    """What takes an entry of a mask away, or `None` where a leaf is not a mask."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not leaf.size:  # keys
+    """Returns the value that removes a mask entry, or `None` for any other leaf."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not leaf.size:  # PRNG keys
         return None
     low, zero = np.min(leaf), np.zeros((), leaf.dtype)
     if leaf.dtype == jnp.bool_ or set(np.unique(leaf).tolist()) == {0, 1}:
@@ -141,7 +145,7 @@ def _value_of_nothing(leaf: Any) -> Any:
 def _gates(
     mask: Mask, measures: list[Measure], batch: Batch, rtol: float
 ) -> tuple[bool, bool]:
-    """Whether there is no loss, and whether there is no count, without any entry."""
+    """Whether the loss, and whether the count, is zero without any entry."""
     nothing = mask.kept(batch, False)
     pairs = [(measure(batch)[0], measure(nothing)[0]) for measure in measures]
     told = [abs(after) <= rtol * abs(before) for before, after in pairs if before]
@@ -150,8 +154,11 @@ def _gates(
 
 
 def _adds_up(mask: Mask, measures: list[Measure], batch: Batch, rtol: float) -> bool:
-    """Whether the loss is a sum over the entries, as it is not over tokens attended."""
-    # Every other entry, so that the tokens of a sequence are apart.
+    """Whether the loss is a sum over the entries.
+
+    It is not if the mask is an attention mask: each entry changes many tokens' losses.
+    """
+    # Every other entry, so that neighboring tokens of a sequence are separated.
     half = np.cumsum(mask.there).reshape(mask.there.shape) % 2 == 0
     for measure in measures:
         whole, first, second = (
@@ -166,7 +173,7 @@ def _adds_up(mask: Mask, measures: list[Measure], batch: Batch, rtol: float) -> 
 def _findings(
     mask: Mask, measures: list[Measure], batch: Batch, adds_up: bool
 ) -> Iterator[str]:
-    """Entries that change the count alone, or the loss alone."""
+    """Yields a finding for entries that change only the count or only the loss."""
     only_loss, only_count, both = 0, 0, 0
     for entry in _entries(mask.there):
         row = rows_of(batch, entry[0], entry[0] + 1)
@@ -175,15 +182,15 @@ def _findings(
 
         def changes(measure: Measure, row: Any, keep: Any = keep) -> bool:
             before, after = measure(row)[0], measure(mask.kept(row, keep))[0]
-            return abs(after - before) > 1e-6 * abs(before)  # not where it is NaN
+            return abs(after - before) > 1e-6 * abs(before)  # false for NaN
 
         counts = measures[0](row)[1] != measures[0](mask.kept(row, keep))[1]
         given = [changes(measure, row) for measure in measures[: 1 if counts else None]]
         if not counts:
-            # A token that others attend to costs nothing at parameters of zero.
+            # A token that is only attended to does not change the loss at zero params.
             only_loss += adds_up and all(given)
         elif any(given) or any(
-            # The loss of this token may be zero just here.
+            # The token's loss may be zero for these parameters or values only.
             changes(measure, other)
             for other in (row, mask.among(row, 0), mask.among(row, 100))
             for measure in measures
@@ -208,7 +215,7 @@ def _findings(
 
 
 def _entries(there: np.ndarray) -> np.ndarray:
-    """Entries of a mask that are there: the first, the last, and some between."""
+    """Samples the present entries of a mask, including the first and the last."""
     places = np.argwhere(there)
     rows = np.unique(places[:, 0], return_index=True)[1] if len(places) else []
     chosen = np.linspace(0, len(places) - 1, min(len(places), MOST_PROBES)).astype(int)
@@ -218,7 +225,7 @@ def _entries(there: np.ndarray) -> np.ndarray:
 def _check_uniform(
     measure_at_zero: Measure, batches: list[Any], dims: set[int]
 ) -> tuple[str | None, list[str]]:
-    """With equal logits every token costs the same: the loss is a count itself."""
+    """Checks the count with equal logits, where the loss is proportional to it."""
     rows = [
         rows_of(batch, i, i + 1)
         for batch in batches
@@ -226,13 +233,13 @@ def _check_uniform(
     ][:MOST_PROBES]
     losses, counts = np.array([measure_at_zero(row) for row in rows]).T
     if not np.isfinite(losses).all() or np.ptp(losses) <= RTOL * abs(losses).max():
-        return None, []  # rows of equal lengths tell nothing
+        return None, []  # rows of equal length tell nothing
     how = "at parameters of zero, where every token costs the same"
     ratio = losses.sum() / counts.sum() if counts.sum() else np.inf
     if (abs(losses - ratio * counts) <= RTOL * abs(losses).max()).all():
         return how, []
     for classes in dims - {1}:
-        # A token costs the log of the number of classes.
+        # With equal logits, a token costs the log of the number of classes.
         exact = losses / np.log(classes)
         tokens = np.round(exact)
         if (abs(exact - tokens) > RTOL * np.maximum(tokens, 1)).any():

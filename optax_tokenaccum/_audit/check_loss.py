@@ -1,4 +1,4 @@
-"""Is a loss a sum over tokens, and its count theirs?"""
+"""Checks that a loss is a sum over tokens, and counts these tokens."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ from optax_tokenaccum._core.trees import Batch, Params
 
 @dataclass(frozen=True)
 class LossReport:
-    """What `check_loss_fn` found. `print(report)` says it in words.
+    """The result of `check_loss_fn`, which `print` shows as text.
 
     Attributes:
-      findings: what is wrong, a sentence each; empty where nothing was found.
-      count_checked: how the count was checked; `None` where it could not be.
+      findings: a message for each problem; empty if there are none.
+      count_checked: how the count was checked; `None` if it could not be checked.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,11 +40,11 @@ class LossReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     def assert_exact(self) -> None:
-        """Raises `AssertionError` with the findings unless it passed."""
+        """Raises `AssertionError` with the findings unless the check passed."""
         if not self.passed:
             raise AssertionError(f"loss_fn does not return sums.\n{self}")
 
@@ -68,34 +68,36 @@ def check_loss_fn(
 ) -> LossReport:
     """Checks that `loss_fn` returns a sum over tokens and the number of those tokens.
 
-    The likeliest mistake with exact accumulation is a loss that is no sum: it compiles,
-    it trains, and the result is wrong. The same rows are cut in other ways and counted
-    twice: sums must add up. A leaf without whose entries there is neither loss nor
-    count is a mask. Its entries are taken away one at a time, and loss and count must
-    change together, at some parameters at least: a token may cost nothing at others.
-    Where there is no mask, parameters of zero make a cross entropy the same for every
-    token, so that loss and count must be proportional.
+    The most likely mistake with exact accumulation is a loss that is not a sum: it
+    compiles, it trains, and the result is wrong. The check splits the rows of a
+    micro-batch and counts them twice: the sums must add up. If removing all entries of
+    a leaf leaves no loss and no count, the leaf is a mask. The check then removes its
+    entries one at a time: loss and count must change together, at least at some
+    parameters, because a token may have no loss at others. If there is no mask, the
+    check sets the parameters to zero, where a cross entropy is the same for every
+    token, so loss and count must be proportional.
 
-    It finds a loss that is already a mean, a count from another mask (unshifted, with
-    padding, one per sequence), a term that depends on the batch (an auxiliary loss,
-    batch statistics), and randomness. A term below 1e-4 of the loss (1e-2 where the
-    loss computes in 16 bits) is not found. Neither is a count that leaves out a leaf
-    of float zeros and ones that scales the loss: it may be a reward. Where it cannot
-    know whether the count is right, `count_checked` is `None`.
+    The check detects a loss that is already a mean, a count from another mask
+    (unshifted, with padding, one per sequence), a term that depends on the batch (an
+    auxiliary loss, batch statistics), and randomness. It does not detect a term below
+    1e-4 of the loss (1e-2 if the loss computes in 16 bits). It also does not detect a
+    count that leaves out a leaf of float zeros and ones that scales the loss, because
+    the leaf may be a reward. If the check cannot tell whether the count is right,
+    `count_checked` is `None`.
 
     Args:
       loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`.
-      params: the parameters to look at.
-      micro_batches: pytrees whose leaves share a leading axis of rows, of two rows or
-        more, with different numbers of tokens.
+      params: the parameters to check at.
+      micro_batches: pytrees whose leaves share a leading axis of two or more rows, with
+        different numbers of tokens.
 
     Returns:
-      A `LossReport`: print it.
+      A `LossReport`, which `print` shows as text.
 
     Raises:
-      ValueError: the leaves of a micro-batch do not share a leading axis, or no
+      ValueError: if the leaves of a micro-batch do not share a leading axis, or if no
         micro-batch has two rows.
-      TypeError: `loss_fn` is not a function or returned something else than a pair.
+      TypeError: if `loss_fn` is not a function or returned something other than a pair.
 
     Example:
       >>> import jax.numpy as jnp
@@ -116,7 +118,7 @@ def check_loss_fn(
             f"micro-batches of {sizes} rows."
         )
 
-    # A function that is jitted keeps its programs from one check to the next.
+    # A jitted function keeps its compiled programs from one check to the next.
     is_jitted = isinstance(loss_fn, jax.stages.Wrapped)
     jitted = loss_fn if is_jitted else jax.jit(lambda *given: loss_fn(*given))
 
@@ -160,7 +162,7 @@ def _as_numpy(x: Any) -> Any:
 
 
 def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[str]:
-    """What does not add up when rows are counted twice or apart."""
+    """Yields a finding for each sum that is wrong with rows duplicated or split."""
     rows = trees.leading_axis(batch, "a micro-batch")
 
     def same(x: float, y: float, size: float = 0.0) -> bool:

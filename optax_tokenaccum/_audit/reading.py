@@ -1,4 +1,4 @@
-"""Reading the gradient that a loop applies off the parameters that it moves."""
+"""Reads the gradient that a loop applies off the parameters that it moves."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
 # (params, micro-batches) -> tokens [k], gradients of summed losses [k, parameters].
 TokenSums = Callable[[Any, list[Any]], tuple[np.ndarray, np.ndarray]]
 
-# How far nearby points are, relative to each number: a few units of bfloat16, so that
-# its rounding errors are others there.
+# The relative distance of nearby points: a few units of bfloat16, so that bfloat16
+# rounding errors differ between the points.
 NEARBY = 2.0**-6
 
 
@@ -27,7 +27,7 @@ class Reading(NamedTuple):
     """One way to read a loop's first update, with the gradients to compare it to.
 
     Attributes:
-      gradients: of each micro-batch's summed loss, `[k, parameters]`.
+      gradients: the gradient of each micro-batch's summed loss, `[k, parameters]`.
       first: the gradient that the first update applied, `[parameters]`.
     """
 
@@ -40,8 +40,8 @@ class Loop(NamedTuple):
 
     Attributes:
       run: the loop.
-      token_sums: what is true.
-      scale: of the first update.
+      token_sums: computes the true tokens and gradients.
+      scale: the scale of the first update.
     """
 
     run: Run
@@ -51,7 +51,7 @@ class Loop(NamedTuple):
     def moved(
         self, params: Params, micro_batches: list[Any], which: int, scale: float = 1.0
     ) -> Any:
-        """The parameters after the loop, where one update moves them, or none (-1)."""
+        """Runs the loop; only update `which` (none if -1) moves the parameters."""
         optimizer = _reading_optimizer(which, scale)
         moved = self.run(optimizer, arrays.owned(params), list(micro_batches))
         trees.check_same_tree(
@@ -62,10 +62,11 @@ class Loop(NamedTuple):
     def readings(
         self, params: Params, micro_batches: list[Any], still: Any = None
     ) -> list[Reading]:
-        """What the first update applied. A loop that drifts can be read in four ways.
+        """Reads what the first update applied, in four ways if the loop drifts.
 
-        The drift is what the loop moves without any update, to `still`. It may come
-        before the gradient is taken or after, and may or may not scale the update.
+        The drift is the movement from `params` to `still` without any update. It may
+        come before or after the gradient is computed, and may or may not scale the
+        update.
         """
         _, gradients = self.token_sums(params, micro_batches)
         if still is None:
@@ -77,7 +78,7 @@ class Loop(NamedTuple):
 
         applied = first(self.scale)
         if not np.isfinite(applied).all():
-            # A sum that was not divided may be what overflowed: read it smaller.
+            # An undivided sum may have overflowed: read it at a smaller scale.
             tokens, _ = self.token_sums(params, micro_batches)
             applied = first(self.scale / power_of_2(tokens.sum()))
         if (start == end).all():
@@ -95,27 +96,27 @@ class Loop(NamedTuple):
     def second(
         self, params: Params, micro_batches: list[Any], still: Any, scale: float
     ) -> np.ndarray:
-        """The gradient of the second update; zeros where there is none."""
+        """Returns the gradient of the second update, or zeros if there is none."""
 
         def distance_to(moved: Any) -> np.ndarray:
             return flat(still) - flat(moved)
 
         found = distance_to(self.moved(params, micro_batches, 1, scale))
         if found.any() and (flat(still) != flat(params)).any():
-            # Does the loop drift by chance, another way in each run?
+            # The loop may drift at random, differently in each run.
             chance = distance_to(self.moved(params, micro_batches, -1))
             if np.linalg.norm(found) <= 4 * np.linalg.norm(chance):
                 return np.zeros_like(found)
-        return found / scale  # NaN is a movement too
+        return found / scale  # NaN also counts as movement
 
     def noise(
         self, params: Params, micro_batches: list[Any], place: int, reading: Reading
     ) -> float:
-        """The rounding error of the reading at `place`, relative to the gradient.
+        """Estimates the relative rounding error of the reading at index `place`.
 
-        It is the second difference of what least squares cannot explain, at the
-        parameters and at two points nearby: errors of the loop change smoothly and
-        cancel, rounding does not.
+        The estimate is the second difference of the least-squares residuals at the
+        parameters and at two nearby points. Errors of the loop change smoothly and
+        cancel; rounding errors do not.
         """
         gradients, first = reading
         weights, *_ = np.linalg.lstsq(gradients.T, first, rcond=None)
@@ -131,7 +132,7 @@ class Loop(NamedTuple):
 
 
 def token_sums_of(loss_fn: LossFn) -> TokenSums:
-    """A function of parameters and micro-batches, in float64."""
+    """Makes the function that returns tokens and gradients, as float64 arrays."""
 
     @jax.jit
     def sums(params: Params, batch: Batch) -> tuple[jax.Array, Any]:
@@ -155,11 +156,11 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
 
 
 def readable_scale(params: Params, gradient: np.ndarray) -> float:
-    """A power of 2 that makes the update outweigh the parameters, as far as they reach.
+    """Returns a power of 2 that makes the update larger than the parameters.
 
     Rounding to the parameters' dtype then costs a unit of the gradient, not of the
-    parameters. Leaves with a thousandth of the gradient can still be read; float16
-    would overflow there.
+    parameters. With a margin of 2**10, leaves with a thousandth of the gradient can
+    still be read. float16 would overflow with this margin, so its margin is 4.
     """
     margin = 2.0**10
     if any(x.dtype == jnp.float16 for x in jax.tree.leaves(params)):
@@ -169,18 +170,18 @@ def readable_scale(params: Params, gradient: np.ndarray) -> float:
 
 
 def power_of_2(x: Any) -> float:
-    """The nearest one."""
+    """Returns the power of 2 nearest to `x`."""
     return float(2.0 ** np.round(np.log2(x)))
 
 
 def flat(tree: Any) -> np.ndarray:
-    """Every number of a tree that has a gradient, as float64."""
+    """Concatenates all numbers of a tree that have a gradient, as float64."""
     parts = numbers(tree)
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
-    """Those of each leaf; none of integers, and of what is overwritten."""
+    """Returns the numbers of each leaf; none for integer and overwritten leaves."""
     return [
         _numbers_of(leaf) if kind.is_gradient else np.zeros(0)
         for leaf, kind in zip(
@@ -201,7 +202,7 @@ def _numbers_of(leaf: Any) -> np.ndarray:
 def _reading_optimizer(
     which: int, scale: float
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD whose update number `which`, counted from 0, alone moves the parameters."""
+    """SGD in which only update number `which`, counted from 0, moves parameters."""
 
     def init(params: Params) -> jax.Array:
         return jnp.zeros((), jnp.int32)
@@ -220,9 +221,10 @@ def _reading_optimizer(
 
 
 def _nearby(tree: Any, direction: int, is_batch: bool = False) -> Any:
-    """Every number a little larger or smaller; of a batch, only what has fractions.
+    """Makes every number of a tree a little larger or smaller.
 
-    A mask, a label or an id would mean something else.
+    In a batch, only leaves with fractional values move: a mask, a label or an id would
+    mean something else.
     """
     random = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""What an audit found, for a person and for a test."""
+"""The report of an audit, for people and for tests."""
 
 import enum
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Verdict(enum.Enum):
-    """What gradient a loop applies to a window.
+    """Which gradient a loop applies to a window.
 
     Example:
       >>> from optax_tokenaccum import Verdict
@@ -27,13 +27,13 @@ class Verdict(enum.Enum):
 
 
 class Parameter(NamedTuple):
-    """One array of the parameters.
+    """The gradient norms of one parameter array.
 
     Attributes:
-      path: where it is.
-      applied: L2 norm of the gradient that the loop applied to it.
-      exact: L2 norm of the exact one.
-      error: L2 norm of their difference.
+      path: the path of the array in the tree of parameters.
+      applied: L2 norm of the applied gradient.
+      exact: L2 norm of the exact gradient.
+      error: L2 norm of the difference between both gradients.
     """
 
     path: str
@@ -49,20 +49,22 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What `audit` found. `print(report)` says it in words.
+    """The result of `audit`, which `print` shows as text.
 
     Attributes:
       verdict: a `Verdict`.
-      explanation: the verdict in a sentence, with the mend.
-      relative_error: of the applied gradient, L2, to the exact one.
-      cosine: between the two.
-      factor: applied over exact gradient where only the size is wrong, else `None`.
+      explanation: the verdict in a sentence, with the fix.
+      relative_error: L2 error of the applied gradient, relative to the exact gradient.
+      cosine: the cosine between the applied and the exact gradient.
+      factor: ratio of the applied to the exact gradient if they differ at most in size,
+        else `None`.
       rtol: the relative error up to which gradients count as the same.
       candidates: relative error of the applied gradient to each candidate.
-      weights: what a token of each micro-batch counts for, relative to the exact mean,
-        where the applied gradient is a sum of theirs; else `None`.
-      parameters: for each array of them its `path`, and the L2 norms of the gradient
-        that was `applied`, of the `exact` one, and of their difference, the `error`.
+      weights: the weight of a token of each micro-batch, relative to the exact mean, if
+        the applied gradient is a weighted sum of the micro-batches' gradients; else
+        `None`.
+      parameters: for each parameter array, its `path` and three L2 norms: of the
+        `applied` gradient, of the `exact` gradient, and of their difference, `error`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -98,7 +100,7 @@ class AuditReport:
         return self.verdict is Verdict.EXACT
 
     def assert_exact(self) -> None:
-        """Raises `AssertionError` with the report unless it passed."""
+        """Raises `AssertionError` with the report unless the audit passed."""
         if not self.passed:
             raise AssertionError(f"The loop is not exact.\n{self}")
 
@@ -127,7 +129,7 @@ class AuditReport:
         return "\n".join(lines)
 
     def plot(self) -> Any:
-        """Norms of the applied and of the exact gradient, an array of parameters a bar.
+        """Plots the applied and the exact gradient norm of every parameter array.
 
         Returns:
           The matplotlib `Figure`.

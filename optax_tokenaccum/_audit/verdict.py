@@ -1,4 +1,4 @@
-"""Which of the known gradients an applied one is."""
+"""Decides which of the known gradients a loop applied."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from optax_tokenaccum._audit.report import Verdict
 
-# Verdict -> weights of the micro-batches' summed gradients, each in several forms.
+# Verdict -> its forms, each the weights of the micro-batches' summed gradients.
 Forms = dict[Verdict, list[np.ndarray]]
 
 MENDS = {
@@ -58,21 +58,22 @@ NO_SUM = (
     "rescaling by parameter would do that."
 )
 
-STEPS_RTOL = 0.1  # of a step on one micro-batch, that of a window is farther
-MOST_NOISE = 0.1  # relative; more is not rounding
-SIGMAS = 8  # rounding errors of one token are correlated: 5 were seen
+# Relative error of a step on one micro-batch; for a step on a window it is larger.
+STEPS_RTOL = 0.1
+MOST_NOISE = 0.1  # relative; larger noise is not rounding
+SIGMAS = 8  # 5 was seen: a token's rounding errors are correlated
 
 
 class Evidence(NamedTuple):
-    """What was measured.
+    """The measurements that a verdict is based on.
 
     Attributes:
-      gradients: of each micro-batch's summed loss, `[k, parameters]`.
-      tokens: of each micro-batch, `[k]`.
+      gradients: the gradient of each micro-batch's summed loss, `[k, parameters]`.
+      tokens: the number of tokens in each micro-batch, `[k]`.
       first: the gradient of the loop's first update, `[parameters]`.
-      second: of its second; zeros where there was none.
-      rtol: the relative error of a right gradient.
-      noise: the relative rounding error that was measured, where `rtol` comes from it.
+      second: the gradient of the loop's second update; zeros if there was none.
+      rtol: the relative error up to which a gradient counts as right.
+      noise: the measured relative rounding error if `rtol` is derived from it, else 0.
     """
 
     gradients: np.ndarray
@@ -84,11 +85,11 @@ class Evidence(NamedTuple):
 
     @property
     def stepped_again(self) -> bool:
-        return bool(self.second.any())  # NaN is a movement too
+        return bool(self.second.any())  # NaN also counts as movement
 
     @property
     def nearest(self) -> float:
-        """Relative error of the nearest known gradient."""
+        """The relative error to the nearest known gradient."""
         return min(_candidates(self).values())
 
     @property
@@ -96,7 +97,7 @@ class Evidence(NamedTuple):
         return self.gradients.sum(0) / self.tokens.sum()
 
     def weighted(self, weights: np.ndarray) -> np.ndarray:
-        """The sum of the micro-batches' gradients, each times its weight."""
+        """Returns the weighted sum of the micro-batches' gradients."""
         return weights @ self.gradients
 
     def is_near(self, got: np.ndarray, expected: np.ndarray) -> bool:
@@ -104,7 +105,7 @@ class Evidence(NamedTuple):
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> float:
-    """Relative L2 error; infinite where either has no numbers to compare."""
+    """Relative L2 error; infinite if `expected` is zero or `got` is not finite."""
     size = np.linalg.norm(expected)
     if not size or not np.isfinite(got).all():
         return np.inf
@@ -112,11 +113,11 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 class Weights(NamedTuple):
-    """What a token of each micro-batch counts for, relative to the exact mean.
+    """The weight of a token of each micro-batch, relative to the exact mean.
 
     Attributes:
-      values: `[k]`, 1 where it is exact.
-      errors: how far they may be off by rounding, `[k]`.
+      values: the weights, `[k]`; an exact weight is 1.
+      errors: how far rounding may move each weight, `[k]`.
     """
 
     values: np.ndarray
@@ -127,7 +128,7 @@ class Weights(NamedTuple):
 
 
 def judge(evidence: Evidence) -> dict[str, Any]:
-    """The fields of an `AuditReport`, but for its parameters."""
+    """Returns the fields of an `AuditReport`, except `parameters`."""
     applied, exact = evidence.first, evidence.exact
     candidates, weights = _candidates(evidence), _weights(evidence)
     verdict, factor, explanation = _conclude(evidence, candidates, weights)
@@ -149,7 +150,7 @@ def judge(evidence: Evidence) -> dict[str, Any]:
 
 
 def _forms(evidence: Evidence) -> Forms:
-    """The gradients of one update that have a name, by their weights."""
+    """Returns the known gradients of a single update, as weights."""
     n = evidence.tokens
     k, total = len(n), n.sum()
     inverse = np.divide(1, n, out=np.zeros(k), where=n > 0)
@@ -170,7 +171,7 @@ def _forms_of_one(which: np.ndarray, evidence: Evidence) -> list[np.ndarray]:
 
 
 def _candidates(evidence: Evidence) -> dict[Verdict, float]:
-    """Relative error of what was applied to the nearest form of each candidate."""
+    """Relative error of the applied gradient to each candidate's nearest form."""
 
     def nearest(got: np.ndarray, forms: list[np.ndarray]) -> float:
         return min(distance(got, evidence.weighted(weights)) for weights in forms)
@@ -183,7 +184,8 @@ def _candidates(evidence: Evidence) -> dict[Verdict, float]:
     found[Verdict.DISCARDED] = float(np.linalg.norm(evidence.first) / size)
     found[Verdict.STEPPED_EVERY_MICRO_BATCH] = np.inf
     if evidence.stepped_again:
-        # Updates of a micro-batch each: the first of the first, the second of the next.
+        # The first update must match the first micro-batch with tokens, the second
+        # update the next one.
         places = np.flatnonzero(evidence.tokens)[:2]
         errors = [
             nearest(got, _forms_of_one(np.arange(len(evidence.tokens)) == i, evidence))
@@ -197,7 +199,7 @@ def _candidates(evidence: Evidence) -> dict[Verdict, float]:
 def _conclude(
     evidence: Evidence, candidates: dict[Verdict, float], weights: Weights | None
 ) -> tuple[Verdict, float | None, str]:
-    """Verdict, factor, and the sentence that says so."""
+    """Returns the verdict, the factor, and the explanation."""
     rtol = evidence.rtol
     if not np.isfinite(evidence.first).all():
         return Verdict.UNKNOWN, None, NOT_FINITE
@@ -225,7 +227,7 @@ def _conclude(
 def _exact_unless_ambiguous(
     evidence: Evidence, weights: Weights | None
 ) -> tuple[Verdict, float | None, str]:
-    """Whether another gradient is as good, which the weights do not rule out."""
+    """Concludes `EXACT`, unless the weights allow another gradient that fits too."""
     total, places = evidence.tokens.sum(), np.arange(len(evidence.tokens))
 
     def may_be(form: np.ndarray) -> bool:
@@ -263,7 +265,7 @@ def _exact_unless_ambiguous(
 
 
 def _unknown(evidence: Evidence, factor: float | None, weights: Weights | None) -> str:
-    """What can be said of a gradient that has no name."""
+    """Explains a gradient that matches no candidate."""
     if factor is not None:
         size = _name(factor, evidence)
         return f"the direction is right, the size is not: {size}."
@@ -299,7 +301,7 @@ def _unknown_weights(weights: Weights) -> str:
 
 
 def _factor(evidence: Evidence, direction: np.ndarray) -> float | None:
-    """How many times `direction` was applied, or `None` where it was not."""
+    """Returns the applied multiple of `direction`, or `None` if it was not applied."""
     factor = float(evidence.first @ direction / (direction @ direction))
     is_it = factor and evidence.is_near(evidence.first, factor * direction)
     return factor if is_it else None
@@ -327,7 +329,7 @@ def _name(factor: float, evidence: Evidence) -> str:
 
 
 def _weights(evidence: Evidence) -> Weights | None:
-    """What a token of each micro-batch counts for, if that explains what is applied."""
+    """Estimates the weights, or returns `None` if they do not explain the gradient."""
     first, has_tokens = evidence.first, evidence.tokens > 0
     if not np.isfinite(first).all() or not first.any():
         return None
@@ -342,10 +344,10 @@ def _weights(evidence: Evidence) -> Weights | None:
     if np.linalg.norm(rest) > evidence.rtol * np.linalg.norm(first):
         return None
     if size > 4 * k:
-        # Standard errors where the noise differs from number to number (White's).
+        # White's standard errors, because the noise differs from number to number.
         errors = SIGMAS * np.sqrt(inverse**2 @ rest**2)
     else:
-        # Too few numbers to estimate the noise: it may be as large as rtol.
+        # There are too few numbers to estimate the noise: assume that it is rtol.
         errors = np.linalg.norm(inverse, axis=1) * evidence.rtol * np.linalg.norm(first)
     values, slack = np.zeros(len(has_tokens)), np.full(len(has_tokens), np.inf)
     total = evidence.tokens.sum()

@@ -1,4 +1,8 @@
-"""What a compiled program sends between devices: losing a deferral is silent."""
+"""Lists what a compiled program sends between devices.
+
+A program that no longer defers its reduction computes the same numbers, so only its
+collective operations show the loss.
+"""
 
 import math
 from collections import defaultdict
@@ -18,16 +22,16 @@ class Collective(NamedTuple):
     """Collective operations of one kind, between the same devices, on the same path.
 
     Attributes:
-      kind: `"all-reduce"`, say.
+      kind: the kind of operation, for example `"all-reduce"`.
       axes: names of the mesh axes along which the devices of a group differ; `None`
-        where the program has no mesh.
-      groups: the devices that exchange data, by their places in the mesh; of a
-        collective-permute, its pairs of source and target.
+        if the program has no mesh.
+      groups: the devices that exchange data, by position in the mesh; for a
+        collective-permute, the pairs of source and target.
       path: `"always"`, or `"conditional"` inside a conditional's branch.
-      times: how often they run in one run of the program: the trips of the loops around
-        them; `None` where the program does not say.
-      instructions: how many there are. XLA merges and splits them.
-      bytes: of all of them together, each time.
+      times: how often the operations run in one run of the program, the trip count of
+        the loops around them; `None` if the program does not give a trip count.
+      instructions: the number of instructions. XLA merges and splits them.
+      bytes: the bytes of all instructions together, each time they run.
     """
 
     kind: str
@@ -41,14 +45,14 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """What `collectives` found. `print(report)` shows it as a table.
+    """The result of `collectives`, which `print` shows as a table.
 
     Attributes:
-      entries: for each `kind` of operation, its `axes`, `groups` of devices, `path`
-        (`"always"` or `"conditional"`) and number of `times`: how many `instructions`
-        and `bytes` there are each time; most bytes first.
-      mesh: the size of every axis of the program's mesh; `None` where it has none.
-      num_devices: that the program runs on.
+      entries: one entry for each `kind` of operation, `axes`, `groups` of devices,
+        `path` (`"always"` or `"conditional"`) and number of `times` it runs, with the
+        number of `instructions` and of `bytes` each time; most bytes first.
+      mesh: the size of every axis of the program's mesh; `None` if it has no mesh.
+      num_devices: the number of devices that the program runs on.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -70,18 +74,18 @@ class CollectiveReport:
         axes: str | Sequence[str] | None = None,
         path: str | None = None,
     ) -> int:
-        """Bytes of collective operations in one run of the program, on one device.
+        """Adds up the bytes of one run of the program on one device.
 
         Args:
           kind: only operations of this kind, such as `"all-reduce"`.
-          axes: only operations between devices that differ along this mesh axis, or one
-            of these, whether or not they also differ along others.
-          path: only `"always"`, what every run pays; or `"conditional"`, what stands in
-            branches, all branches together.
+          axes: only operations between devices that differ along this mesh axis, or
+            along one of these axes, whether or not they also differ along others.
+          path: only `"always"`, the operations of every run; or `"conditional"`, the
+            operations in branches, all branches together.
 
         Raises:
-          ValueError: no such kind, axis or path, which would find nothing for ever; or
-            an operation in a loop of which the program does not say how often it runs.
+          ValueError: if the kind, axis or path does not exist and so could never match;
+            or if an operation is in a loop whose trip count the program does not give.
         """
         along = {axes} if isinstance(axes, str) else {*(axes or ())}
         _check_known("kind", () if kind is None else (kind,), KINDS)
@@ -139,7 +143,7 @@ class CollectiveReport:
         return "\n".join(lines)
 
     def _over(self, entry: Collective) -> str:
-        """The devices of a group in words."""
+        """Describes the devices of a group in words."""
         size, is_pairs = len(entry.groups[0]), entry.kind == "collective-permute"
         if entry.axes is None or self.mesh is None:
             return f"{len(entry.groups)} {'pairs' if is_pairs else f'x {size} devices'}"
@@ -151,37 +155,41 @@ class CollectiveReport:
 def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
     """Counts the collective operations of a compiled program, and their bytes.
 
-    Where gradients are summed per device until the window closes, the program of a
-    micro-batch sends no gradient at all. A change that loses this computes the same
-    numbers, only slower; this is for the test that notices. Give it both programs of a
-    step that has two. In the one program of a token budget, path `"always"` is that of
-    every micro-batch, and `"conditional"` comes on top of it where the window closes.
+    If each device sums its gradients until the window closes, the program of a
+    micro-batch does not send any gradient. A change that loses this deferral computes
+    the same numbers, only slower; use `collectives` in a test that detects the change.
+    If a step has two programs, test both. In the single program of a token budget, the
+    path `"always"` runs for every micro-batch, and the path `"conditional"` runs in
+    addition when the window closes.
 
-    Bytes are those of the whole array on one device: of an operation's result, except
-    that a reduce-scatter's result is one shard, and its operand counts. So a gradient's
-    reduce-scatter into shards, the all-gather of these and the all-reduce have the same
-    bytes, the gradient's. On the wire, in a ring of n devices, each device sends
-    (n - 1) / n of them for the first two, and twice that for an all-reduce. Groups of
-    one device send nothing and are left out.
+    Bytes are the size of the whole array on one device: the size of an operation's
+    result, except for a reduce-scatter, whose result is one shard and whose operand
+    counts instead. So the reduce-scatter of a gradient into shards, the all-gather of
+    these shards, and the all-reduce of the gradient all have the bytes of the gradient.
+    On the wire, in a ring of n devices, each device sends (n - 1) / n of these bytes
+    for a reduce-scatter or an all-gather, and twice as much for an all-reduce. Groups
+    of one device send nothing and are left out.
 
-    What is read is the program's text after all optimizations. XLA merges, splits,
-    moves and widens collective operations (a CPU reduces bfloat16 in float32), each
-    backend in its own way: bytes by axis say more than instructions, and a TPU's
-    program is not a CPU's. The length of a loop is known where XLA wrote it down, which
-    a TPU's does not. What custom calls send is not seen.
+    `collectives` reads the program's text after all optimizations. XLA merges, splits,
+    moves and widens collective operations (a CPU reduces bfloat16 in float32),
+    differently on each backend. So bytes by axis say more than instructions, and the
+    program of a TPU differs from the program of a CPU. The trip count of a loop is
+    known if XLA wrote it to the text, which XLA does not do on a TPU. Data that custom
+    calls send is not counted.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns; also
-        `step.accumulate.lower(state, batch).compile()` and the like, and what
-        `nnx.jit(f).lower(...).compile()` returns.
+      compiled: the result of `jax.jit(f).lower(...).compile()`, of
+        `step.accumulate.lower(state, batch).compile()` and the like, or of
+        `nnx.jit(f).lower(...).compile()`.
 
     Returns:
-      A `CollectiveReport`. Groups of devices are named by axes of the mesh in the
+      A `CollectiveReport`. It names groups of devices by the axes of the mesh in the
       shardings of the program's inputs and outputs.
 
     Raises:
-      TypeError: `compiled` is something else.
-      ValueError: the backend has no text of the program, or one that cannot be read.
+      TypeError: if `compiled` is not a compiled program.
+      ValueError: if the backend does not give the program's text, or if the text cannot
+        be read.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -196,7 +204,7 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
       >>> assert report.bytes(axes="data") < 100  # a gradient has more
     """
     given = type(compiled).__name__
-    # nnx.jit wraps the compiled program in a class of flax's own.
+    # nnx.jit wraps the compiled program in a flax class.
     compiled = getattr(compiled, "compiled", compiled)
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
@@ -234,11 +242,11 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
 
 
 def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> dict[str, int] | None:
-    """The axes of the finest mesh of inputs or outputs.
+    """Returns the axes of the finest mesh of any input or output.
 
-    jax lets no two differ in the order of their devices, which is the program's.
+    jax requires all meshes to have the same order of devices, the program's order.
     """
-    # The oldest jax has no shardings of a pmap, and raises AttributeError.
+    # The oldest supported jax raises AttributeError for the shardings of a pmap.
     shardings = (
         getattr(compiled, "input_shardings", None),
         getattr(compiled, "output_shardings", None),

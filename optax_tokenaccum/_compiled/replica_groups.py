@@ -1,4 +1,4 @@
-"""Which devices a collective operation of a compiled program connects."""
+"""Finds the devices that a collective operation of a compiled program connects."""
 
 import re
 from collections import defaultdict
@@ -8,8 +8,8 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
-# XLA's spellings. The second is an array of 0, 1, ... that is reshaped, transposed and
-# cut into rows; the third names axes of a mesh of its own, or parts of them.
+# XLA's notations. `IOTA` is an array of 0, 1, ... that is reshaped, transposed and cut
+# into rows. `MESH` defines a mesh and names axes of this mesh, or parts of axes.
 LISTED = re.compile(r"\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 MESH = re.compile(
@@ -18,7 +18,8 @@ MESH = re.compile(
 )
 PART_OF_AXIS = re.compile(r"(.*):\((\d+)\)(\d+)")
 
-# These number partitions where they have a channel; the others replicas, or devices.
+# The groups of these operations number partitions if there is a channel; the groups of
+# other operations number replicas, or devices.
 OF_PARTITIONS = {
     "all-to-all",
     "collective-broadcast",
@@ -28,24 +29,24 @@ OF_PARTITIONS = {
 
 
 def connected_by(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
-    """Devices that exchange data, by their places in the program's list of devices.
+    """Returns groups of devices that exchange data, by position in the device list.
 
-    Those of a collective-permute are its pairs of source and target. Groups of one
-    device are left out, they exchange nothing.
+    For a collective-permute, the groups are its pairs of source and target. Groups of
+    one device exchange nothing and are left out.
 
     Args:
-      kind: of the operation, such as `"all-reduce"`.
-      attributes: of the instruction, as XLA writes them.
-      replicas: copies of the program, 1 under `jit`.
-      partitions: devices in a copy.
+      kind: the kind of operation, such as `"all-reduce"`.
+      attributes: the attributes of the instruction, as XLA writes them.
+      replicas: the number of copies of the program, 1 under `jit`.
+      partitions: the number of devices in a copy.
 
     Raises:
-      ValueError: the groups are written in no way that is known.
+      ValueError: if the groups are written in an unknown notation.
     """
     key = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
     _, found, spelled = attributes.partition(f"{key}=")
     groups = _parse(spelled) if found else []
-    # What the numbers mean is XLA's GetCollectiveOpGroupMode.
+    # XLA's GetCollectiveOpGroupMode defines what the numbers mean.
     devices = np.arange(replicas * partitions).reshape(replicas, partitions)
     if "channel_id=" not in attributes:
         groups = groups or [range(replicas)]
@@ -64,10 +65,10 @@ def connected_by(kind: str, attributes: str, replicas: int, partitions: int) -> 
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which devices of a group differ, in the mesh's order.
+    """Returns the mesh axes along which devices of a group differ, in mesh order.
 
     Args:
-      groups: by places in the list of devices, which is in the mesh's order.
+      groups: groups of positions in the list of devices, which is in mesh order.
       mesh: the size of every axis.
     """
     places = np.indices(tuple(mesh.values())).reshape(len(mesh), -1)
@@ -100,7 +101,10 @@ def _parse(spelled: str) -> Sequence[Iterable[int]]:
 def _along(
     sizes: dict[str, int], devices: np.ndarray, grouped: list[str]
 ) -> list[list[int]]:
-    """Groups that differ along these axes; `'a':(2)4` is the part of size 4 after 2."""
+    """Returns groups of devices that differ along the axes in `grouped`.
+
+    `'a':(2)4` is the part of size 4 of axis `a`, after a part of size 2.
+    """
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
     rest, names = places.copy(), list(sizes)
     for axis in grouped:

@@ -1,4 +1,4 @@
-"""Collective operations in the text of a compiled program, and how often they run."""
+"""Finds the collective operations in a program's text, and how often they run."""
 
 import re
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ CALLED = re.compile(
     r"false_computation|to_apply|true_computation)=(\{[^}]*\}|%?[\w.-]+)"
 )
 NAME = re.compile(r"[\w.-]+")
-# An operation that the line is about, whether or not the rest of it can be read.
+# A line with a collective operation, whether or not the rest of it can be read.
 MENTIONED = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
 CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 STARTED = re.compile(r'%?([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
 TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([^\]]*)\]")
-# A TPU's reduce-scatter is a fusion of an all-reduce and of the slice that it keeps.
+# A TPU's reduce-scatter is a fusion of an all-reduce and the slice that it keeps.
 SCATTERING = "all-reduce-scatter"
 READABLE = "The text of a compiled program must be HLO that is known"
 NEWER = "It is a newer XLA's: please report it."
@@ -37,13 +37,13 @@ BRANCHES = {"branch_computations", "false_computation", "true_computation"}
 
 
 class Instruction(NamedTuple):
-    """A line of the text.
+    """One line of the text.
 
     Attributes:
-      name: of the instruction.
-      result: the type of what it returns, such as `f32[16,8]{1,0}` or a tuple of these.
-      opcode: what it does.
-      rest: its operands and attributes.
+      name: the name of the instruction.
+      result: the type of the result, such as `f32[16,8]{1,0}` or a tuple of such types.
+      opcode: the operation, such as `all-reduce`.
+      rest: the operands and attributes.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Instruction(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """A collective operation, at one place of the program.
+    """A collective operation at one place in the program.
 
     Attributes:
       kind: one of `KINDS`.
-      groups: of devices, see `connected_by`.
-      num_bytes: of the array on one device, see `collectives`.
-      times: how often it runs, the trips of the loops around it; `None` where the
-        program does not say.
-      conditional: whether it stands in a conditional's branch.
+      groups: the groups of devices, see `connected_by`.
+      num_bytes: the bytes of the array on one device, see `collectives`.
+      times: how often the operation runs, the trip count of the loops around it; `None`
+        if the program does not give a trip count.
+      conditional: whether the operation is in a conditional's branch.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Operation(NamedTuple):
 
 
 class Program:
-    """The text of a compiled program, as computations of instructions."""
+    """The text of a compiled program, parsed into computations of instructions."""
 
     def __init__(self, text: str):
         header = text.split("\n", 1)[0]
@@ -93,8 +93,8 @@ class Program:
         if len(entries) != 1:
             raise ValueError(f"{READABLE}: got {len(entries)} entries in it. {NEWER}")
         self._entry = entries[0]
-        # A TPU splits an operation over fusions that start it, work beside it and end
-        # it. Each of them holds it; the one that starts it is counted.
+        # A TPU splits an operation over fusions that start it, compute in parallel and
+        # end it. Each of them holds the operation; only the one that starts it counts.
         self._starting = {
             (computation, match[1])
             for computation, body in self._computations.items()
@@ -110,7 +110,7 @@ class Program:
         }
 
     def operations(self) -> Iterator[Operation]:
-        """Every collective operation that the entry reaches."""
+        """Yields every collective operation that the entry computation reaches."""
         return self._reached(self._entry, 1, False)
 
     def _reached(
@@ -127,7 +127,7 @@ class Program:
                     if computation.startswith(SCATTERING):
                         kind = "reduce-scatter"
                     yield Operation(kind, groups, num_bytes, times, conditional)
-            elif not opcode.endswith(("-done", "-update")):  # what its start has called
+            elif not opcode.endswith(("-done", "-update")):  # the start called these
                 for role, called in CALLED.findall(rest):
                     runs, branch = _runs(times, role, rest), role in BRANCHES
                     for callee in NAME.findall(called):
@@ -135,7 +135,7 @@ class Program:
 
 
 def _runs(times: int | None, role: str, rest: str) -> int | None:
-    """How often a computation runs that an instruction calls which runs `times`."""
+    """Returns how often a computation runs if its caller runs `times` times."""
     if role not in ("body", "condition"):
         return times
     trips = TRIPS.search(rest)
@@ -145,8 +145,8 @@ def _runs(times: int | None, role: str, rest: str) -> int | None:
 
 
 def _bytes_of(kind: str, opcode: str, result: str, groups: Groups) -> int:
-    # The result of what starts an operation is (operands, results, ...), but for an
-    # all-reduce, whose own result it is.
+    # The start of an operation returns (operands, results, ...), except the start of an
+    # all-reduce, which returns only the result.
     if opcode != kind and (kind != "all-reduce" or result.startswith("((")):
         result = _elements(result)[1]
     num_bytes = sum(_size(*match) for match in ARRAY.findall(result))
@@ -156,14 +156,14 @@ def _bytes_of(kind: str, opcode: str, result: str, groups: Groups) -> int:
 
 def _size(dtype: str, shape: str) -> int:
     match = re.search(r"\d+", dtype)
-    bits = int(match[0]) if match else 8  # of "pred"
+    bits = int(match[0]) if match else 8  # "pred" has no digits
     for axis in shape.split(","):
         bits *= int(axis.lstrip("<= ") or 1)
     return -(-bits // 8)
 
 
 def _elements(result: str) -> list[str]:
-    """The types in a tuple's type: commas also stand in shapes and layouts."""
+    """Splits a tuple's type; shapes and layouts also contain commas."""
     elements, depth = [""], 0
     for character in result[1:-1]:
         depth += (character in "([{") - (character in ")]}")

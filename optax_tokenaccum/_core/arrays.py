@@ -1,4 +1,4 @@
-"""Arrays that survive donation and never cause a second compilation."""
+"""Prepares arrays for donation and avoids a second compilation."""
 
 from typing import Any
 
@@ -11,7 +11,10 @@ from optax_tokenaccum._core.trees import Params, is_concrete
 
 
 def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
-    """The dtype of a parameter's sum: `dtype`, or float32, or wider if it is wider."""
+    """The dtype of a parameter's sum: `dtype`, made complex if the parameter is.
+
+    With `dtype=None` it is float32, or the parameter's dtype if that is wider.
+    """
     given = jnp.result_type(param)
     if dtype is None:
         return at_least_float32(given)
@@ -21,7 +24,7 @@ def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """What `dtypes` promote to, under strict promotion too: here it is meant."""
+    """The dtype that `dtypes` promote to, even under strict dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -33,34 +36,35 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """`dtype`, or float32 where that is wider; an integer's is float32."""
-    # Floats of 8 bits and integers of 4 promote to nothing by themselves.
+    """`dtype`, or float32 if `dtype` is narrower or an integer."""
+    # 8-bit floats and 4-bit integers have no implicit promotion: compare bits.
     is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
     return jnp.dtype(dtype if is_wide else jnp.float32)
 
 
 def is_float0(x: Any) -> bool:
-    """Whether `x` is the gradient of an integer, which has a shape and no numbers."""
+    """Whether `x` is the gradient of an integer, which has a shape but no values."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 def without_float0(x: Any, like: jax.Array) -> Any:
-    """`x`, or zeros like `like` for the gradient of an integer."""
+    """`x`, or zeros like `like` if `x` is the gradient of an integer."""
     return jnp.zeros_like(like) if is_float0(x) else x
 
 
 def zeros_of(shape: Any) -> Any:
-    """Zeros of the shape and dtype of anything that has them, float0 among them."""
+    """Zeros with the shape and dtype of `shape`; the dtype may be float0."""
     return (np if is_float0(shape) else jnp).zeros(shape.shape, shape.dtype)
 
 
 def stable(params: Params, state: Any) -> Any:
-    """`state` as `update` will return it: arrays, strongly typed, beside `params`.
+    """`state` as strongly typed arrays on the devices of `params`.
 
-    A Python number, a weak type or a scalar left on the default device while the
-    parameters live elsewhere would each cost a second compilation on the second call.
-    An array that stands twice or is one of `params`, as the `init` of some optimizers
-    returns, is copied: a buffer can be donated only once.
+    This is the form in which `update` returns the state. A Python number, a weak type,
+    or a scalar on the default device while the parameters are elsewhere would make the
+    second call compile again. The `init` of some optimizers returns an array twice, or
+    returns one of `params`. Such an array is copied, because a buffer can be donated
+    only once.
     """
     where = home(params)
     taken = {id(x) for x in jax.tree.leaves(params)}
@@ -73,7 +77,7 @@ def stable(params: Params, state: Any) -> Any:
 
 
 def settled(x: Any, taken: set[int]) -> Any:
-    """`x`, strongly typed; a copy if its id is `taken`, to which it is added."""
+    """`x`, strongly typed, copied if its id is in `taken`; adds the id to `taken`."""
     is_taken = id(x) in taken
     taken.add(id(x))
     return _copy(x) if is_taken else _as_strong_array(x)
@@ -90,14 +94,15 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def owned(tree: Any) -> Any:
-    """Copies of every leaf: donating them leaves the caller's arrays alive.
+    """Copies every leaf, so that donating the copies keeps the caller's arrays alive.
 
     Raises:
-      TypeError: a leaf is no array.
+      TypeError: a leaf is not an array.
     """
     originals, structure = jax.tree_util.tree_flatten_with_path(tree)
     copies = []
-    # One by one, dropping each original: a large state is never there twice.
+    # Copy one leaf at a time and drop each original as soon as it is copied, so that
+    # a large state is never in memory twice.
     del tree
     originals.reverse()
     while originals:
@@ -127,12 +132,12 @@ def _as_strong_array(x: Any) -> Any:
 
 
 def is_unplaced(x: Any) -> bool:
-    """Whether `x` is an array that nobody has put on a device."""
+    """Whether `x` is an array that is not committed to a device."""
     return isinstance(x, jax.Array) and is_concrete(x) and not x.committed
 
 
 def home(params: Params, whole: bool = True) -> jax.sharding.Sharding | None:
-    """Where the first placed array of `params` is: `whole` on each of its devices."""
+    """The sharding of the first placed array of `params`, replicated if `whole`."""
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array) or not is_concrete(leaf):
             continue

@@ -1,4 +1,4 @@
-"""What arguments must be, and the errors that say so."""
+"""Checks of arguments, with errors that state what is required."""
 
 import inspect
 import operator
@@ -26,7 +26,7 @@ def check_function(f: Any, name: str) -> None:
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """An optax optimizer that may be given `value`, from any optax optimizer."""
+    """Wraps any optax optimizer so that its `update` accepts `value`."""
     if callable(getattr(inner, "init", None)) and callable(
         getattr(inner, "update", None)
     ):
@@ -47,7 +47,7 @@ def _takes_value(update: Any) -> bool:
 
 
 def _without_value(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """`inner`, such as `optax.contrib.sam`, not given the loss that it would refuse."""
+    """Drops `value` for an optimizer that rejects it, such as `optax.contrib.sam`."""
 
     def update(
         updates: Gradients,
@@ -63,11 +63,13 @@ def _without_value(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> int:
-    """An integer of any integer type as an int; `otherwise` ends the rule in errors.
+    """Converts `count`, of any integer type, to an int.
+
+    Error messages state the rule for `name` and end that rule with `otherwise`.
 
     Raises:
-      TypeError: it is none.
-      ValueError: it is below `least`.
+      TypeError: `count` is not an integer.
+      ValueError: `count` is below `least`.
     """
     rule = f"{name} must be an integer of at least {least}{otherwise}"
     try:
@@ -86,11 +88,14 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
 def as_num_tokens(
     num_tokens: Any, name: str = "num_tokens", dtype: Any = jnp.float32
 ) -> jax.Array:
-    """The weight of a micro-batch as a scalar of `dtype`; `name` is for errors.
+    """Converts the weight of a micro-batch to a scalar of `dtype`.
+
+    Error messages call the weight `name`.
 
     Raises:
-      TypeError: it is missing or not a real number.
-      ValueError: it is not a scalar, or is concrete and negative or not finite.
+      TypeError: `num_tokens` is missing or not a real number.
+      ValueError: `num_tokens` is not a scalar, or is concrete and negative or not
+        finite.
     """
     if num_tokens is None:
         raise TypeError(
@@ -106,7 +111,7 @@ def as_num_tokens(
 
 
 def as_value(value: Any, dtype: Any) -> jax.Array:
-    """The loss of a micro-batch as a scalar of `dtype`."""
+    """Converts the loss of a micro-batch to a scalar of `dtype`."""
     return _as_real_scalar(value, "value", dtype)
 
 
@@ -129,7 +134,7 @@ def _as_real_scalar(
             f"{jnp.shape(x)}. Sum it over the micro-batch first."
         )
     if non_negative and is_concrete(x):
-        # With NumPy: an array that is known is compared as a traced one in a trace.
+        # Use NumPy: inside a trace, jnp would trace the comparison of a known array.
         with np.errstate(over="ignore"):
             number = np.asarray(x).astype(dtype)
         if not (np.isfinite(number) and number >= 0):
@@ -152,14 +157,14 @@ def check_state(state: Any, kind: type, name: str = "The state") -> None:
 
 
 def check_inner_state(inner: Any, inner_opt_state: OptState, params: Params) -> None:
-    """Raises `ValueError` where the inner state is another optimizer's.
+    """Raises `ValueError` if the inner state belongs to another optimizer.
 
-    optax does not notice what an optimizer without a state, such as SGD, is given.
-    Only trees are compared: inside shard_map a state may hold shards.
+    optax accepts any state for an optimizer that has none, such as SGD. Only tree
+    structures are compared, because a state may hold shards inside `shard_map`.
     """
     try:
         expected = jax.eval_shape(inner.init, params)
-    except Exception:  # an init that reads values: there is nothing to compare with
+    except Exception:  # `init` reads values, so there is no structure to compare
         return
     if jax.tree.structure(inner_opt_state) == jax.tree.structure(expected):
         return
@@ -172,7 +177,7 @@ def check_inner_state(inner: Any, inner_opt_state: OptState, params: Params) -> 
 
 
 def check_alive(tree: Any) -> None:
-    """Raises `ValueError` if a leaf of `tree`, part of a state, was donated."""
+    """Raises `ValueError` if a leaf of `tree`, a part of a state, was donated."""
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     if any(is_concrete(x) and x.is_deleted() for x in leaves):
         raise ValueError(
@@ -183,7 +188,7 @@ def check_alive(tree: Any) -> None:
 
 
 def check_are_numbers(params: Params) -> None:
-    """Raises `TypeError`, naming the leaf, where a parameter is a key."""
+    """Raises `TypeError`, naming the leaf, if a parameter is a random key."""
     for path, leaf in named_leaves(params):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
             raise TypeError(
@@ -193,7 +198,11 @@ def check_are_numbers(params: Params) -> None:
 
 
 def as_skip_decision(should_skip: Any) -> jax.Array:
-    """The first thing a skip function returned; `ValueError` unless a bool scalar."""
+    """Checks the decision of a skip function, its first return value.
+
+    Raises:
+      ValueError: the decision is not a bool scalar.
+    """
     should_skip = jnp.asarray(should_skip)
     if (should_skip.dtype, should_skip.shape) != (jnp.bool_, ()):
         raise ValueError(

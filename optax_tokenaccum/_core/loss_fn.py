@@ -1,4 +1,4 @@
-"""One forward and backward pass: what a `loss_fn` is given and what it must return."""
+"""One forward and backward pass: the arguments and the return value of `loss_fn`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.trees import Batch, Params
 
-# loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens), or with has_aux
+# loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens). With has_aux it returns
 # (loss_sum, (num_tokens, aux)).
 LossFn = Callable[..., tuple[Any, Any]]
 
@@ -40,7 +40,7 @@ def sums_and_gradient(
 def key_at(
     rng: jax.Array | None, layout: Layout, *position: Any
 ) -> dict[str, jax.Array]:
-    """The keyword `rng` of the micro-batch at a position, if there is a key."""
+    """The keyword `rng` for the micro-batch at `position`; empty if `rng` is `None`."""
     if rng is None:
         return {}
     for number in position:
@@ -49,7 +49,7 @@ def key_at(
 
 
 def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, tuple[Any, Any]]:
-    """`(loss_sum, (num_tokens, aux))`, checked; `aux` is `None` without `has_aux`."""
+    """Checked `(loss_sum, (num_tokens, aux))`; `aux` is `None` without `has_aux`."""
     form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
     rule = f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
     if not isinstance(returned, tuple | list) or len(returned) != 2:

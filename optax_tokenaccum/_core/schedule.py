@@ -1,4 +1,4 @@
-"""When a window closes."""
+"""Schedules that decide when a window closes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ import numpy as np
 from optax_tokenaccum._core.checks import as_count
 from optax_tokenaccum._core.trees import is_concrete
 
-# A number, or a function from `gradient_step` to one.
+# A number, or a function from `gradient_step` to a number.
 CountSchedule = int | Callable[[jax.Array], Any]
 
-_INT32_MAX = 2**31 - 1  # `mini_step` reaches no more: sys.maxsize means never
+_INT32_MAX = 2**31 - 1  # `mini_step` is int32; sys.maxsize means never
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The rule that closes a window; at most one of the two fields is set."""
+    """The rule that closes a window; at most one field is set."""
 
     every_k: CountSchedule | None
     every_n_tokens: CountSchedule | None
@@ -35,20 +35,20 @@ class Schedule:
         gradient_step: jax.Array,
         close_window: Any = None,
     ) -> bool | jax.Array:
-        """Whether the window closes now, its newest micro-batch counted.
+        """Whether the window, including its newest micro-batch, closes now.
 
         Args:
           mini_step: micro-batches in the window, int32 scalar.
           tokens: tokens in the window, floating scalar; read only if `mini_step > 0`.
-          gradient_step: updates so far, int32 scalar: what a schedule is called with.
-          close_window: the caller's own word: `None`, a bool, or a traced bool scalar.
+          gradient_step: updates so far, int32 scalar; the argument of a schedule.
+          close_window: the caller's request: `None`, a bool, or a traced bool scalar.
 
         Returns:
-          A Python bool where no schedule is set and the caller's word is one,
-          otherwise a bool scalar array.
+          A Python bool if no schedule is set and `close_window` is `False`, otherwise
+          a bool scalar array.
 
         Raises:
-          ValueError: no schedule is set and `close_window` is missing; a schedule
+          ValueError: no schedule is set and `close_window` is missing, or a schedule
             returned less than 1.
           TypeError: `close_window` is not a bool scalar.
         """
@@ -73,7 +73,7 @@ class Schedule:
 
 
 def make_schedule(every_k_schedule: Any = None, every_n_tokens: Any = None) -> Schedule:
-    """Checks the two arguments that users know and keeps them as a `Schedule`."""
+    """Checks the two schedule arguments of the constructors and builds a `Schedule`."""
     if every_k_schedule is not None and every_n_tokens is not None:
         raise ValueError(
             "At most one schedule may close a window: got every_k_schedule="

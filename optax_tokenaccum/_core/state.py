@@ -1,4 +1,4 @@
-"""What an accumulation carries from call to call, and finding it in other states."""
+"""The state of an accumulation, and how to find it inside other states."""
 
 from typing import Any, NamedTuple
 
@@ -10,23 +10,27 @@ from optax_tokenaccum._core.trees import Gradients, OptState
 class TokenAccumulationState(NamedTuple):
     """State of `token_accumulation`.
 
-    Shapes, dtypes and weak types are those of `init` for ever, so it goes through
-    `jax.lax.scan` and a donating `jax.jit` without a second trace. So is the placement;
-    but over several devices a `jit` of your own needs `out_shardings` for that, if the
-    optimizer has state of other shapes than the parameters. The three `acc_*` mean
-    something only while `mini_step > 0`: when a window closes they are not zeroed, and
-    may hold its updates; the first micro-batch of the next overwrites them.
+    Shapes, dtypes, weak types and placement never change after `init`, so the state
+    passes through `jax.lax.scan` and a donating `jax.jit` without a second trace. One
+    exception: if the optimizer has state whose shape matches no parameter, your own
+    `jax.jit` over several devices needs `out_shardings` to keep the placement.
+
+    The three `acc_*` fields are valid only while `mini_step > 0`. When a window closes,
+    they are not reset to zero and may hold the window's updates; the first micro-batch
+    of the next window overwrites them.
 
     Attributes:
       mini_step: micro-batches accumulated so far in the open window.
       gradient_step: windows closed by an update so far.
       inner_opt_state: the state of the inner optimizer.
-      acc_grads: sum of the window's gradients; the tree and shapes of the parameters,
-        behind a leading axis of devices where each keeps a sum of its own.
+      acc_grads: sum of the window's gradients, with the tree and shapes of the
+        parameters. Where each device keeps a separate sum, a leading axis of devices
+        is added.
       acc_tokens: sum of the window's `num_tokens`.
-      acc_value: sum of the window's losses; 0 where no `value` was given.
+      acc_value: sum of the window's losses; 0 if no `value` was given.
       has_updated: whether the last call closed its window with an update.
-      skip_state: what `should_skip_update_fn` last returned, `()` without one.
+      skip_state: the tree that `should_skip_update_fn` last returned; `()` if there
+        is no such function.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -42,14 +46,14 @@ class TokenAccumulationState(NamedTuple):
     mini_step: jax.Array  # shape=(), dtype=int32
     gradient_step: jax.Array  # shape=(), dtype=int32
     inner_opt_state: OptState
-    acc_grads: Gradients  # dtype=float32, or wider where the parameter is
-    acc_tokens: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
-    acc_value: jax.Array  # shape=(), dtype=that of acc_tokens
+    acc_grads: Gradients  # dtype=float32, or the parameter's if wider
+    acc_tokens: jax.Array  # shape=(), dtype=float32, or a parameter's if wider
+    acc_value: jax.Array  # shape=(), dtype=acc_tokens.dtype
     has_updated: jax.Array  # shape=(), dtype=bool
     skip_state: Any = ()
 
 
 def nodes_of(kind: Any, tree: Any) -> list[Any]:
-    """The nodes of `tree` of one class or several, not looking inside of them."""
+    """The nodes of `tree` that are instances of `kind`, a class or several classes."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [node for node in nodes if isinstance(node, kind)]

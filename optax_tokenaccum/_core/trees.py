@@ -1,4 +1,4 @@
-"""Looking into trees of arrays, and errors that name a leaf."""
+"""Inspects trees of arrays, with errors that name the leaf."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Pytrees of arrays. What is in them is the user's.
+# Pytrees of arrays. The user chooses their structure.
 Params = Any  # parameters
-Gradients = Any  # a tree like the parameters, or sums of such trees
+Gradients = Any  # a tree like the parameters: gradients or sums of gradients
 OptState = Any  # the state of an optax optimizer
-Batch = Any  # what a loss is given; leaves [rows, ...]
+Batch = Any  # the batch argument of a loss; leaves [rows, ...]
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the value of `x` can be read now, outside any trace."""
+    """Whether the value of `x` is known, that is, `x` is not traced."""
     return not isinstance(x, jax.core.Tracer)
 
 
@@ -24,13 +24,18 @@ def is_zero(x: Any) -> bool:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf with its path."""
+    """Every leaf of `tree` as `(path, leaf)`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path) or "the root", leaf) for path, leaf in leaves]
 
 
 def leading_axis(tree: Any, name: str) -> int:
-    """The leading axis that all leaves share, at least 1; `ValueError` otherwise."""
+    """The size of the leading axis that all leaves share.
+
+    Raises:
+      ValueError: there are no leaves, a leaf has no leading axis or an empty one, or
+        the sizes differ.
+    """
     shapes = [(path, jnp.shape(leaf)) for path, leaf in named_leaves(tree)]
     if not shapes:
         raise ValueError(f"{name} must hold at least one array: got {tree!r}.")
@@ -51,7 +56,7 @@ def leading_axis(tree: Any, name: str) -> int:
 
 
 def check_same_tree(got: Any, expected: Any, rule: str) -> None:
-    """Raises `ValueError`, naming the leaf, where trees or shapes differ."""
+    """Raises `ValueError`, naming the leaf, if the trees or their shapes differ."""
     structure, expected_structure = map(jax.tree.structure, (got, expected))
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=False)
     if structure == expected_structure and all(

@@ -1,4 +1,4 @@
-"""The sums of each device, seen from that device, under a map over named axes."""
+"""The layout of each device's sums inside a map over named axes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,21 +14,20 @@ from optax_tokenaccum._devices.counts import check_counts
 
 @dataclass(frozen=True)
 class LocalSums(Layout):
-    """A sum on each device, seen from that device, under a map over named axes.
+    """One sum per device, as the device sees it inside a map over named axes.
 
     The map is a `shard_map`, `pmap` or `vmap`. The state holds the sums with a leading
-    axis of 1. So outside of the map they are one array, `[devices, ...]`, which can be
+    axis of 1, so outside the map they are one array, `[devices, ...]`, which can be
     saved.
 
     `shard_map` marks in the type of a value the axes along which it may differ. With
-    `check_vma=False`, and under `pmap` and `vmap`, there are no marks: then every value
-    is taken to be of this device alone.
+    `check_vma=False`, and under `pmap` and `vmap`, there are no marks, and every value
+    is assumed to belong to this device alone.
 
     Attributes:
       names: the axes over which rows are spread.
-      marked: the axes that types tell of, set by `bound`.
-      copies: the indices, among the leaves of a batch, of those that are the same on
-        all devices.
+      marked: the axes that types can mark, set by `bound`.
+      copies: the indices of the leaves of a batch that are the same on all devices.
     """
 
     names: tuple[str, ...]
@@ -45,10 +44,10 @@ class LocalSums(Layout):
         return True
 
     def bound(self) -> Self:
-        """The layout, with the axes that types tell of where this is called.
+        """The layout with `marked` set for the map around this call.
 
         Raises:
-          ValueError: nothing maps over the axes.
+          ValueError: the call is not inside a map over the axes.
         """
         if not self.are_bound:
             raise ValueError(
@@ -62,7 +61,7 @@ class LocalSums(Layout):
     def zeros(self, params: Params, dtypes: Any) -> Any:
         def zero(p: Any, dtype: Any) -> jax.Array:
             x = jnp.zeros((1, *jnp.shape(p)), dtype)
-            # Where init is called outside of the map, the map's specs decide.
+            # If init is called outside the map, the map's specs decide.
             return self._as_varying(x) if self.are_bound else x
 
         return jax.tree.map(zero, params, dtypes)
@@ -112,11 +111,11 @@ class LocalSums(Layout):
     def check_tokens(
         self, gradients: Gradients, num_tokens: Any, *, is_mean: bool
     ) -> None:
-        """Raises where gradients and `num_tokens` cannot be of the same tokens.
+        """Raises if gradients and `num_tokens` cannot belong to the same tokens.
 
         Raises:
           ValueError: a gradient differs from device to device and `num_tokens` does
-            not, or a mean was reduced already.
+            not, or a gradient of a mean was reduced already.
         """
         for path, g in named_leaves(gradients):
             varying, reduced = self.varying(g), self.reduced(g)
@@ -169,7 +168,7 @@ class LocalSums(Layout):
         return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
 
     def _as_varying(self, x: jax.Array) -> jax.Array:
-        """`x` with the type of a value that differs from device to device."""
+        """Casts `x` to the type of a value that differs from device to device."""
         names = self.bound().marked
         if not names:
             return x
@@ -180,11 +179,11 @@ class LocalSums(Layout):
 
 
 def as_names(axes: Any, argument: str) -> tuple[str, ...]:
-    """The names of axes given as one name or several.
+    """Converts one axis name, or several, to a tuple of names.
 
     Raises:
-      TypeError: they are no names.
-      ValueError: there is none, or one twice.
+      TypeError: `axes` is not a name or a sequence of names.
+      ValueError: `axes` is empty or has a name twice.
     """
     rule = f"{argument} must be the name of a mesh axis or several different ones"
     names = (axes,) if isinstance(axes, str) else axes

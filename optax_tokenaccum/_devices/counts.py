@@ -1,7 +1,7 @@
-"""What a loss on one of several devices must not do: exchange, and count for all.
+"""Checks that a loss on one device neither communicates nor counts for all devices.
 
-Types say it under a `shard_map` that checks them; in a step they carry no marks, and
-the trace of the loss has to tell.
+Under a `shard_map` that checks types, the types show this. In a step they carry no
+marks, so the trace of the loss is inspected.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,24 +20,24 @@ def check_counts(
     axes: tuple[str, ...],
     copies: frozenset[int],
 ) -> None:
-    """Raises where the sum over all devices would not be that of the whole batch.
+    """Raises if a count, added up over devices, would not count the whole batch.
 
-    A count must depend on the device's own rows, on their number or on its key. What
-    depends on other things alone, a scalar of the batch say, is the same number on all
-    devices, and would be added once for each. A constant may come from the shape of the
-    rows, and is taken for the device's own.
+    A count must depend on the device's own rows, on their number, or on the device's
+    own key. A count that depends only on other inputs, for example on a scalar of the
+    batch, is the same number on all devices and would be added once per device. A
+    constant may come from the shape of the rows, so it is accepted as the device's own.
 
     Args:
-      f: of a batch and a key; returns counts, each by what to call it in an error, and
-        all else that it computes.
-      batch: a device's part of it.
+      f: a function of a batch and a key. It returns counts, by their names in errors,
+        and everything else that it computes.
+      batch: the device's part of the batch.
       rng: the device's own key.
-      axes: over which rows are spread.
+      axes: the axes over which rows are spread.
       copies: the indices of the leaves of `batch` that are the same on all devices.
 
     Raises:
-      ValueError: `f` exchanges something along the axes, and so adds up what is added
-        up later; or a count is alike on all devices.
+      ValueError: `f` communicates along the axes, so its sums would be added up twice;
+        or a count is the same on all devices.
     """
     leaves, structure = jax.tree.flatten(batch)
     rows = {i: x for i, x in enumerate(leaves) if i not in copies}
@@ -76,7 +76,7 @@ def _alike(
     rows: dict[int, Any],
     rng: jax.Array | None,
 ) -> Iterator[str]:
-    """The names of those counts, the first outputs, that are alike on all devices."""
+    """Yields the names of the counts (first outputs) that are equal on all devices."""
     own = [True] * len(traced.in_avals)
     of_own = depends(traced, own)[: len(names)]
     if all(of_own):
@@ -91,7 +91,7 @@ def _alike(
     }
     try:
         twin = jax.make_jaxpr(f)(twice, rng)
-    except Exception:  # a loss for one number of rows: it cannot be asked
+    except Exception:  # the loss accepts only this number of rows: no twin
         return
     of_number = depends(traced, own, twin=twin)
     for i, name in enumerate(names):
@@ -100,7 +100,7 @@ def _alike(
 
 
 def _exchanges(jaxpr: Any) -> Iterator[tuple[str, set[str]]]:
-    """The operations between devices in a traced function, with their axes."""
+    """Yields the collective operations in a traced function, with their axes."""
     for equation in jaxpr.eqns:
         along = equation.params.get("axes", equation.params.get("axis_name", ()))
         along = {along} if isinstance(along, str) else along

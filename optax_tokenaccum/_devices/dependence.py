@@ -1,4 +1,4 @@
-"""On which of its inputs the outputs of a traced function may depend."""
+"""Finds which outputs of a traced function may depend on given inputs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-# Operations with the inputs and outputs of the one function that they call.
+# Operations that call one function, with the same inputs and outputs.
 _CALLS = {
     "checkpoint",
     "closed_call",
@@ -26,16 +26,18 @@ def depends(
     on_consts: list[bool] | None = None,
     twin: ClosedJaxpr | None = None,
 ) -> list[bool]:
-    """Whether each output may depend on some of the inputs, or differs from its twin's.
+    """Whether each output may depend on some inputs, or differ from its twin's.
 
-    In doubt it does: what a branch returns depends on all that it is given.
+    The answer errs on the side of `True`: for example, the outputs of a branch are
+    assumed to depend on all of its inputs.
 
     Args:
       traced: the trace of a function.
-      on: whether an input is one of those.
-      on_consts: likewise of what the function closes over; by default none is.
-      twin: the trace of the same function for inputs of other shapes. What depends on
-        shapes alone is a constant in one trace, and differs between two.
+      on: for each input, whether dependence on it counts.
+      on_consts: the same for each constant that the function closes over; by default,
+        no constant counts.
+      twin: the trace of the same function for inputs of other shapes. A value that
+        depends only on shapes is a constant in one trace, but differs between the two.
     """
     twin = traced if twin is None else twin
     jaxpr, other = getattr(traced, "jaxpr", traced), getattr(twin, "jaxpr", twin)
@@ -44,7 +46,7 @@ def depends(
     pairs = [(jaxpr.eqns, other.eqns), (consts, other_consts), (jaxpr.invars, on)]
     if any(len(these) != len(those) for these, those in pairs):
         return everything
-    # Variables that depend on nothing of all that, and what they equal in the twin.
+    # Variables without such a dependence, and the variables they equal in the twin.
     free: dict[Any, Any] = {}
 
     def is_free(x: Any, y: Any) -> bool:
@@ -86,7 +88,7 @@ def functions_in(equation: JaxprEqn) -> Iterator[Any]:
 
 
 def _outputs(x: JaxprEqn, y: JaxprEqn, given: list[bool]) -> list[bool]:
-    """Whether each output of an operation may depend on its inputs `given`."""
+    """Whether each output of an operation may depend on its inputs in `given`."""
     name, params, others = x.primitive.name, x.params, y.params
     inner = [*zip(functions_in(x), functions_in(y), strict=False)]
     if len(inner) == 1 and not any(map(_is_ref, x.invars)):
@@ -109,10 +111,10 @@ def _outputs(x: JaxprEqn, y: JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def _of_scan(x: JaxprEqn, f: Any, g: Any, given: list[bool]) -> list[bool]:
-    """What is carried depends, in the end, on all that it met on the way."""
+    """The same for a scan: the carry depends on everything that any iteration adds."""
     body = getattr(f, "jaxpr", f)
-    # What is sliced or stacked has an axis less in the body. The parameters say it too,
-    # in each jax in other words.
+    # Sliced inputs and stacked outputs have one axis less in the body. The equation's
+    # parameters say which these are too, but differ between versions of jax.
     last = sum(map(_have_same_rank, x.invars, body.invars))
     first = last - sum(map(_have_same_rank, x.outvars, body.outvars))
     while True:
@@ -145,5 +147,5 @@ def _are_equal(x: Any, y: Any) -> bool:
         return True
     try:
         return bool(np.array_equal(x, y))
-    except Exception:  # keys, what is traced, what is on other hosts: not known
+    except Exception:  # unknown: keys, traced values, arrays on other hosts
         return False

@@ -1,4 +1,4 @@
-"""The sums of a window over several devices, seen from all of them at once."""
+"""Layouts of a window's sums over several devices, as arrays over all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class _OnDevices(Layout):
     """Sums that are spread over devices.
 
     Attributes:
-      devices: over which they are spread.
-      shardings: of the parameters, where known.
+      devices: the devices over which the sums are spread.
+      shardings: the shardings of the parameters, if known.
     """
 
     devices: DataParallel
@@ -40,7 +40,7 @@ class _OnDevices(Layout):
 
 
 class StackedSums(_OnDevices):
-    """A sum of each device's own, seen from outside: `[devices, ...]`."""
+    """One sum per device, stacked in an array over all devices: `[devices, ...]`."""
 
     def zeros(self, params: Params, dtypes: Any) -> Any:
         names, size = self.devices.names, self.devices.size
@@ -71,8 +71,8 @@ class StackedSums(_OnDevices):
                 for x, spec in zip(sums, scattered, strict=True)
             ]
 
-        # Over all axes where shardings are known: XLA gathers what is spread over an
-        # axis left to it, before it scatters over another.
+        # If shardings are known, map over all axes: XLA would gather an array that is
+        # spread over an axis left to the compiler before scattering it over another.
         axes = names if self.shardings is None else mesh.axis_names
         sums = jax.shard_map(
             add_up,
@@ -92,7 +92,7 @@ class StackedSums(_OnDevices):
 
 
 class ShardedSums(_OnDevices):
-    """One sum for each parameter, spread over the devices as well as it can be."""
+    """One sum per parameter, spread over the devices if they divide one of its axes."""
 
     def zeros(self, params: Params, dtypes: Any) -> Any:
         def zero(p: Any, dtype: Any) -> jax.Array:
@@ -105,16 +105,16 @@ class ShardedSums(_OnDevices):
         return self._constrained(opened, self.devices.spread)
 
     def settled(self, params: Params) -> Any:
-        """Parameters after an update, gathered where that is, not on every call."""
+        """Updated parameters in their own shardings, gathered only when updated."""
         return self._constrained(params, lambda x, s: entries_of(s, x.ndim))
 
     def _constrained(self, tree: Any, spec_of: Callable[[Any, Any], list[Any]]) -> Any:
-        """The tree with the spec of each leaf and of its parameter's sharding."""
+        """Constrains each leaf to `spec_of(leaf, sharding of its parameter)`."""
         leaves, structure = jax.tree.flatten(tree)
         if self.shardings is None or all(map(trees.is_concrete, leaves)):
             return tree
         mesh: Any = self.devices.mesh
-        if is_explicit(mesh):  # under auto_axes, where it is another
+        if is_explicit(mesh):  # under auto_axes, which replaces the mesh
             mesh = jax.sharding.get_abstract_mesh()
         shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
         placed = [
@@ -127,7 +127,7 @@ class ShardedSums(_OnDevices):
 
 
 def _innermost(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
-    """The spec with these axes behind others of an entry, where a scatter puts them."""
+    """`spec` with `names` last in each entry, where a scatter puts them."""
     return [
         entry_of(tuple(sorted(names_in(entry), key=lambda name: name in names)))
         for entry in spec
@@ -135,14 +135,14 @@ def _innermost(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
 
 
 def _zeros(shape: Any, dtype: Any, sharding: NamedSharding, like: Any) -> jax.Array:
-    """Never on one device first, where they may not fit."""
+    """Zeros that are never made on one device first, where they may not fit."""
     if trees.is_concrete(like):
         return jnp.zeros(shape, dtype, device=sharding)
     return jnp.zeros(shape, dtype)
 
 
 def _reduce(x: jax.Array, names: tuple[str, ...], spec: P) -> jax.Array:
-    """The sum over the devices, each with the part of it that `spec` says."""
+    """The sum over the devices; each device keeps its part according to `spec`."""
     scattered = [(axis, entry) for axis, entry in enumerate(spec) if entry]
     gone = {name for _, entry in scattered for name in names_in(entry)}
     rest = tuple(name for name in names if name not in gone)

@@ -1,4 +1,4 @@
-"""Rows spread over devices: each sums the gradients of its own, and they meet once."""
+"""Data parallelism over a mesh: placing rows, sums and parameters."""
 
 import math
 from collections.abc import Callable
@@ -26,8 +26,8 @@ class DataParallel:
     """The part of a mesh over which rows are spread.
 
     Attributes:
-      mesh: all devices, with axes for other kinds of parallelism perhaps.
-      names: of the axes over which rows are spread.
+      mesh: all devices, possibly with axes for other kinds of parallelism.
+      names: the names of the axes over which rows are spread.
     """
 
     mesh: Mesh
@@ -35,26 +35,27 @@ class DataParallel:
 
     @property
     def size(self) -> int:
-        """The parts that the rows are cut into."""
+        """The number of parts into which the rows are split."""
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     @property
     def entry(self) -> Any:
-        """What a spec has for an axis that is spread over the devices."""
+        """The entry in a partition spec for an axis that is spread over the devices."""
         return entry_of(self.names)
 
     def sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
 
     def map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """`f` of every device's part, other axes left to the compiler.
+        """Applies `f` to each device's part; other axes are left to the compiler.
 
-        Types carry no marks of what differs in `f`: a `loss_fn` with a loop that begins
-        with zeros would have to cast them first.
+        Types in `f` do not mark values that differ between devices (`check_vma=False`).
+        With marks, a `loss_fn` with a loop that starts from zeros would have to cast
+        these zeros first.
         """
         return jax.shard_map(
             f,
-            # Under auto_axes the mesh is another: that of the context.
+            # Under auto_axes the mesh must be the one of the context.
             mesh=None if is_explicit(self.mesh) else self.mesh,
             axis_names={*self.names},
             in_specs=in_specs,
@@ -67,7 +68,7 @@ class DataParallel:
 
         Args:
           x: a parameter or its sum.
-          sharding: of the parameter.
+          sharding: the sharding of the parameter.
         """
         shape = jnp.shape(x)
         spec = entries_of(sharding, len(shape))
@@ -81,10 +82,10 @@ class DataParallel:
         return spec
 
     def place_params(self, params: Params) -> Any:
-        """The parameters on the mesh, as they are where they are on it already.
+        """Places the parameters on the mesh; those already on it stay where they are.
 
         Raises:
-          ValueError: some are on another mesh.
+          ValueError: a parameter is on another mesh.
         """
 
         def place(path: str, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Processes that run one program must give it the same shapes."""
+"""Checks that all processes that run a program give it the same shapes."""
 
 import itertools
 from collections import defaultdict
@@ -12,17 +12,18 @@ from jax.sharding import Mesh
 from optax_tokenaccum._core.trees import Batch
 
 TIMEOUT_SECONDS = 300
-# Of each group of processes: those of another mesh may have made more or fewer.
+# A counter per group of processes: the groups of other meshes may have made more or
+# fewer comparisons.
 _comparisons: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class Agreement:
-    """Compares what the processes of a mesh give to a step, once for each new shape.
+    """Compares a step's arguments across the processes of a mesh, once per new shape.
 
-    Processes that disagree run different programs on one wire: they compute garbage, or
-    wait for each other for ever. So before a shape is used for the first time it is
-    compared, over the channel that `jax.distributed` has between processes, on which no
-    program waits.
+    Processes that disagree run different programs, which still communicate with each
+    other: they compute garbage, or wait for each other forever. So each new shape is
+    compared before its first use, over the channel that `jax.distributed` keeps between
+    processes. No program waits on this channel.
     """
 
     def __init__(self, mesh: Mesh):
@@ -30,15 +31,15 @@ class Agreement:
         self._agreed: set[Any] = set()
 
     def check(self, batch: Batch, *others: Any) -> None:
-        """Raises where another process gives something else.
+        """Raises if another process gives something else.
 
         Args:
           batch: a tree of arrays or of their shapes.
-          *others: numbers that must be alike, if they are known.
+          *others: numbers that must be the same on all processes; `None` if unknown.
 
         Raises:
           ValueError: the processes disagree.
-          TimeoutError: another process did not come to a new shape.
+          TimeoutError: another process did not reach a new shape in `TIMEOUT_SECONDS`.
         """
         if len(self._processes) == 1:
             return
@@ -51,7 +52,7 @@ class Agreement:
 
 
 def _describe(batch: Batch, *others: Any) -> str:
-    """The shapes of a batch as text."""
+    """Describes the shapes of a batch, and other numbers, as text."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = [
         f"{jax.tree_util.keystr(path)} {jnp.result_type(x)}{list(jnp.shape(x))}".strip()
@@ -61,11 +62,11 @@ def _describe(batch: Batch, *others: Any) -> str:
 
 
 def _compare(processes: tuple[int, ...], mine: str) -> None:
-    # jax has no public name for this; Orbax uses it too.
+    # jax has no public API for this; Orbax uses it too.
     from jax._src import distributed
 
     client = distributed.global_state.client
-    if client is None:  # not started by jax.distributed: nothing to ask over
+    if client is None:  # without jax.distributed there is no channel
         return
     group = "-".join(map(str, processes))
     key = f"optax_tokenaccum/{group}/{next(_comparisons[processes])}"

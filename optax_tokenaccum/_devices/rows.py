@@ -1,4 +1,4 @@
-"""Which arrays of a batch are rows, and spreading those over the devices."""
+"""Finds which arrays of a batch have rows, and spreads the rows over devices."""
 
 import dataclasses
 from typing import Any
@@ -19,13 +19,13 @@ from optax_tokenaccum._devices.shardings import names_in, sharding_of
 class SpreadRows:
     """A batch on the devices of a step.
 
-    What is whole is part of the tree's structure: inside of `jit` the arrays of a mesh
-    with Auto axes no longer say how they are placed.
+    `is_whole` is part of the tree's structure, because inside `jit` arrays on a mesh
+    with Auto axes no longer tell how they are placed.
 
     Attributes:
-      batch: what `loss_fn` is given, or the micro-batches of a window.
-      is_whole: of each leaf, whether every device has all of it.
-      axis: that of the rows, in the other leaves.
+      batch: the batch for `loss_fn`, or the micro-batches of a window.
+      is_whole: for each leaf, whether every device has all of it.
+      axis: the axis of the rows, in the other leaves.
     """
 
     batch: Batch
@@ -33,7 +33,7 @@ class SpreadRows:
     axis: int = dataclasses.field(metadata={"static": True})
 
     def specs(self, devices: DataParallel) -> Any:
-        """The specs of the batch."""
+        """The partition specs of the batch."""
         rows = P(*[None] * self.axis, devices.entry)
         specs = [P() if is_whole else rows for is_whole in self.is_whole]
         return jax.tree.unflatten(jax.tree.structure(self.batch), specs)
@@ -47,20 +47,20 @@ def spread_rows(
     check_rows: bool,
     keeps_sums_apart: bool,
 ) -> SpreadRows:
-    """The batch with its rows spread; arrays stay as they are on a mesh already.
+    """Spreads the rows of a batch; arrays that are already on a mesh are not moved.
 
     Args:
-      devices: over which the rows are spread.
-      batch: a tree of arrays, or of their shapes. All with the axis of the rows have
-        equally many, except those that are placed on every device as a whole.
-      axis: that of the rows. What has no such axis goes to all devices.
-      check_rows: `False` where the leaves are known to be in parts for the devices, and
-        need not be equally long.
+      devices: the devices over which the rows are spread.
+      batch: a tree of arrays, or of their shapes. All arrays with a row axis must have
+        the same number of rows, except arrays that are placed whole on every device.
+      axis: the axis of the rows. Arrays without this axis go to all devices.
+      check_rows: `False` if the leaves are known to be in parts for the devices, and
+        may have different numbers of rows.
       keeps_sums_apart: whether each device sums the gradients of its own rows.
 
     Raises:
-      ValueError: the leaves differ in their rows, the devices do not divide them, or
-        arrays are of one process among several.
+      ValueError: the leaves have different numbers of rows, the devices do not divide
+        this number, or an array belongs to one of several processes.
     """
     _check_process(devices, batch)
     spread = SpreadRows(
@@ -84,7 +84,7 @@ def spread_rows(
 
 
 def _check_process(devices: DataParallel, batch: Batch) -> None:
-    """Raises where arrays are of one process among several."""
+    """Raises if an array belongs to only one of several processes."""
     if devices.sharding().is_fully_addressable:
         return
     for x in jax.tree.leaves(batch):
@@ -107,7 +107,7 @@ def _which_are_whole(
     arrays = [i for i, is_scalar in enumerate(is_whole) if not is_scalar]
     copies = [i for i in arrays if _is_on_every_device(devices, leaves[i])]
     rows = [i for i in arrays if i not in copies]
-    if not rows:  # somebody placed all of the batch on every device
+    if not rows:  # the caller placed the whole batch on every device
         rows, copies = copies, []
     divide = all(shapes[i][axis] % devices.size == 0 for i in rows)
     if rows and not (divide and (devices.size == 1 or not keeps_sums_apart)):
@@ -120,7 +120,10 @@ def _which_are_whole(
 def _check_rows(
     devices: DataParallel, batch: Batch, rows: list[int], copies: list[int], axis: int
 ) -> None:
-    """Raises unless the leaves at `rows`, and no others, have as many to share."""
+    """Raises unless the leaves at `rows` have one number of rows to spread.
+
+    The devices must divide that number, and no leaf at `copies` may have it.
+    """
     size, named = devices.size, trees.named_leaves(batch)
     found = [(path, jnp.shape(x), jnp.shape(x)[axis:][:1]) for path, x in named]
     over = f"the {size} devices of data_axes {devices.names}"
@@ -158,12 +161,12 @@ def _is_on_a_mesh(x: Any) -> bool:
 
 
 def _is_on_every_device(devices: DataParallel, x: Any) -> bool:
-    """Whether `x` is known to be placed on all devices of the data axes as a whole."""
+    """Whether `x` is known to be whole on every device of the data axes."""
     sharding = sharding_of(x)
     if sharding is None:
         return False
     is_traced = not trees.is_concrete(x)
     if is_traced and not {*devices.names} <= {*sharding.mesh.explicit_axes}:
-        return False  # its type does not say
+        return False  # its type does not tell
     spread_over = {name for entry in sharding.spec for name in names_in(entry)}
     return spread_over <= {*devices.mesh.axis_names} - {*devices.names}

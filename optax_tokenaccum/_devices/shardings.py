@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
-    """The sharding of an array over a mesh, if it is known to have one."""
+    """The sharding of an array over a mesh, or `None` if none is known."""
     if isinstance(x, jax.core.Tracer):
         x = jax.typeof(x)
     sharding = getattr(x, "sharding", None)
@@ -18,7 +18,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
 
 
 def is_explicit(mesh: Any) -> bool:
-    """Whether the types of arrays on the mesh say how they are sharded."""
+    """Whether the types of arrays on the mesh contain their shardings."""
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
@@ -28,7 +28,7 @@ def is_sharding(x: Any) -> bool:
 
 
 def entries_of(sharding: Any, ndim: int) -> list[Any]:
-    """An entry for every axis."""
+    """The entries of a sharding's spec, one for each axis."""
     given = [] if sharding is None else list(sharding.spec)
     return given + [None] * (ndim - len(given))
 
@@ -50,5 +50,5 @@ def without(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
 
 
 def entry_of(names: tuple[str, ...]) -> Any:
-    """Of a spec; older jax does not take one name in a tuple for itself."""
+    """The spec entry for `names`; older jax distinguishes `("x",)` from `"x"`."""
     return (names[0] if len(names) == 1 else names) if names else None

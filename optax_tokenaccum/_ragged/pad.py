@@ -1,4 +1,4 @@
-"""A planned micro-batch as arrays."""
+"""Pads a planned micro-batch to arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,27 +13,29 @@ from optax_tokenaccum._ragged.sequences import Sequences
 def pad_micro_batch(
     sequences: Sequence[Any], plan: MicroBatchPlan, *, pad_values: Any
 ) -> Any:
-    """One planned micro-batch as arrays, padded to its shape.
+    """Pads the sequences of one planned micro-batch to arrays of its shape.
 
-    Padding must weigh nothing, and what weighs nothing depends on the loss: a mask of
-    zeros, or labels that it ignores. So `pad_values` has no default: zeros would count
-    as tokens wherever labels are ignored by another number.
+    Padding must carry no weight in the loss, and which values carry no weight depends
+    on the loss: a mask of zeros, or labels that the loss ignores. So `pad_values` has
+    no default: zeros would count as tokens if the loss ignores another label.
 
     Args:
-      sequences: all of the window's, each a pytree whose leaves are `[length, ...]`,
-        or scalars of the sequence as a whole. All have one structure.
-      plan: one of those that `plan_window` made of their lengths.
-      pad_values: what stands where a token or a whole row is missing: a number for all
-        leaves, or a tree prefix, `{"inputs": 0, "labels": -100}` say.
+      sequences: all sequences of the window, each a pytree whose leaves are
+        `[length, ...]`, or scalars for the sequence as a whole. All sequences have the
+        same structure.
+      plan: one of the plans that `plan_window` made from the lengths of `sequences`.
+      pad_values: the values of missing tokens and rows: a number for all leaves, or a
+        tree prefix, for example `{"inputs": 0, "labels": -100}`.
 
     Returns:
-      The same tree of NumPy arrays, `[num_rows, length, ...]`, and `[num_rows]` for a
-      scalar, in the dtypes that jax keeps (int32 for int64, unless x64 is enabled).
+      The tree of a sequence with NumPy arrays as leaves: `[num_rows, length, ...]`, or
+      `[num_rows]` for a scalar. Their dtypes are the ones that jax keeps (int32 for
+      int64, unless x64 is enabled).
 
     Raises:
-      ValueError: sequences that differ in structure, dtype or shape, or are not those
-        of the plan, named by index and leaf; a pad value that its leaf cannot hold.
-      TypeError: a leaf or a pad value that is no number.
+      ValueError: if sequences differ in structure, dtype or shape, or do not match the
+        plan (the error names index and leaf); or if a leaf cannot hold its pad value.
+      TypeError: if a leaf or a pad value is not a number.
 
     Example:
       >>> import numpy as np
@@ -53,7 +55,7 @@ def pad_micro_batch(
 
 
 def fill(arrays: list[np.ndarray], plan: MicroBatchPlan, reader: Sequences) -> None:
-    """Writes the sequences of `plan`, a row each, into arrays `[parts, rows, ...]`."""
+    """Writes each sequence of `plan` to a row of the arrays, `[parts, rows, ...]`."""
     if len(plan.indices) > plan.num_rows:
         raise ValueError(
             "A micro-batch must have a row for each of its sequences: got "

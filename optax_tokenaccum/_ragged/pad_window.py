@@ -1,4 +1,4 @@
-"""Planning a window of ragged sequences, and padding it for one program."""
+"""Plans a window of ragged sequences, and pads it for one program."""
 
 import math
 from collections.abc import Sequence
@@ -25,29 +25,30 @@ def pad_window(
 ) -> PlannedWindow:
     """Plans a window of ragged sequences, and lays it out for one program.
 
-    The micro-batches are those of `plan_window`, padded as by `pad_micro_batch`.
+    The window has the micro-batches of `plan_window`, padded as in `pad_micro_batch`.
 
     Args:
-      sequences: the window's, each a pytree whose leaves are `[length, ...]`, or
-        scalars of the sequence as a whole. All have one structure.
-      pad_values: what stands where a token or a whole row is missing, see
-        `pad_micro_batch`; it must weigh nothing in the loss.
+      sequences: the sequences of the window, each a pytree whose leaves are
+        `[length, ...]`, or scalars for the sequence as a whole. All sequences have the
+        same structure.
+      pad_values: the values of missing tokens and rows, see `pad_micro_batch`. They
+        must carry no weight in the loss.
       max_tokens: see `plan_window`.
-      length_buckets: see `plan_window`; each is a loop of the program, to be compiled,
-        so give the few that `choose_length_buckets` finds.
-      batch_multiple: see `plan_window`; the rows are in so many parts, for the devices
-        of a step with `data_axes`.
-      max_sequences: the most sequences that a window of the run has; by default as many
-        as here. Windows with fewer go through the same program only if it is given.
+      length_buckets: see `plan_window`. The program compiles one loop per bucket, so
+        pass the few buckets that `choose_length_buckets` finds.
+      batch_multiple: see `plan_window`. The rows are split into `batch_multiple` parts,
+        for the devices of a step with `data_axes`.
+      max_sequences: the most sequences in any window of the run; by default the number
+        of `sequences`. Set it to use the same program for windows with fewer sequences.
 
     Returns:
       A `PlannedWindow` of NumPy arrays, with room for the most micro-batches that any
-      plan of `max_sequences` needs.
+      plan of `max_sequences` sequences needs.
 
     Raises:
-      ValueError: as for `plan_window` and `pad_micro_batch`; more sequences than
-        `max_sequences`.
-      TypeError: likewise.
+      ValueError: as in `plan_window` and `pad_micro_batch`, or if there are more
+        sequences than `max_sequences`.
+      TypeError: as in `plan_window` and `pad_micro_batch`.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -81,8 +82,8 @@ def pad_window(
     lengths = [reader.length_of(i, reader.read(i)) for i in range(len(reader))]
     plans = plan_window(lengths, **settings)
     shapes = tuple(reversed(shapes_of(**settings)))
-    # Every micro-batch of a plan but the last is full, and none has fewer rows than
-    # those of the longest bucket: so there are never more than this.
+    # Every micro-batch except the last is full, and the longest bucket has the fewest
+    # rows. So no plan has more micro-batches than this.
     capacity = math.ceil(max_sequences / shapes[0][0])
     leaves = [
         leaf.padding(capacity, most_of(shapes, leaf.per_token))

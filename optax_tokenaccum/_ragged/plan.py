@@ -1,4 +1,4 @@
-"""Cutting ragged sequences into micro-batches of few shapes and little padding."""
+"""Cuts ragged sequences into micro-batches of few shapes and little padding."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ from optax_tokenaccum._core.checks import as_count
 
 
 class MicroBatchPlan(NamedTuple):
-    """Which sequences of a window go into one micro-batch, and its shape.
+    """The sequences of a window that go into one micro-batch, and its shape.
 
     Attributes:
-      indices: of the sequences, int64 `[at most num_rows]`.
-      num_rows: rows of the array; those without a sequence carry no weight.
-      length: what every row is padded to, in tokens.
+      indices: the indices of the sequences, int64 `[at most num_rows]`.
+      num_rows: the number of rows; rows without a sequence carry no weight.
+      length: the length that every row is padded to, in tokens.
 
     Example:
       >>> from optax_tokenaccum import plan_window
@@ -35,32 +35,34 @@ def plan_window(
     length_buckets: Sequence[int] | None = None,
     batch_multiple: int = 1,
 ) -> list[MicroBatchPlan]:
-    """Cuts a window's sequences into micro-batches that cost the least.
+    """Cuts a window's sequences into micro-batches with the least padding.
 
-    The update does not depend on how a window is cut, so sequences may be sorted by
+    The update does not depend on how a window is cut, so sequences can be sorted by
     length and padded only to the next bucket. A bucket has one shape for the whole run,
-    `max_tokens // length` rows, so that a step compiles once per bucket. The plan has
-    the fewest padded tokens that these shapes allow: the longest sequence must go into
-    some shape, and may as well take the next longest along, which leaves a dynamic
-    program over the sorted window.
+    with `max_tokens // length` rows, so a step compiles once per bucket. The plan has
+    the fewest padded tokens that these shapes allow. It is the result of a dynamic
+    program over the sorted window: the longest sequence must go into some shape, and
+    the next longest sequences can fill the other rows of this shape.
 
-    Plans are deterministic. With several processes, plan on the lengths of all of them:
-    processes that disagree on shapes compute garbage or hang.
+    Plans are deterministic. With several processes, plan on the lengths of all
+    processes: processes that disagree on shapes compute garbage or hang.
 
     Args:
-      lengths: tokens of each sequence.
-      max_tokens: the most that `num_rows * length` may be.
+      lengths: the number of tokens in each sequence.
+      max_tokens: the upper limit of `num_rows * length`.
       length_buckets: lengths to pad to, in any order, see `choose_length_buckets`;
         by default the powers of two that fit.
-      batch_multiple: `num_rows` is a multiple of it: of the devices that share a batch.
+      batch_multiple: `num_rows` is a multiple of this, the number of devices that share
+        a batch.
 
     Returns:
-      Plans in which every sequence stands once, the longest first.
+      Plans that contain every sequence once, longest first.
 
     Raises:
-      ValueError: there is no sequence; one is empty, or longer than every bucket; a
-        bucket has no room for `batch_multiple` rows. Sequences are named by index.
-      TypeError: an argument that is no integer.
+      ValueError: if there are no sequences; if a sequence is empty or longer than every
+        bucket (the error names its index); or if a bucket has no room for
+        `batch_multiple` rows.
+      TypeError: if an argument is not an integer.
 
     Example:
       >>> from optax_tokenaccum import plan_window
@@ -96,24 +98,27 @@ def choose_length_buckets(
     *,
     cost: Callable[[np.ndarray, int], Any] | None = None,
 ) -> tuple[int, ...]:
-    r"""The `n` lengths to pad to that waste the least on these sequences.
+    r"""Finds the `n` lengths to pad to that waste the least on these sequences.
 
-    Exactly: a dynamic program over the distinct lengths :math:`u_j`, in which a bucket
-    of the sequences longer than :math:`u_i` and up to :math:`u_j` costs their number
-    times :math:`u_j`. Time and memory go with the square of the distinct lengths.
+    The result is exact. It comes from a dynamic program over the distinct lengths
+    :math:`u_j`, in which a bucket for the sequences longer than :math:`u_i` and up to
+    :math:`u_j` costs the number of these sequences times :math:`u_j`. Time and memory
+    grow with the square of the number of distinct lengths.
 
     Args:
-      lengths: tokens of each sequence of a sample of the data.
-      n: how many buckets at most, each a program to compile.
-      cost: `cost(rows, length)` of so many rows (an array of integers) padded to a
-        length, where it is not `rows * length`: `rows * length**2`, say, for attention.
+      lengths: the number of tokens in each sequence of a sample of the data.
+      n: the most buckets to return; each bucket is a program to compile.
+      cost: `cost(rows, length)`, the cost of `rows` rows (an array of integers) padded
+        to `length`. The default is `rows * length`; for attention, for example, pass
+        `rows * length**2`.
 
     Returns:
-      At most `n` lengths in increasing order; the last is the longest sequence's.
+      At most `n` lengths in increasing order; the last is the longest of `lengths`.
 
     Raises:
-      ValueError: there is no sequence, or one is empty; it is named by index.
-      TypeError: an argument that is no integer.
+      ValueError: if there are no sequences, or if a sequence is empty (the error names
+        its index).
+      TypeError: if an argument is not an integer.
 
     Example:
       >>> from optax_tokenaccum import choose_length_buckets
@@ -126,7 +131,7 @@ def choose_length_buckets(
         return tuple(distinct.tolist())
     cost = cost or (lambda rows, length: rows * length)
     rows_up_to = np.concatenate([[0], np.cumsum(counts)])
-    # best[b, j]: the least cost of the j shortest lengths in at most b + 1 buckets.
+    # best[b, j]: the lowest cost of the j shortest lengths in at most b + 1 buckets.
     best = np.full((n, len(distinct) + 1), np.inf)
     best[:, 0] = 0
     previous = np.zeros(best.shape, np.int64)
@@ -166,7 +171,7 @@ def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 def shapes_of(
     max_tokens: int, length_buckets: Sequence[int] | None, batch_multiple: int
 ) -> list[tuple[int, int]]:
-    """`(num_rows, length)` of every bucket, the shortest first."""
+    """Returns `(num_rows, length)` of every bucket, shortest first."""
     if length_buckets is None:
         limit = max_tokens // batch_multiple
         length_buckets = [2**i for i in range(limit.bit_length())]
@@ -188,7 +193,7 @@ def shapes_of(
 def _cheapest(
     lengths: np.ndarray, shapes: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Shapes for lengths in falling order, each filled before the next."""
+    """Returns the cheapest shapes for decreasing lengths, each filled in order."""
     count = len(lengths)
     cost = np.zeros(count + 1)
     choice = np.zeros(count, np.int64)

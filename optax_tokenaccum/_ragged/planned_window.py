@@ -1,4 +1,4 @@
-"""A ragged window as arrays whose shapes do not depend on its plan."""
+"""A ragged window in arrays whose shapes do not depend on the plan."""
 
 import dataclasses
 from typing import Any
@@ -14,21 +14,23 @@ from optax_tokenaccum._core.trees import Batch
 class PlannedWindow:
     """A window whose micro-batches have several shapes, from `pad_window`.
 
-    `make_window_step` and `window_value_and_grad` take it in place of micro-batches of
-    one shape. Its own shapes do not depend on the plan, so every window of a run with
-    the same settings goes through one program.
+    `make_window_step` and `window_value_and_grad` take a `PlannedWindow` instead of
+    micro-batches of one shape. The shapes of its arrays do not depend on the plan, so
+    one program runs every window of a run with the same settings.
 
     Attributes:
-      micro_batches: the tree of a sequence. A leaf of tokens is `[capacity, most tokens
-        of any shape, ...]`, a micro-batch `[num_rows, length, ...]` of it flat in the
-        beginning of a row; a leaf of scalars `[capacity, most rows of any shape]`. With
-        several parts each is so in its part of the row.
-      counts: how many micro-batches have each shape, int32 `[len(shapes)]`; they stand
-        in the order of `shapes`.
-      shapes: every `(num_rows, length)` that the settings allow, the longest first.
-      per_token: of each leaf, whether it is one of tokens.
-      parts: equal parts that the rows of a micro-batch are in, `batch_multiple`: so
-        devices that divide them can share the window, along its second axis.
+      micro_batches: the tree of a sequence. A leaf with tokens is `[capacity, most
+        tokens of any shape, ...]`: each row starts with one flattened micro-batch
+        `[num_rows, length, ...]`. A leaf of scalars is `[capacity, most rows of any
+        shape]`. With several parts, a row is split into equal parts, and each part
+        starts with its part of the micro-batch.
+      counts: the number of micro-batches of each shape, int32 `[len(shapes)]`. The
+        micro-batches are in the order of `shapes`.
+      shapes: every `(num_rows, length)` that the settings allow, longest first.
+      per_token: for each leaf, whether it has tokens.
+      parts: the number of equal parts that the rows of a micro-batch are split into,
+        `batch_multiple`. If the number of devices divides `parts`, the devices can
+        share the window along the second axis of its arrays.
 
     Example:
       >>> import numpy as np
@@ -48,19 +50,19 @@ class PlannedWindow:
 
     @property
     def capacity(self) -> int:
-        """The micro-batches that there is room for."""
+        """The number of micro-batches that there is room for."""
         return jax.tree.leaves(self.micro_batches)[0].shape[0]
 
     def micro_batch(self, i: Any, shape: tuple[int, int]) -> Any:
-        """The micro-batch at `i`, which may be traced, given that it has this shape."""
+        """Returns micro-batch `i`, which must have this shape; `i` may be traced."""
         num_rows, length = shape
 
         def read(x: Any, per_token: bool) -> Any:
-            # One device of several sees some parts of the micro-batch.
+            # With several devices, each device sees some parts of the micro-batch.
             here = self.parts * x.shape[1] // most_of(self.shapes, per_token)
             size = num_rows // self.parts * (length if per_token else 1)
             x = x.reshape(len(x), here, -1, *x.shape[2:])
-            # A slice of all micro-batches would be copied before the loop.
+            # Slice one micro-batch: a slice of all would be copied before the loop.
             first = (i, *[jnp.zeros_like(i)] * (x.ndim - 1))
             flat = jax.lax.dynamic_slice(x, first, (1, here, size, *x.shape[3:]))
             return flat.reshape(-1, *[length] * per_token, *x.shape[3:])
@@ -70,5 +72,5 @@ class PlannedWindow:
 
 
 def most_of(shapes: tuple[tuple[int, int], ...], per_token: bool) -> int:
-    """The tokens, or the rows, of the largest of the shapes."""
+    """Returns the most tokens, or the most rows, of any of the shapes."""
     return max(rows * length if per_token else rows for rows, length in shapes)

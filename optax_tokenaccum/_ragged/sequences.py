@@ -1,4 +1,4 @@
-"""What ragged sequences share, and what stands where they have no token."""
+"""The structure that ragged sequences share, and the padding of their leaves."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from optax_tokenaccum._core.trees import named_leaves
 
 
 class Leaf(NamedTuple):
-    """One leaf of every sequence.
+    """A leaf that every sequence has.
 
     Attributes:
-      path: its name in errors.
-      per_token: whether it is `[length, ...]`, and not one number for the sequence.
-      features: its shape behind the tokens' axis.
-      dtype: that of the array it becomes, one that jax keeps.
-      pad: what stands where there is no token, of that dtype.
+      path: the name of the leaf in errors.
+      per_token: whether the leaf is `[length, ...]`, and not one number per sequence.
+      features: the shape of the leaf after the token axis.
+      dtype: the dtype of the padded array, one that jax keeps.
+      pad: the value of a missing token, of type `dtype`.
     """
 
     path: str
@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
     pad: np.ndarray
 
     def padding(self, *shape: int) -> np.ndarray:
-        """An array of this leaf that holds no sequence yet."""
+        """Returns an array of this leaf that holds only padding."""
         return np.full((*shape, *self.features), self.pad, self.dtype)
 
     def expects(self) -> str:
@@ -37,10 +37,10 @@ class Leaf(NamedTuple):
 
 
 class Sequences:
-    """The sequences of a window, checked as they are read; the first says what all are.
+    """The sequences of a window, each checked against the first when it is read.
 
-    A sequence is a pytree: a leaf with an axis has a row for each token, a scalar is of
-    the sequence as a whole.
+    A sequence is a pytree. A leaf with an axis has a row for each token; a scalar
+    belongs to the sequence as a whole.
     """
 
     def __init__(self, sequences: Any, pad_values: Any):
@@ -69,7 +69,7 @@ class Sequences:
         return len(self._sequences)
 
     def read(self, index: int) -> list[np.ndarray]:
-        """The leaves of one sequence, which are as those of the first."""
+        """Reads the leaves of one sequence, which must match the first sequence."""
         leaves, structure = jax.tree.flatten(self._sequences[index])
         if structure != self.structure:
             raise ValueError(
@@ -89,7 +89,7 @@ class Sequences:
         return arrays
 
     def length_of(self, index: int, arrays: list[np.ndarray]) -> int:
-        """The tokens of a sequence that was read, on which its leaves must agree."""
+        """Returns the number of tokens in a sequence; all its leaves must agree."""
         first, *others = [
             (len(x), leaf.path)
             for leaf, x in zip(self.leaves, arrays, strict=True)
@@ -142,7 +142,7 @@ def _as_pad(pad: Any, dtype: np.dtype, path: str) -> np.ndarray:
         with np.errstate(all="ignore"):
             cast = given.astype(dtype)
         if jnp.issubdtype(dtype, jnp.inexact):
-            # Rounded, as every number is; but neither overflown nor lost.
+            # Rounding is fine; overflow and a change to or from NaN are not.
             fits = np.isfinite(cast) == np.isfinite(given)
             fits &= np.isnan(cast) == np.isnan(given)
         else:

@@ -14,7 +14,7 @@ class StaticPart(NamedTuple):
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], StaticPart]:
-    """Splits `tree` into arrays and numbers, and the rest: bools, strings, functions."""
+    """Splits `tree` into arrays and numbers, and bools, strings and functions."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [x for x in leaves if _is_array(x)]
     rest = tuple(_IsArray if _is_array(x) else x for x in leaves)

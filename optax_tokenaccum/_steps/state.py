@@ -1,4 +1,4 @@
-"""What every step carries from call to call, and what it reports."""
+"""The state that every step carries from call to call, and its metrics."""
 
 from typing import Any, NamedTuple
 
@@ -10,11 +10,12 @@ from optax_tokenaccum._core.trees import Params
 
 
 class StepState(NamedTuple):
-    """What a train step carries from call to call; save all of it.
+    """The state that a train step carries from call to call; save all of it.
 
     Attributes:
       params: the parameters.
-      opt_state: the state of the accumulation, the inner optimizer's within.
+      opt_state: the state of the accumulation, which contains the inner optimizer's; in
+        a window step, the inner optimizer's state alone.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -35,17 +36,17 @@ class StepState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What happened in one call; arrays of their own, alive after donation.
+    """The metrics of one call; their arrays stay alive when the state is donated.
 
     Attributes:
-      loss: token mean of the loss over the window so far; 0 where it has no token.
-      num_tokens: tokens in the window so far, this micro-batch's included.
-      grad_norm: global norm of the gradient given to the optimizer, 0 without update.
+      loss: token mean of the loss over the window so far; 0 without tokens.
+      num_tokens: tokens in the window so far, including this micro-batch.
+      grad_norm: global norm of the gradient given to the optimizer; 0 without update.
       updated: whether this call closed its window with an update.
       skipped: whether this micro-batch was rejected.
       mini_step: micro-batches in the open window after the call.
-      gradient_step: updates after the call.
-      aux: what `loss_fn` returned besides, for this micro-batch; `None` without.
+      gradient_step: number of updates so far, including this call.
+      aux: the `aux` that `loss_fn` returned for this micro-batch; `None` without.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -72,7 +73,7 @@ class StepMetrics(NamedTuple):
 
 
 def key_array(state: StepState) -> Any:
-    """The array by which the host remembers what it knows of a state."""
+    """The array whose identity is the key to what the host knows about a state."""
     if isinstance(state.opt_state, TokenAccumulationState):
         return state.opt_state.mini_step
     return next(iter(jax.tree.leaves(state.params)), None)
@@ -88,6 +89,6 @@ def require_step_state(state: Any, *, accumulates: bool) -> None:
     if accumulates:
         name = "The opt_state of a train step"
         checks.check_state(state.opt_state, TokenAccumulationState, name)
-    # Every call donates all of the state: one array tells.
+    # A call donates all of these arrays, so checking one is enough.
     donated = state.opt_state.mini_step if accumulates else state.params
     checks.check_alive(jax.tree.leaves(donated)[:1])

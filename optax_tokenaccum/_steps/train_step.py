@@ -1,4 +1,4 @@
-"""A train step of one micro-batch a call, with no updates to discard."""
+"""A train step for one micro-batch per call, which applies updates by itself."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -24,16 +24,16 @@ from optax_tokenaccum._steps.update import close_and_apply, metrics_of
 
 
 class TrainStep:
-    """What `make_train_step` returns: `step(state, batch) -> (state, metrics)`.
+    """The step that `make_train_step` returns: `step(state, batch)`.
 
     Attributes:
       accumulate: `accumulate(state, batch, *, rng=None, **loss_kwargs)` adds a
         micro-batch and never closes the window.
-      close_window: `close_window(state)` closes the window with the denominator it
-        has; without any token in it no update is applied.
+      close_window: `close_window(state)` closes the window and divides by the tokens
+        it holds so far. A window without tokens applies no update.
 
-    Both return `(state, StepMetrics)` and have `.lower` with the same arguments, whose
-    arrays may be `jax.ShapeDtypeStruct`.
+    The step and both attributes return `(state, StepMetrics)`. Both attributes have a
+    `.lower` with the same arguments; arrays may be `jax.ShapeDtypeStruct`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -82,23 +82,24 @@ class TrainStep:
         )
 
     def init(self, params: Params) -> StepState:
-        """A state that holds a copy of `params`: donation never kills the caller's.
+        """Returns a state with a copy of `params`: the caller's are never donated.
 
-        `jax.eval_shape(step.init, params)` is a target to restore a checkpoint into;
-        over several devices the state itself is, with its shardings.
+        To restore a checkpoint, use `jax.eval_shape(step.init, params)` as the target;
+        over several devices, use the state itself, which has shardings.
 
         Args:
-          params: a pytree of arrays; integers among them are never updated. On a step
-            with a mesh they stay where they are on it, and go to all devices otherwise.
+          params: a pytree of arrays; integer arrays are never updated. If the step has
+            a mesh, arrays on that mesh stay where they are, and other arrays are copied
+            to all its devices.
 
         Raises:
-          TypeError: a leaf of `params` is no array.
-          ValueError: they are on another mesh than the step's.
+          TypeError: a leaf of `params` is not an array.
+          ValueError: an array of `params` is on a mesh other than the step's.
         """
         params = arrays.owned(params)
         accumulation = self._accumulation.with_layout(self._mode.layout())
         params, opt_state = self._mode.init(params, accumulation.init)
-        # An optimizer may hand out arrays of its own, the key of optax.add_noise say.
+        # An optimizer may return an array that it keeps: optax.add_noise, its key.
         state = StepState(params, arrays.owned(opt_state))
         self._memo.remember(state.opt_state.mini_step, 0)
         return state
@@ -111,22 +112,23 @@ class TrainStep:
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
     ) -> tuple[StepState, StepMetrics]:
-        """Adds a micro-batch, and applies the update if the window closes with it.
+        """Adds a micro-batch; if this closes the window, applies the update.
 
         Args:
-          state: from `init` or the call before; donated, so use the new one after.
-          batch: what `loss_fn` is given, any pytree of arrays. Another shape compiles
-            once more and goes on in the same window.
-          rng: one key for the whole run; `loss_fn` is given it as `rng`, folded with
+          state: from `init` or the previous call. It is donated: use the new state
+            afterwards.
+          batch: any pytree of arrays, passed to `loss_fn`. A batch of another shape
+            compiles once more and continues the same window.
+          rng: one key for the whole run. `loss_fn` receives it as `rng`, folded with
             `gradient_step` and `mini_step`.
-          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
+          **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
             numbers are traced; bools, strings and functions are static.
 
         Raises:
-          ValueError: the step has no schedule; with a mesh, the arrays of the batch
-            differ in their rows, or `num_tokens` does not depend on them.
-          TypeError: `state` is not a `StepState`, or `loss_fn` returned something
-            else than `(loss_sum, num_tokens)`.
+          ValueError: the step has no schedule; or, with a mesh, the arrays of the batch
+            have different numbers of rows, or `num_tokens` does not depend on the rows.
+          TypeError: `state` is not a `StepState`, or `loss_fn` returned anything other
+            than `(loss_sum, num_tokens)`.
         """
         require_step_state(state, accumulates=True)
         if not self._accumulation.schedule.is_set:
@@ -139,8 +141,8 @@ class TrainStep:
         k = self._host_known_k(state)
         if k is None:
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
-        # Accumulating donates the sums. An error in the optimizer, or Ctrl-C while the
-        # close compiles, must come before.
+        # Compile the close before `accumulate` donates the sums: after an error in the
+        # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
         self.close_window.make_ready(state)
         is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
         state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
@@ -160,23 +162,25 @@ class TrainStep:
         progress: Progress = iter,
         **loss_kwargs: Any,
     ) -> None:
-        """Compiles the programs of every shape of batch, so that no call will.
+        """Compiles the programs for all shapes of batches, so that no call has to.
 
-        Those are `accumulate` for each shape and `close_window`; where the step is one
-        program, that one for each shape, and `close_window` for a partial window.
+        The programs are `accumulate` for each shape, and `close_window`. If the step is
+        a single program, they are that program for each shape, and `close_window` for a
+        partial window.
 
         Args:
-          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`; the
-            state itself where parameters were placed on devices: programs depend on it.
-          batches: a list of batches, or of their shapes; those of the same shapes share
-            a program.
+          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`. Pass
+            the state itself if parameters were placed on devices: programs depend on
+            their placement.
+          batches: a list of batches, or of their shapes. Batches of the same shapes
+            share a program.
           rng: as for a call.
-          progress: wraps the list of programs, to show how far it is: `tqdm.tqdm` or
-            `rich.progress.track`.
+          progress: wraps the list of programs to show progress, for example
+            `tqdm.tqdm` or `rich.progress.track`.
           **loss_kwargs: as for a call.
 
         Raises:
-          TypeError: `batches` is no list; what a call with one of them raises.
+          TypeError: `batches` is not a list. A call's own errors are raised too.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax
@@ -221,11 +225,11 @@ class TrainStep:
         traced: list[Any],
         static: StaticPart,
     ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
-        """The program of every micro-batch.
+        """The program for every micro-batch.
 
-        Parameters are only read, and the inner optimizer's state is not even an
-        argument. The sums are donated, and each gradient is added to them as it is
-        made.
+        It only reads the parameters, and does not take the inner optimizer's state as
+        an argument. The sums are donated, and each gradient is added to them as soon as
+        it is computed.
         """
         self._mode.check_layout(opt_state.acc_grads, params)
 
@@ -266,7 +270,7 @@ class TrainStep:
     def _close(
         self, shardings: Any, state: StepState, acc_grads: Gradients
     ) -> tuple[StepState, StepMetrics, None]:
-        """The program of every update: the sums are only read."""
+        """The program for every update; it only reads the sums."""
         params, opt_state = _with_sums(state, acc_grads)
         self._mode.check_layout(acc_grads, params)
         state, metrics = self._update(
@@ -281,7 +285,7 @@ class TrainStep:
     def _whole(
         self, shardings: Any, state: StepState, _: Any, *micro_batch: Batch, static: Any
     ) -> tuple[StepState, StepMetrics, Any]:
-        """Both in one program, where the host does not know when a window closes."""
+        """Both programs in one, if the host does not know when a window closes."""
         opt_state, added, aux = self._accumulate(
             shardings, state.opt_state, state.params, *micro_batch, static=static
         )
@@ -303,7 +307,7 @@ class TrainStep:
         return StepState(*state), metrics
 
     def _host_known_k(self, state: StepState) -> int | None:
-        """The window's micro-batches, if the host can count them: two programs then."""
+        """The number of micro-batches in a window, if the host can count them."""
         k = self._accumulation.schedule.every_k
         keeps_count = self._accumulation.should_skip_update_fn is None
         is_known = keeps_count and is_concrete(state.opt_state.mini_step)
@@ -324,54 +328,57 @@ def make_train_step(
     reduce_every: ReduceEvery = "window",
     donate: bool = True,
 ) -> TrainStep:
-    r"""Builds a jitted train step of one micro-batch a call.
+    r"""Builds a jitted train step that takes one micro-batch per call.
 
-    The parameters move by the inner optimizer's update on :math:`\sum_i g_i / \sum_i
-    n_i` when, and only when, the window closes. No `updates` are handed out, so none
-    can be discarded or applied twice, the mistake behind
+    The parameters change only when a window closes, by the inner optimizer's update for
+    :math:`\sum_i g_i / \sum_i n_i`. The step returns no `updates`, so callers cannot
+    discard them or apply them twice, the mistake behind
     https://github.com/google-deepmind/optax/issues/1567.
 
-    With an int `every_k_schedule` and no skip function the host knows when a window
-    closes, and the step is two programs, "accumulate" and "close"; otherwise, and
-    inside an outer `jit` or `scan`, it is one. No call waits for the device, but for
+    With an int `every_k_schedule` and no skip function, the host knows when a window
+    closes, and the step runs two programs, "accumulate" and "close". Otherwise, and
+    inside an outer `jit` or `scan`, it is a single program. Calls never block, except
     the first after a restore, which reads one counter.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss
-        *summed* over the micro-batch's tokens, not their mean, and how many there were;
-        for instance from `softmax_cross_entropy_sum`. An auxiliary loss that is a mean
-        goes in as `loss_sum + c * aux_loss * num_tokens`. The likeliest mistake is a
-        loss that is no sum, or a count from another mask: `check_loss_fn` finds it.
-      optimizer: the plain inner optimizer, run once per window; clipping goes inside.
-      every_k_schedule: micro-batches in a window, or a function from `gradient_step`
-        to that number.
-      every_n_tokens: instead, the window closes once it holds at least this many
-        tokens; or a function from `gradient_step`. With neither, call the two halves.
+        *summed* over the micro-batch's tokens, not averaged, and the number of tokens;
+        for example from `softmax_cross_entropy_sum`. Add an auxiliary loss that is a
+        mean as `loss_sum + c * aux_loss * num_tokens`. The most likely mistake is a
+        loss that is not a sum, or a count from another mask: `check_loss_fn` finds it.
+      optimizer: the plain inner optimizer, run once per window. Put clipping inside it.
+      every_k_schedule: the number of micro-batches in a window, or a function from
+        `gradient_step` to that number.
+      every_n_tokens: closes the window, instead, once it holds at least this number of
+        tokens; or a function from `gradient_step` to that number. With neither, call
+        `accumulate` and `close_window`.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
-      mesh: the devices, see `data_axes`.
+      mesh: the mesh of devices, see `data_axes`.
       data_axes: the axis, or axes, of `mesh` over which the rows of a batch are spread.
-        `loss_fn` then sees one device's rows, which it counts (and must not name these
-        axes), each device keeps a sum of its own, and they meet once, when the window
-        closes. All arrays of a batch have the same number of rows, except those that
-        are placed on every device; give others to `loss_fn` as keywords. Other axes of
-        the mesh are left to the compiler. Without a mesh arrays that are spread over
-        devices are right too, and gradients meet in every micro-batch.
-      reduce_every: `"window"`, as above: parameters that are spread over the data axes
-        are gathered for every micro-batch, and every device needs room for all of a
-        gradient. `"micro_batch"`: the gradients of all rows meet in every micro-batch,
-        and the sums are spread over the data axes, like such parameters (FSDP), or
-        though the parameters are not (ZeRO-2). `loss_fn` then sees all rows.
-      donate: update buffers in place. The state given to a call is gone after it.
+        `loss_fn` then sees and counts the rows of one device, and must not name these
+        axes. Each device keeps its own sum, and the devices' sums are reduced once,
+        when the window closes. All arrays of a batch must have the same number of rows,
+        except arrays placed on every device; pass other arrays to `loss_fn` as
+        keywords. Other axes of the mesh are left to the compiler. Without a mesh,
+        arrays that are spread over devices give correct results too, but gradients are
+        reduced in every micro-batch.
+      reduce_every: when gradients are reduced over devices. `"window"`: once, as above;
+        parameters that are spread over the data axes are gathered for every
+        micro-batch, and every device needs room for a whole gradient. `"micro_batch"`:
+        in every micro-batch, over all rows; the sums are spread over the data axes,
+        like such parameters (FSDP), or even if the parameters are not (ZeRO-2).
+        `loss_fn` then sees all rows.
+      donate: update buffers in place. The state passed to a call is deleted.
 
     Returns:
-      A `TrainStep`: `init`, the step itself, and its halves `accumulate` and
+      A `TrainStep`, with `init` and the two halves of the step, `accumulate` and
       `close_window`.
 
     Raises:
       ValueError: as for `token_accumulation`.
-      TypeError: likewise, or `loss_fn` is not a function.
+      TypeError: as for `token_accumulation`, or `loss_fn` is not a function.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -1,4 +1,4 @@
-"""Closing a window: its update applied to the parameters, and what is reported."""
+"""Closes a window: applies its update to the parameters, and makes metrics."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from optax_tokenaccum._steps.state import StepMetrics
 def metrics_of(
     accumulation: Accumulation, opt_state: TokenAccumulationState
 ) -> StepMetrics:
-    """The metrics of the open window that `opt_state` holds."""
+    """The metrics of the open window in `opt_state`."""
     loss, num_tokens = accumulation.window_so_far(opt_state)
     return StepMetrics(
         loss=loss,
@@ -36,7 +36,7 @@ def close_and_apply(
     params: Params,
     opt_state: TokenAccumulationState,
 ) -> tuple[Any, TokenAccumulationState, StepMetrics]:
-    """Ends the window where `closes` and applies its update to `params`."""
+    """If `closes`, closes the window and applies its update to `params`."""
     checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
     metrics = metrics_of(accumulation, opt_state)
 
@@ -79,10 +79,10 @@ def close_and_apply(
 
 
 def _apply(params: Params, updates: Gradients, sums: Any) -> Any:
-    """`optax.apply_updates` to what is trained.
+    """Applies `optax.apply_updates` to the parameters that are trained.
 
-    Integers stay, which weight decay would truncate; what is to be overwritten takes
-    the value that came in place of its gradient.
+    Integer parameters do not change: an update from weight decay would be truncated. A
+    parameter to be overwritten takes the value in `sums`, which is not a gradient.
     """
     updates = jax.tree.map(
         lambda p, u: u if jnp.issubdtype(p.dtype, jnp.inexact) else jnp.zeros_like(p),

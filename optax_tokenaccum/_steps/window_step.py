@@ -1,4 +1,4 @@
-"""A train step of one window a call."""
+"""A train step that runs one window per call."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +28,9 @@ from optax_tokenaccum._steps.window import Window
 
 
 class WindowStep:
-    """What `make_window_step` returns: `step(state, micro_batches)`, one window a call.
+    """The step that `make_window_step` returns: `step(state, micro_batches)`.
 
-    `.lower` takes the same arguments, whose arrays may be `jax.ShapeDtypeStruct`.
+    `.lower` takes the same arguments; arrays may be `jax.ShapeDtypeStruct`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -60,15 +60,16 @@ class WindowStep:
         self.lower = self._program.lower
 
     def init(self, params: Params) -> StepState:
-        """A state with a copy of `params` and the inner optimizer's own state.
+        """Returns a state with a copy of `params` and the inner optimizer's state.
 
         Args:
-          params: a pytree of arrays; integers among them are never updated. On a step
-            with a mesh they stay where they are on it, and go to all devices otherwise.
+          params: a pytree of arrays; integer arrays are never updated. If the step has
+            a mesh, arrays on that mesh stay where they are, and other arrays are copied
+            to all its devices.
 
         Raises:
-          TypeError: a leaf of `params` is no array.
-          ValueError: they are on another mesh than the step's.
+          TypeError: a leaf of `params` is not an array.
+          ValueError: an array of `params` is on a mesh other than the step's.
         """
         params = arrays.owned(params)
         init = self._window.accumulation.init_inner
@@ -84,18 +85,19 @@ class WindowStep:
         num_micro_batches: Any = None,
         **loss_kwargs: Any,
     ) -> tuple[StepState, StepMetrics]:
-        """Runs the window and applies its update, unless it holds no token.
+        """Runs a window and applies its update, unless the window has no tokens.
 
         Args:
-          state: from `init` or the call before; donated, so use the new one after.
+          state: from `init` or the previous call. It is donated: use the new state
+            afterwards.
           micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
             `PlannedWindow`, see `pad_window`. An error in `loss_fn` has a note with the
-            shapes that it was given.
+            shapes that `loss_fn` received.
           rng: one key for this window, folded with the index of the micro-batch. The
-            state has no counter: fold the number of the update in yourself.
-          num_micro_batches: runs only the first so many; one more program for all
-            numbers together.
-          **loss_kwargs: go to `loss_fn` as they are, not differentiated. Arrays and
+            state has no counter: fold in the number of the update yourself.
+          num_micro_batches: runs only the first `num_micro_batches`. All numbers share
+            one additional program.
+          **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
             numbers are traced; bools, strings and functions are static.
         """
         return self._program(
@@ -116,22 +118,23 @@ class WindowStep:
         progress: Progress = iter,
         **loss_kwargs: Any,
     ) -> None:
-        """Compiles the program of every shape, so that no call will.
+        """Compiles the programs for all shapes, so that no call has to compile.
 
         Args:
-          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`; the
-            state itself where parameters were placed on devices: programs depend on it.
-          windows: a list of what will be given as `micro_batches`, or of its shapes;
-            windows of the same shapes share a program. A run of `PlannedWindow`,
-            all of the same settings, has one.
+          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`. Pass
+            the state itself if parameters were placed on devices: programs depend on
+            their placement.
+          windows: a list of the `micro_batches` of later calls, or of their shapes.
+            Windows of the same shapes share a program, and so do all `PlannedWindow`
+            with the same settings.
           rng: as for a call.
-          num_micro_batches: as for a call; any number stands for all.
-          progress: wraps the list of programs, to show how far it is: `tqdm.tqdm` or
-            `rich.progress.track`.
+          num_micro_batches: as for a call; one number compiles the program for all.
+          progress: wraps the list of programs to show progress, for example
+            `tqdm.tqdm` or `rich.progress.track`.
           **loss_kwargs: as for a call.
 
         Raises:
-          TypeError: `windows` is no list; what a call with one of them raises.
+          TypeError: `windows` is not a list. A call's own errors are raised too.
 
         Example:
           >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -235,34 +238,35 @@ def make_window_step(
     reduce_every: ReduceEvery = "window",
     donate: bool = True,
 ) -> WindowStep:
-    """Builds a jitted train step of a whole window a call: one program, one update.
+    """Builds a jitted train step that runs a whole window per call, in one program.
 
-    `window_value_and_grad` and the update of `optimizer`. Nothing but its own state
-    lives between windows, so its checkpoints load as they are.
+    The step is `window_value_and_grad` followed by one update of `optimizer`. Between
+    windows it keeps only the parameters and the optimizer's own state, so existing
+    checkpoints of `optimizer` load unchanged.
 
-    The `StepMetrics` are those of the window: `skipped` says whether any micro-batch
-    was rejected, `aux` is stacked `[k, ...]`, `mini_step` is 0, and `gradient_step` is
-    1 or 0, the updates of this call, since the state has no counter.
+    The `StepMetrics` describe the window: `skipped` tells whether any micro-batch was
+    rejected, `aux` is stacked `[k, ...]`, and `mini_step` is 0. `gradient_step` is the
+    number of updates in this call, 1 or 0, since the state has no counter.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
         *summed* over the micro-batch's tokens.
-      optimizer: the plain optimizer, run once per window; clipping goes inside.
+      optimizer: the plain optimizer, run once per window. Put clipping inside it.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
-      count_fn: for several losses with denominators of their own, see
+      count_fn: for several losses with different denominators, see
         `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
-      mesh: the devices, see `make_train_step`.
-      data_axes: the axis, or axes, of `mesh` over which the rows of micro-batches are
-        spread: the second axis of their leaves, see `make_train_step`. The devices'
-        sums meet after the last.
-      reduce_every: when they meet instead, see `make_train_step`.
-      donate: update buffers in place. The state given to a call is gone after it.
+      mesh: the mesh of devices, see `make_train_step`.
+      data_axes: the axis, or axes, of `mesh` over which rows are spread, see
+        `make_train_step`. Rows are the second axis of the micro-batches' leaves. The
+        devices' sums are reduced once, after the last micro-batch.
+      reduce_every: reduces them in every micro-batch instead, see `make_train_step`.
+      donate: update buffers in place. The state passed to a call is deleted.
 
     Raises:
-      ValueError: `count_fn` and `should_skip_update_fn` together: a micro-batch that is
-        rejected would have been counted already.
+      ValueError: `count_fn` and `should_skip_update_fn` are both given: a rejected
+        micro-batch would already have been counted.
       TypeError: an argument of the wrong type.
 
     Example:
@@ -303,10 +307,10 @@ def _known_shapes(
 
 
 def _spread(mode: OneDevice, micro_batches: Batch) -> Any:
-    """The micro-batches with their rows spread over the devices of a mode.
+    """Spreads the rows of the micro-batches over the devices of `mode`.
 
     Raises:
-      ValueError: the rows cannot be shared equally by the devices.
+      ValueError: the devices do not divide the rows equally.
     """
     is_planned = isinstance(micro_batches, PlannedWindow)
     if is_planned and micro_batches.parts % mode.num_devices:
@@ -317,5 +321,5 @@ def _spread(mode: OneDevice, micro_batches: Batch) -> Any:
             "pad_window that number."
         )
     with explained(micro_batches, micro_batches):
-        # The leaves of a planned window have rows of different sizes.
+        # Leaves of a planned window differ in the length of this axis.
         return mode.spread(micro_batches, axis=1, check_rows=not is_planned)
