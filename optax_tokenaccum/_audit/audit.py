@@ -102,7 +102,7 @@ def audit(
         what = "zero" if np.isfinite(exact).all() else "not finite"
         raise ValueError(
             f"The exact gradient must be finite and not zero: got one that is {what}. "
-            "Audit at other parameters, the initial ones say."
+            "Audit at other parameters, such as the initial ones."
         )
     loop = reading.Loop(run, token_sums, reading.readable_scale(params, exact))
     window = params, micro_batches

@@ -216,7 +216,7 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
     if text is None:
         raise ValueError(
             "The backend must give the text of a compiled program: got None from "
-            "compiled.as_text(). Compile for another backend, CPU say."
+            "compiled.as_text(). Compile for another backend, such as CPU."
         )
     program = Program(text)
     num_devices = program.replicas * program.partitions

@@ -290,8 +290,8 @@ def make_accumulation(
         accumulator_dtype = jnp.dtype(accumulator_dtype)
         if not jnp.issubdtype(accumulator_dtype, jnp.inexact):
             raise ValueError(
-                "accumulator_dtype must be a floating dtype, sums of gradients do not "
-                f"fit others: got {accumulator_dtype}."
+                "accumulator_dtype must be a floating dtype, to hold sums of "
+                f"gradients: got {accumulator_dtype}."
             )
     return Accumulation(
         checks.as_inner_optimizer(inner),

@@ -112,7 +112,7 @@ def owned(tree: Any) -> Any:
                 "Parameters and the optimizer's state must be pytrees of arrays: at "
                 f"{jax.tree_util.keystr(path) or 'the root'} got "
                 f"{type(leaf).__name__}. Keep other leaves out of the parameters, with "
-                "equinox.partition say, and hand them to loss_fn as a keyword."
+                "equinox.partition for example, and give them to loss_fn as a keyword."
             )
         copies.append(_copy(leaf))
         del leaf

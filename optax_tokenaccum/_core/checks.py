@@ -32,7 +32,9 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     ):
         inner = optax.with_extra_args_support(inner)
         return inner if _takes_value(inner.update) else _without_value(inner)
-    hint = " Call it: optax.adamw(learning_rate), say." if callable(inner) else ""
+    hint = (
+        " Call it, for example optax.adamw(learning_rate)." if callable(inner) else ""
+    )
     raise TypeError(
         "The inner optimizer must be an optax optimizer with init and update: got "
         f"{inner!r}.{hint}"
@@ -182,8 +184,8 @@ def check_alive(tree: Any) -> None:
     if any(is_concrete(x) and x.is_deleted() for x in leaves):
         raise ValueError(
             "The state must not have been given to an earlier call: its buffers were "
-            "donated to that call and are gone. Go on with the state that it returned, "
-            "or build the step with donate=False to keep old ones."
+            "donated to that call and are gone. Continue with the state that it "
+            "returned, or build the step with donate=False to keep old ones."
         )
 
 

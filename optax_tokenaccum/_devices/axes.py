@@ -133,8 +133,8 @@ class LocalSums(Layout):
                     'gradients="mean" needs the gradients of each device: got some '
                     f"that were reduced over {list(reduced)} already (at {path}), "
                     "where no weight can make up for their unequal counts. Take the "
-                    "gradient of a sum, or with regard to parameters that "
-                    f"jax.lax.pcast(params, {reduced}, to='varying') made differ."
+                    "gradient of a sum, or differentiate with respect to "
+                    f"jax.lax.pcast(params, {reduced}, to='varying')."
                 )
 
     def check_counts(

@@ -53,8 +53,8 @@ def check_counts(
     for name, along in _exchanges(traced.jaxpr):
         if not along.isdisjoint(axes):
             raise ValueError(
-                "loss_fn must not name the data axes, for it is given the rows of "
-                "one device, and the sums of all are added up after it: got a "
+                "loss_fn must not name the data axes: it is given the rows of one "
+                "device, and the sums of all are added up after it. Got a "
                 f"{name} over {sorted(along)}. Return this device's sums."
             )
     size = jax.lax.axis_size(axes)

@@ -216,7 +216,7 @@ def make_mode(mesh: Any, data_axes: Any, reduce_every: Any) -> OneDevice:
     if reduce_every not in ("window", "micro_batch"):
         raise ValueError(
             "reduce_every must be 'window' or 'micro_batch', when the devices' sums "
-            f"meet: got {reduce_every!r}."
+            f"are reduced: got {reduce_every!r}."
         )
     if mesh is None and data_axes is None:
         if reduce_every != "window":

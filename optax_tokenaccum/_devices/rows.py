@@ -141,8 +141,8 @@ def _check_rows(
     if number[0] % size:
         raise ValueError(
             f"The rows of a micro-batch must be a multiple of {over}: got {number[0]} "
-            f"in an array of shape {shape} at {path}. Add rows without tokens, plan "
-            f"with batch_multiple={size} say."
+            f"in an array of shape {shape} at {path}. Add rows without tokens, for "
+            f"example by planning with batch_multiple={size}."
         )
     for i in copies:
         other, its_shape, its_number = found[i]

@@ -134,8 +134,8 @@ def _as_pad(pad: Any, dtype: np.dtype, path: str) -> np.ndarray:
     if given.shape != () or not _is_number(given):
         raise TypeError(
             f"A pad value must be a number: got {pad!r} for {path}. What weighs "
-            "nothing depends on the loss: False for a mask, -100 for labels with "
-            "ignore_index=-100, say."
+            "nothing depends on the loss: for example False for a mask, or -100 for "
+            "labels with ignore_index=-100."
         )
     is_complex = [jnp.issubdtype(d, jnp.complexfloating) for d in (given.dtype, dtype)]
     if is_complex != [True, False]:
@@ -151,8 +151,8 @@ def _as_pad(pad: Any, dtype: np.dtype, path: str) -> np.ndarray:
             return cast
     raise ValueError(
         f"A pad value must fit the dtype of its leaf: got {pad!r} for {path} of "
-        f"{dtype}. Give each leaf its own: pad_values={{'inputs': 0, 'mask': False}}, "
-        "say."
+        f"{dtype}. Give each leaf its own, for example pad_values={{'inputs': 0, "
+        "'mask': False}."
     )
 
 

@@ -39,7 +39,7 @@ def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
         if num_micro_batches is not None:
             raise ValueError(
                 "A PlannedWindow holds the number of its micro-batches: got "
-                f"num_micro_batches {num_micro_batches} beside one. Leave it out; for "
+                f"num_micro_batches {num_micro_batches} with one. Leave it out; for "
                 "less, give pad_window fewer sequences."
             )
         return micro_batches.capacity

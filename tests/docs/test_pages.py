@@ -86,10 +86,11 @@ def test_the_changelog_has_the_version_and_room_for_the_next():
 
 
 def test_the_map_of_the_package_has_every_file():
-    package = {path.name for path in ROOT.glob("optax_tokenaccum/*.py")}
-    rows = re.findall(r"^\| (`\w+\.py`.*?) \|", PAGES["CONTRIBUTING.md"], re.MULTILINE)
-    names = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row)]
-    assert sorted(names) == sorted(package - {"__init__.py"})
+    package = ROOT / "optax_tokenaccum"
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    rows = re.findall(r"^\| (`[\w/]+\.py`.*?) \|", PAGES["CONTRIBUTING.md"], re.M)
+    names = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
+    assert sorted(names) == sorted(x for x in files if not x.endswith("__init__.py"))
 
 
 def documented() -> list[str]:
