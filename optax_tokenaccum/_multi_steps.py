@@ -115,6 +115,8 @@ class MultiSteps:
 
 def accumulation_of(tx: Any) -> Accumulation | None:
     """The accumulation of `token_accumulation(...)` or a `MultiSteps`, else `None`."""
+    # An optax transformation is a pair of functions, with no room for more. Ours are
+    # bound methods. Where `update` is another function, callers raise an error.
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     owner = owner._tx if isinstance(owner, MultiSteps) else owner
     return owner.accumulation if isinstance(owner, Transformation) else None

@@ -43,6 +43,8 @@ def split_batch(batch: Batch, k: int) -> Any:
             f"{path}. Pad the batch with rows of no tokens, or drop some."
         )
 
+    # optax.microbatching.reshape_batch_axis cuts alike, but copies NumPy arrays, to
+    # Fortran order.
     def split(x: Any) -> Any:
         return x.reshape(rows // k, k, *x.shape[1:]).swapaxes(0, 1)
 
