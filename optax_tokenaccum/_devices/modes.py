@@ -1,7 +1,7 @@
-"""The three ways to run a step: on one device, or over a mesh in one of two ways.
+"""The two ways to run a step over a mesh, and `make_mode`, which chooses.
 
-Each mode has the same methods. On one device they do nothing. Over a mesh, each device
-keeps a sum of its own until the window closes, or one sum is spread over all devices.
+Each device keeps a sum of its own until the window closes, or one sum is spread over
+all devices. Both override the methods of `OneDevice`.
 """
 
 import contextlib
@@ -10,90 +10,22 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Batch, Gradients, Params
+from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.axes import LocalSums, as_names
 from optax_tokenaccum._devices.layouts import ShardedSums, StackedSums
 from optax_tokenaccum._devices.mesh import DataParallel
+from optax_tokenaccum._devices.one_device import OneDevice, RowsFn
 from optax_tokenaccum._devices.processes import Agreement
 from optax_tokenaccum._devices.rows import spread_rows
 from optax_tokenaccum._devices.shardings import is_explicit, is_sharding, sharding_of
 
 ReduceEvery = Literal["window", "micro_batch"]
-# Returns a state, values that are the same on all devices, and values of each device.
-RowsFn = Callable[..., tuple[Any, Any, Any]]
-
-
-class OneDevice:
-    """No mesh: arrays stay where they are, and `jit` places what it is not told."""
-
-    data_axes: tuple[str, ...] = ()
-    num_devices = 1
-    leading_axes: tuple[int, ...] = ()  # of the sums, before those of the parameters
-
-    def agree(self, batch: Batch, *numbers: Any) -> None:
-        """Raises if the processes of the mesh disagree about the shapes of a batch."""
-
-    def spread(self, batch: Batch, axis: int = 0, *, check_rows: bool = True) -> Any:
-        """The batch with its rows, along `axis`, spread over the devices."""
-        return batch
-
-    def init(self, params: Params, init: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The parameters where they belong, and what `init` returns for them."""
-        return params, init(params)
-
-    def layout(self, shardings: Any = None) -> Layout:
-        """The layout of the sums outside of `map_rows`.
-
-        Args:
-          shardings: of the parameters, where known.
-        """
-        return Layout()
-
-    def map_rows(
-        self, f: RowsFn, shardings: Any, opt_state: Any, rows: Any, *shared: Any
-    ) -> tuple[Any, Any, Any]:
-        """`f(layout, opt_state, batch, *shared)`, on the rows of every device.
-
-        Args:
-          f: returns a state, values that are the same on all devices, and values of
-            each device, `layout.stacked` along the axis of the rows.
-          shardings: of the parameters, where known.
-          opt_state: a `TokenAccumulationState`, or `None`.
-          rows: from `spread`.
-          *shared: passed whole to every device.
-        """
-        return f(Layout(), opt_state, rows, *shared)
-
-    def auto(self, f: RowsFn, shardings: Any, axis: int = 0) -> RowsFn:
-        """`f`, with the compiler choosing shardings on an Explicit mesh too.
-
-        Args:
-          f: returns a state, metrics, and values of each device, as `map_rows` does.
-          shardings: of that state, where known.
-          axis: of the rows.
-        """
-        return f
-
-    def check_layout(self, acc_grads: Gradients, params: Params) -> None:
-        """Raises `ValueError` if the sums belong to another number of devices."""
-        lead = self.leading_axes
-        sums = trees.named_leaves(acc_grads)
-        for (path, acc), p in zip(sums, jax.tree.leaves(params), strict=False):
-            got, own = jnp.shape(acc), jnp.shape(p)
-            if got != (*lead, *own) and own in (got, got[1:]):
-                raise ValueError(
-                    "The sums of the open window must be laid out for this step's "
-                    f"devices: at {path} of acc_grads expected shape {(*lead, *own)}, "
-                    f"got {got}. Take over the state of a run on others with "
-                    "regroup_sums(state, step.init(params))."
-                )
 
 
 class SumOverAll(OneDevice):

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
 import jax
+import numpy as np
 
 from optax_tokenaccum._core.trees import is_concrete
-from optax_tokenaccum._devices.modes import OneDevice
+from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._devices.shardings import sharding_of
 from optax_tokenaccum._steps.compile_ahead import signature
-from optax_tokenaccum._steps.loss_kwargs import StaticPart, split_arrays
 from optax_tokenaccum._steps.memo import ArrayMemo
 from optax_tokenaccum._steps.state import StepMetrics, StepState, key_array
 
@@ -193,3 +193,35 @@ class ShardingCache:
         """Notes the shardings of a state that a program returned."""
         if shardings is not None:
             self._memo.remember(key_array(state), shardings)
+
+
+class StaticPart(NamedTuple):
+    """A tree without its arrays; hashable, so that `jit` can compare it."""
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], StaticPart]:
+    """Splits `tree` into arrays and numbers, and bools, strings and functions."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [x for x in leaves if _is_array(x)]
+    rest = tuple(_IsArray if _is_array(x) else x for x in leaves)
+    return arrays, StaticPart(structure, rest)
+
+
+def join_arrays(arrays: list[Any], static: StaticPart) -> Any:
+    """The inverse of `split_arrays`."""
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is _IsArray else x for x in static.leaves]
+    return jax.tree.unflatten(static.structure, leaves)
+
+
+class _IsArray:
+    """Marks the position of an array among the leaves."""
+
+
+def _is_array(x: Any) -> bool:
+    numbers = np.ndarray, np.generic, int, float, complex
+    is_number = isinstance(x, numbers) and not isinstance(x, bool | np.character)
+    return is_number or isinstance(x, jax.Array | jax.ShapeDtypeStruct)

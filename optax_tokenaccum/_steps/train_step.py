@@ -14,11 +14,17 @@ from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Gradients, Params, is_concrete
-from optax_tokenaccum._devices.modes import OneDevice, ReduceEvery, make_mode
+from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
+from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._steps.compile_ahead import Progress, compile_all, distinct
-from optax_tokenaccum._steps.loss_kwargs import StaticPart, join_arrays
 from optax_tokenaccum._steps.memo import MiniStepMemo
-from optax_tokenaccum._steps.program import Arguments, Program, ShardingCache
+from optax_tokenaccum._steps.program import (
+    Arguments,
+    Program,
+    ShardingCache,
+    StaticPart,
+    join_arrays,
+)
 from optax_tokenaccum._steps.state import StepMetrics, StepState, require_step_state
 from optax_tokenaccum._steps.update import close_and_apply, metrics_of
 
