@@ -15,7 +15,7 @@ RowsFn = Callable[..., tuple[Any, Any, Any]]
 
 
 class OneDevice:
-    """No mesh: arrays stay where they are, and `jit` places what it is not told."""
+    """Without a mesh, arrays stay where they are, and `jit` places the others."""
 
     data_axes: tuple[str, ...] = ()
     num_devices = 1

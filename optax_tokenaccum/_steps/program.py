@@ -21,7 +21,7 @@ class Arguments(NamedTuple):
     """The arguments of a call besides the state.
 
     Attributes:
-      traced: what `jit` traces, in the order of the body's parameters.
+      traced: the arguments that `jit` traces, in the order of the body's parameters.
       loss_kwargs: the keywords of the loss, or `None` if the body takes none.
     """
 
@@ -32,29 +32,28 @@ class Arguments(NamedTuple):
 class Program(Generic[P]):
     """A jitted function: `program(state, ...) -> (state, StepMetrics)`.
 
-    A state over several devices stays where it is: its shardings become those of the
-    program's outputs. Without that the compiler would place them as it sees fit, for
-    example a moment whose shape matches no parameter, and the next call would compile
-    once more.
+    A state over several devices stays where it is: the program's outputs get the
+    shardings of the state. Otherwise the compiler would choose them, for example for a
+    moment whose shape matches no parameter, and the next call would compile again.
 
-    What is donated comes first and in the order in which it is returned: `jit` pairs
-    donated buffers with outputs of the same shape in order, and a parameter paired with
-    a moment of its shape costs XLA a copy of both.
+    Donated arguments come first, in the order in which they are returned: `jit` pairs
+    donated buffers with outputs of the same shape in order, and pairing a parameter
+    with a moment of its shape costs XLA a copy of both.
 
     Args:
       body: `body(shardings, donated, kept, *traced) -> (donated, metrics, aux)`, a pure
         function, where `shardings` are those of the parameters, or `None`. If the loss
         takes keywords, their arrays follow `traced`, and `static` is the rest of them.
-      arguments: of a state and of a call's other arguments, which it checks; the call
-        and `lower` have its signature.
-      split: of a state, what is donated and what is kept.
-      join: the inverse: a state, of what the body returned and of the old state.
-      mode: of the step's devices.
-      shardings: shared by all programs of a step.
+      arguments: checks a state and the other arguments of a call, and returns
+        `Arguments`. The call and `lower` have its signature.
+      split: `split(state) -> (donated, kept)`.
+      join: `join(donated, old_state) -> state`, where `donated` is from the body.
+      mode: how the step runs on its devices.
+      shardings: the cache that all programs of a step share.
       donate: whether buffers are donated.
-      shared: of a call's arguments, those that all processes must give alike, see
-        `OneDevice.agree`.
-      row_axis: the axis of the rows, and of the devices' own `aux`.
+      shared: returns those arguments of a call that must be the same in all processes,
+        see `OneDevice.agree`.
+      row_axis: the axis of the rows, along which the devices' `aux` are concatenated.
     """
 
     def __init__(
@@ -92,8 +91,7 @@ class Program(Generic[P]):
     ) -> tuple[StepState, StepMetrics]:
         if self._shared is not None:  # before an error that others would wait for
             self._mode.agree(*self._shared(*args, **kwargs))
-        given = self._arguments(state, *args, **kwargs)
-        shardings, arguments, static = self._call(state, given)
+        shardings, arguments, static = self._prepare(state, *args, **kwargs)
         donated, metrics, aux = self._at(shardings)(*arguments, static=static)
         state = self._join(donated, state)
         self._shardings.remember(state, shardings)
@@ -102,8 +100,7 @@ class Program(Generic[P]):
     def lower(
         self, state: StepState, *args: P.args, **kwargs: P.kwargs
     ) -> jax.stages.Lowered:
-        given = self._arguments(state, *args, **kwargs)
-        shardings, arguments, static = self._call(state, given)
+        shardings, arguments, static = self._prepare(state, *args, **kwargs)
         return self._at(shardings).lower(*arguments, static=static)
 
     def make_ready(self, state: StepState, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -112,8 +109,7 @@ class Program(Generic[P]):
             return
         if not all(map(is_concrete, jax.tree.leaves(state))):
             return  # in a trace, where nothing is donated
-        given = self._arguments(state, *args, **kwargs)
-        shardings, arguments, static = self._call(state, given)
+        shardings, arguments, static = self._prepare(state, *args, **kwargs)
         key = shardings, signature(arguments), static
         if key not in self._compiled:
             self._at(shardings).lower(*arguments, static=static).compile()
@@ -123,10 +119,12 @@ class Program(Generic[P]):
         """Notes that the program is compiled for states like this one."""
         self._is_ready.remember(key_array(state), True)
 
-    def _call(self, state: StepState, given: Arguments) -> tuple[Any, Any, Any]:
-        traced, static = given.traced, None
-        if given.loss_kwargs is not None:
-            arrays, static = split_arrays(given.loss_kwargs)
+    def _prepare(self, state: StepState, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The shardings of a state, and what the jitted function is given."""
+        traced, loss_kwargs = self._arguments(state, *args, **kwargs)
+        static = None
+        if loss_kwargs is not None:
+            arrays, static = split_arrays(loss_kwargs)
             traced = (*traced, arrays)
         return self._shardings.of(state), (*self._split(state), *traced), static
 
