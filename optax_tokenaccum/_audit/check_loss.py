@@ -183,7 +183,7 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
     size = sum(abs(loss) for loss, _ in halves)
     if not same(n_twice, 2 * n):
         yield (
-            f"the count is no sum: {n:g} tokens, and {n_twice:g} with every row twice. "
+            f"the count is not a sum: {n:g} tokens, and {n_twice:g} with every row twice. "
             "Return the sum of the loss's own mask."
         )
     elif not same(n_apart, n):
@@ -198,7 +198,7 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
         )
     elif not same(twice, 2 * loss, size):
         yield (
-            "the loss holds a term that is no sum over tokens: it is "
+            "the loss holds a term that is not a sum over tokens: it is "
             f"{twice:.6g}, not {2 * loss:.6g}, with every row twice. An auxiliary loss "
             "that is a mean goes in as loss_sum + c * auxiliary * num_tokens."
         )

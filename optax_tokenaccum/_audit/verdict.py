@@ -9,7 +9,7 @@ from optax_tokenaccum._audit.report import Verdict
 # Verdict -> its forms, each the weights of the micro-batches' summed gradients.
 Forms = dict[Verdict, list[np.ndarray]]
 
-MENDS = {
+EXPLANATIONS = {
     Verdict.EXACT: "the loop applies the token mean of the whole window.",
     Verdict.MEAN_OF_MEANS: (
         "the loop averages the means of its micro-batches, so a token counts for less "
@@ -18,7 +18,7 @@ MENDS = {
     ),
     Verdict.DISCARDED: (
         "the parameters did not move: the updates of the one call that closes the "
-        "window are thrown away, or none closes it. Apply the updates of every call, "
+        "window are thrown away, or no call closes it. Apply the updates of every call, "
         "those of an open window are zeros; make_train_step has none to lose."
     ),
     Verdict.NOT_DIVIDED: (
@@ -52,8 +52,8 @@ TOO_NOISY = (
     "loss_fn does not explain. Dropout does that: leave it out or fix its key. If it "
     "is rounding, give rtol."
 )
-NO_SUM = (
-    "the applied gradient is no sum of these micro-batches' gradients. A window left "
+NOT_A_SUM = (
+    "the applied gradient is not a sum of these micro-batches' gradients. A window left "
     "open by what came before (end it with close_window), another loss, dropout, or a "
     "rescaling by parameter would do that."
 )
@@ -206,10 +206,10 @@ def _conclude(
     if evidence.stepped_again:
         verdict = Verdict.STEPPED_EVERY_MICRO_BATCH
         if candidates[verdict] <= max(rtol, STEPS_RTOL):
-            return verdict, None, MENDS[verdict]
+            return verdict, None, EXPLANATIONS[verdict]
         return Verdict.UNKNOWN, None, SEVERAL_STEPS
     if not evidence.first.any():
-        return Verdict.DISCARDED, None, MENDS[Verdict.DISCARDED]
+        return Verdict.DISCARDED, None, EXPLANATIONS[Verdict.DISCARDED]
     if evidence.noise > MOST_NOISE:
         return Verdict.UNKNOWN, None, TOO_NOISY.format(evidence.noise)
     within = [verdict for verdict, error in candidates.items() if error <= rtol]
@@ -220,7 +220,7 @@ def _conclude(
     factor = _factor(evidence, evidence.exact)
     if within:
         verdict = min(within, key=candidates.__getitem__)
-        return verdict, factor, MENDS[verdict]
+        return verdict, factor, EXPLANATIONS[verdict]
     return Verdict.UNKNOWN, factor, _unknown(evidence, factor, weights)
 
 
@@ -260,7 +260,7 @@ def _exact_unless_ambiguous(
             "micro-batches of similar sizes, or audit in float32."
         )
     else:
-        return Verdict.EXACT, 1.0, MENDS[Verdict.EXACT]
+        return Verdict.EXACT, 1.0, EXPLANATIONS[Verdict.EXACT]
     return Verdict.UNKNOWN, None, explanation
 
 
@@ -277,7 +277,7 @@ def _unknown(evidence: Evidence, factor: float | None, weights: Weights | None) 
             "the direction is that of a mean of means, and the size is wrong as well: "
             f"{size}. Use make_train_step with a summed loss."
         )
-    return NO_SUM if weights is None else _unknown_weights(weights)
+    return NOT_A_SUM if weights is None else _unknown_weights(weights)
 
 
 def _unknown_weights(weights: Weights) -> str:
