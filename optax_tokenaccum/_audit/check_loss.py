@@ -183,8 +183,8 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
     size = sum(abs(loss) for loss, _ in halves)
     if not same(n_twice, 2 * n):
         yield (
-            f"the count is not a sum: {n:g} tokens, and {n_twice:g} with every row twice. "
-            "Return the sum of the loss's own mask."
+            f"the count is not a sum: {n:g} tokens, and {n_twice:g} with every row "
+            "twice. Return the sum of the loss's own mask."
         )
     elif not same(n_apart, n):
         yield (

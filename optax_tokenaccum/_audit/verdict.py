@@ -18,8 +18,8 @@ EXPLANATIONS = {
     ),
     Verdict.DISCARDED: (
         "the parameters did not move: the updates of the one call that closes the "
-        "window are thrown away, or no call closes it. Apply the updates of every call, "
-        "those of an open window are zeros; make_train_step has none to lose."
+        "window are thrown away, or no call closes it. Apply the updates of every "
+        "call, those of an open window are zeros; make_train_step has none to lose."
     ),
     Verdict.NOT_DIVIDED: (
         "the loop applies the sum over tokens. Divide once, by the number of tokens in "
@@ -53,8 +53,8 @@ TOO_NOISY = (
     "is rounding, give rtol."
 )
 NOT_A_SUM = (
-    "the applied gradient is not a sum of these micro-batches' gradients. A window left "
-    "open by what came before (end it with close_window), another loss, dropout, or a "
+    "the applied gradient is not a sum of these micro-batches' gradients. A window "
+    "left open by what came before (end it with close_window), another loss, dropout, or a "
     "rescaling by parameter would do that."
 )
 
@@ -295,8 +295,8 @@ def _unknown_weights(weights: Weights) -> str:
     return (
         "the micro-batches are weighted in a way of their own, a token with "
         f"{min(values):.3g} to {max(values):.3g} where 1 is exact. Something "
-        "rescales each of them: clipping, say, which belongs inside the optimizer that "
-        "runs once a window."
+        "rescales each of them, for example clipping, which belongs inside the "
+        "optimizer that runs once a window."
     )
 
 
