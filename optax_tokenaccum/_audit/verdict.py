@@ -54,8 +54,8 @@ TOO_NOISY = (
 )
 NOT_A_SUM = (
     "the applied gradient is not a sum of these micro-batches' gradients. A window "
-    "left open by what came before (end it with close_window), another loss, dropout, or a "
-    "rescaling by parameter would do that."
+    "left open by what came before (end it with close_window), another loss, dropout, or "
+    "a rescaling by parameter would do that."
 )
 
 # Relative error of a step on one micro-batch; for a step on a window it is larger.
