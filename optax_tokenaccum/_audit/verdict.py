@@ -53,9 +53,9 @@ TOO_NOISY = (
     "is rounding, give rtol."
 )
 NOT_A_SUM = (
-    "the applied gradient is not a sum of these micro-batches' gradients. A window "
-    "left open by what came before (end it with close_window), another loss, dropout, or "
-    "a rescaling by parameter would do that."
+    "the applied gradient is not a sum of these micro-batches' gradients. Possible "
+    "reasons: a window left open by what came before (end it with close_window), another "
+    "loss, dropout, or a rescaling by parameter."
 )
 
 # Relative error of a step on one micro-batch; for a step on a window it is larger.
