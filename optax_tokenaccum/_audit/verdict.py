@@ -54,7 +54,7 @@ TOO_NOISY = (
 )
 NOT_A_SUM = (
     "the applied gradient is not a sum of these micro-batches' gradients. Possible "
-    "reasons: a window left open by what came before (end it with close_window), another "
+    "reasons: a window left open by earlier calls (end it with close_window), another "
     "loss, dropout, or a rescaling by parameter."
 )
 
