@@ -1,10 +1,11 @@
-"""Runs the suites and writes what they measured.
+"""Runs the suites and writes their measurements.
 
     python -m benchmarks --out results
 
-Ratios of times taken in turn in one process, never a time: the median of the pairs,
-the least and the greatest. Every way is first checked to give the right gradient, or
-known to be wrong by design. `--quick` runs everything small, to see that it works.
+The results are ratios of times, not times: the ways take turns in one process, and a
+result is the median, the minimum and the maximum over the pairs. Before the timing,
+every way must give the right gradient, or be known to be wrong by design. `--quick`
+runs everything on small inputs, to check that it works.
 """
 
 import argparse

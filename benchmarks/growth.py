@@ -14,11 +14,11 @@ from benchmarks.workloads import Workload, many_leaves, square_layers, window_of
 
 SHOWN = (BASE, "optax.MultiSteps", "token_accumulation", "train step", "window step")
 K = 8
-TRACED_ALONE = (10_000,)  # compiling so many leaves takes minutes, every way
+TRACED_ALONE = (10_000,)  # compiling this many leaves takes minutes, with every way
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """A row for every point of the three lines and every contender."""
+    """Returns a row for every point on the three axes and every contender."""
     rows = []
     for axis, value, k, workload in _points(settings):
         settings.say(f"growth with {axis}: {value}")

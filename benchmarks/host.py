@@ -1,4 +1,4 @@
-"""What a call costs on the host, beside what `jit` itself costs."""
+"""The host time of a call, in addition to the host time of `jit` itself."""
 
 from functools import partial
 from typing import Any
@@ -15,10 +15,10 @@ CALLS, K = 20, 8
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """A row for every number of leaves and every step."""
+    """Returns a row for every number of leaves and every step."""
     rows = []
     for leaves in settings.leaves:
-        if leaves > 1000:  # the growth suite has those: compiling them takes minutes
+        if leaves > 1000:  # only in the growth suite: compiling takes minutes
             continue
         settings.say(f"host time of {leaves} leaves")
         workload = many_leaves(leaves, total=leaves)
@@ -58,7 +58,7 @@ def _window_steps(workload: Workload) -> dict[str, Any]:
 def _ours_and_plain(
     ours: Any, traced: Any, init: Any, workload: Workload, data: Any
 ) -> dict[str, Any]:
-    """Calls of a step, and of `jit` around the same program and the same arguments."""
+    """Calls of a step, and of `jit` of the same program with the same arguments."""
     plain = jax.jit(
         lambda state, data: traced(state, data, frozen=None), donate_argnums=0
     )
@@ -69,7 +69,7 @@ def _ours_and_plain(
 
 
 class _Calls:
-    """So many calls, waited for at the end."""
+    """Makes `CALLS` calls in a row and does not wait for their results."""
 
     def __init__(self, step: Any, state: Any, data: Any):
         self._step, self._state, self._data = step, state, data

@@ -1,4 +1,4 @@
-"""What no way to accumulate can beat."""
+"""Limits that no way to accumulate can beat."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.workloads import Window, Workload
 def gradients_alone(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """k gradients, each thrown away."""
+    """Computes k gradients and discards each one."""
     gradient = jax.jit(jax.value_and_grad(workload.loss_fn, has_aux=True))
 
     def run(state: Any, window: Window) -> Any:
@@ -32,7 +32,7 @@ def gradients_alone(
 def gradients_and_step(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """k gradients and one optimizer step on the last of them: nothing is added up."""
+    """Computes k gradients and one optimizer step on the last; adds up nothing."""
     gradient = jax.jit(jax.value_and_grad(workload.loss_fn, has_aux=True))
     step = jax.jit(partial(apply, inner), donate_argnums=(0, 1))
 
@@ -57,7 +57,7 @@ def gradients_and_step(
 def bytes_at_copy_speed(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """As many bytes as a window moves at the least, read and written in place."""
+    """Reads and writes in place the fewest bytes that a window can move."""
     needed = bytes_of_a_window(workload, inner, k)
     buffers = owned((workload.params, workload.frozen))
     touch = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
@@ -73,11 +73,11 @@ def bytes_at_copy_speed(
 def bytes_of_a_window(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> int:
-    """What must be read and written, were activations free.
+    """The bytes that a window must read and write, not counting activations.
 
-    Every gradient reads the weights forwards and backwards, and is added to the sums,
-    which are written first and then read and written; the close reads the sums, and
-    reads and writes the parameters and the optimizer's state.
+    Every gradient reads the weights in the forward and in the backward pass. The first
+    gradient writes the sums, and each later gradient reads and writes them. The close
+    reads the sums, and reads and writes the parameters and the optimizer state.
     """
     params = size_in_bytes(workload.params)
     weights = params + size_in_bytes(workload.frozen)

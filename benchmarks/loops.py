@@ -1,4 +1,4 @@
-"""What a contender is, and the two shapes of loop that they have."""
+"""The contenders' types, and their two kinds of loop."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ class Loop(NamedTuple):
     """A training loop, window by window.
 
     Attributes:
-      state: to begin with.
-      run: `run(state, window) -> state`; the state given to it may be gone.
-      params: `params(state)`.
+      state: the initial state.
+      run: `run(state, window) -> state`; it may donate the state.
+      params: `params(state)` returns the parameters.
       lower: `lower(state, window) -> {name: program}`, the programs that it runs.
     """
 
@@ -31,8 +31,8 @@ class Contender(NamedTuple):
 
     Attributes:
       kind: `"limit"`, `"optax"`, `"by hand"` or `"ours"`.
-      build: `build(workload, inner, k)`.
-      exact: whether it means to give the gradient of the whole window.
+      build: `build(workload, inner, k)` makes the loop.
+      exact: whether it should give the gradient of the whole window.
     """
 
     kind: str
@@ -79,7 +79,7 @@ def call_per_window(
 
 
 def empty_sums(params: Any) -> tuple[jax.Array, jax.Array, Any]:
-    """Where the sums of losses, tokens and gradients begin, in float32."""
+    """Zero sums of losses, tokens and gradients, in float32."""
     gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     return jnp.zeros(()), jnp.zeros(()), gradients
 
@@ -91,7 +91,7 @@ def add(sums: Any, terms: Any) -> Any:
 def apply_sums(
     inner: optax.GradientTransformation, params: Any, opt_state: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """The inner optimizer's update on the mean of the sums."""
+    """Divides the sums once and applies the inner optimizer to the mean gradient."""
     _, num_tokens, gradients = sums
     mean = jax.tree.map(
         lambda g, p: (g / num_tokens).astype(p.dtype), gradients, params
@@ -107,7 +107,7 @@ def apply(
 
 
 def owned(tree: Any) -> Any:
-    """A copy, so that donation takes nothing from another contender."""
+    """Copies a tree, so that donation does not delete another contender's arrays."""
     return jax.tree.map(jnp.copy, tree)
 
 

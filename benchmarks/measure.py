@@ -1,4 +1,4 @@
-"""Times taken in turn in one process, and the ratios of pairs."""
+"""Interleaved timings in one process, and the ratios of pairs."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ import jax
 
 
 class Spread(NamedTuple):
-    """Median, least and greatest of what was measured in every round."""
+    """Median, minimum and maximum over the rounds."""
 
     median: float
     low: float
@@ -31,16 +31,16 @@ def interleaved(
     warm_up: int = 2,
     seconds: float = math.inf,
 ) -> dict[str, list[float]]:
-    """The seconds of every run, round by round, each round in another order.
+    """Measures the seconds of every run in rounds, each in a different order.
 
-    What disturbs the machine for a while disturbs the neighbours in a round alike:
-    so ratios are taken within rounds.
+    A disturbance of the machine that lasts for a while affects all runs of a round
+    alike, so ratios are taken within rounds.
 
     Args:
-      runs: what to time; what a run returns is waited for.
-      rounds: how many at most.
-      warm_up: rounds before, not counted.
-      seconds: after these there are no more rounds, once there are five.
+      runs: the functions to time, including the wait for their results.
+      rounds: the maximum number of rounds.
+      warm_up: additional rounds at the start, which are not counted.
+      seconds: no round starts after this time, once there are five rounds.
     """
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -59,7 +59,7 @@ def interleaved(
 
 
 def ratios(times: dict[str, list[float]], over: str) -> dict[str, Spread]:
-    """The time of each over that of one, pair by pair of a round."""
+    """The time of each run divided by the time of `over` in the same round."""
     return {
         name: spread([a / b for a, b in zip(own, times[over], strict=True)])
         for name, own in times.items()
@@ -67,7 +67,7 @@ def ratios(times: dict[str, list[float]], over: str) -> dict[str, Spread]:
 
 
 def net_memory(program: jax.stages.Compiled) -> float:
-    """Temporary + output - aliased bytes: what a call needs besides; NaN if unknown."""
+    """Temporary + output - aliased bytes, so without arguments; NaN if unknown."""
     memory = program.memory_analysis()
     if memory is None:
         return math.nan

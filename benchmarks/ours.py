@@ -1,4 +1,4 @@
-"""The ways in of this library."""
+"""The entry points of this library."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from optax_tokenaccum import make_train_step, make_window_step, token_accumulati
 def transformation(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """`token_accumulation` in a train step of the user's own."""
+    """`token_accumulation` in a handwritten train step."""
     optimizer = token_accumulation(inner, k)
 
     def step(params: Any, opt_state: Any, batch: Any, frozen: Any) -> Any:
@@ -42,7 +42,7 @@ def multi_steps(
 
 
 def train_step(workload: Workload, inner: optax.GradientTransformation, k: int) -> Loop:
-    """`make_train_step` where the host knows when a window closes: two programs."""
+    """`make_train_step` if the host knows when a window closes: two programs."""
     step = make_train_step(workload.loss_fn, inner, k)
 
     def lower(state: Any, window: Window) -> Any:
@@ -58,9 +58,9 @@ def train_step(workload: Workload, inner: optax.GradientTransformation, k: int) 
 def train_step_in_one(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """`make_train_step` where only the device knows, as with a token budget."""
+    """`make_train_step` if only the device knows, for example with a token budget."""
     step = make_train_step(workload.loss_fn, inner, lambda gradient_step: k)
-    # The program behind the call has no name of its own.
+    # `step` does not expose the program behind its call.
     program = jax.jit(
         lambda state, batch: step(state, batch, frozen=workload.frozen),
         donate_argnums=0,
@@ -75,7 +75,7 @@ def train_step_in_one(
 def window_step(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """`make_window_step`: a window a call."""
+    """`make_window_step`: one window per call."""
     step = make_window_step(workload.loss_fn, inner)
 
     def run(state: Any, window: Window) -> Any:

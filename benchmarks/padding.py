@@ -1,4 +1,4 @@
-"""A picture of a window's padding, before it is planned and after."""
+"""A picture of a window's padding, before and after planning."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from optax_tokenaccum import choose_length_buckets, plan_window
 
 
 def picture(settings: Settings, path: Path) -> None:
-    """One line a row: its tokens dark, its padding light."""
+    """Draws one line per row: tokens dark, padding light."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 

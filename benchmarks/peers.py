@@ -1,4 +1,4 @@
-"""What optax has, and the four forms that people write by hand."""
+"""optax's ways to accumulate, and the four forms that people write by hand."""
 
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ def optax_multi_steps(
 def optax_microbatching(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """Sums of everything over a batch that it cuts itself, divided by hand."""
+    """optax cuts the batch and sums everything; the division is by hand."""
 
     def step(params: Any, opt_state: Any, whole: Any, frozen: Any) -> Any:
         sums_over_window = optax.microbatching.microbatch(
@@ -59,7 +59,7 @@ def optax_microbatching(
 def scan_by_hand(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """Sums in a scan over the window, a division behind it: MaxText's form."""
+    """Sums in a scan over the window and divides after it, like MaxText."""
 
     def step(params: Any, opt_state: Any, micro_batches: Any, frozen: Any) -> Any:
         def body(sums: Any, batch: Any) -> Any:
@@ -75,7 +75,7 @@ def scan_by_hand(
 def cond_by_hand(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """One program a micro-batch, with the update and the reset in a cond: Tunix's."""
+    """One program per micro-batch, with update and reset in a cond, like Tunix."""
 
     def step(params: Any, carried: Any, batch: Any, frozen: Any) -> Any:
         opt_state, sums, index = carried
@@ -101,7 +101,7 @@ def cond_by_hand(
 def pair_by_hand(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """Two programs: one adds a micro-batch, one updates and begins the sums anew."""
+    """Two programs: one adds a micro-batch, one updates and resets the sums."""
 
     @partial(jax.jit, donate_argnums=0)
     def accumulate(sums: Any, params: Any, batch: Any, frozen: Any) -> Any:
@@ -134,7 +134,7 @@ def pair_by_hand(
 def loop_by_hand(
     workload: Workload, inner: optax.GradientTransformation, k: int
 ) -> Loop:
-    """A jitted gradient, added up outside of jit, and a jitted update."""
+    """A jitted gradient, summed outside of jit, and a jitted update."""
     gradient = jax.jit(partial(_gradient, workload))
     close = jax.jit(partial(apply_sums, inner), donate_argnums=(0, 1))
 
@@ -160,7 +160,7 @@ def loop_by_hand(
 
 
 def _gradient(workload: Workload, params: Any, batch: Any, frozen: Any) -> Any:
-    """`(loss_sum, num_tokens, gradient)`, with which every form begins."""
+    """`(loss_sum, num_tokens, gradient)`, the start of every form."""
     (loss_sum, num_tokens), gradient = jax.value_and_grad(
         workload.loss_fn, has_aux=True
     )(params, batch, frozen)

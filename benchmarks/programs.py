@@ -1,4 +1,4 @@
-"""What the programs need: memory, time to trace and to compile, and how many."""
+"""The memory, the tracing and compile times, and the number of the programs."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ BASE = "gradients alone"
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """A row for every workload and contender: all of its programs."""
+    """Returns a row for every workload and contender, with all its programs."""
     small = square_layers(16, 1)
     compilations = {name: _compilations(small, name) for name in CONTENDERS}
     rows = []
@@ -67,7 +67,7 @@ def _over_base(built: list[Any], contender: str, what: str) -> Any:
 
 
 def _compilations(workload: Workload, contender: str) -> int:
-    """How many programs XLA compiles in 20 windows, the first call included."""
+    """Counts the programs that XLA compiles in 20 windows, including the first call."""
     window = window_of(workload, K)
     loop = CONTENDERS[contender].build(workload, optax.adamw(1e-4), K)
     state = jax.block_until_ready(loop.state)

@@ -33,11 +33,11 @@ Sequences = list[Batch]
 
 
 class Packed(NamedTuple):
-    """Several sequences in a row; each sees only itself.
+    """Several sequences per row; each one attends only to itself.
 
     Attributes:
       inputs, labels, mask: `[rows, max_length]`, as in a `Batch`.
-      segment: int32 `[rows, max_length]`: whose token it is, 0 for padding.
+      segment: int32 `[rows, max_length]`: number of the sequence, 0 for padding.
     """
 
     inputs: np.ndarray
@@ -50,9 +50,9 @@ class Way(NamedTuple):
     """One way to run a window of sequences.
 
     Attributes:
-      state: to begin with.
+      state: the initial state.
       run: `run(state, sequences) -> state`, from lists of arrays to the update.
-      tokens: `tokens(sequences)`: positions that it computes, padding included.
+      tokens: `tokens(sequences)`: number of computed positions, including padding.
     """
 
     state: Any
@@ -61,7 +61,7 @@ class Way(NamedTuple):
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """A row for every distribution of lengths and every way."""
+    """Returns a row for every distribution of lengths and every way."""
     rows = []
     for name, sequences in _distributions(settings):
         if name not in settings.lengths:
@@ -74,7 +74,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 def measure(
     name: str, sequences: Sequences, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Windows of shuffled sequences, each the same for all ways."""
+    """Measures all ways on the same windows of shuffled sequences."""
     size = settings.sequences
     shuffled = np.random.default_rng(0).permutation(len(sequences))
     windows = [
@@ -83,7 +83,7 @@ def measure(
     ]
     lengths = [len(sequence.inputs) for sequence in sequences]
     buckets = choose_length_buckets(lengths, settings.shapes)
-    # An update far larger than the parameters, so that none of it is rounded away.
+    # The update is far larger than the parameters, so none of it is rounded away.
     updates = {
         way: jax.tree.map(np.asarray, run(state, windows[0]).params)
         for way, (state, run, _) in _ways(buckets, settings, optax.sgd(2.0**20)).items()
@@ -193,7 +193,7 @@ def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def packed_loss_fn(params: Any, batch: Packed) -> tuple[jax.Array, jax.Array]:
-    """The same model; rotary positions are relative, so none begins anew."""
+    """The same model; rotary positions are relative, so they need no reset."""
     own = batch.segment[:, None, :, None] == batch.segment[:, None, None, :]
 
     def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -206,7 +206,7 @@ def packed_loss_fn(params: Any, batch: Packed) -> tuple[jax.Array, jax.Array]:
 
 
 def pack(sequences: Sequences, length: int) -> Packed:
-    """First fit, the longest first, in an even number of rows."""
+    """Packs by first fit, longest first, into an even number of rows."""
     rows: list[list[Batch]] = []
     free: list[int] = []
     for sequence in sorted(sequences, key=lambda x: -len(x.inputs)):
@@ -230,7 +230,7 @@ def pack(sequences: Sequences, length: int) -> Packed:
 
 
 def _room(x: np.ndarray, capacity: int, rows: int) -> np.ndarray:
-    """`[capacity, rows, length]`, zeros behind the micro-batches that there are."""
+    """Reshapes to `[capacity, rows, length]`, with zeros after the micro-batches."""
     stacked = x.reshape(-1, rows, x.shape[-1])
     room = np.zeros((capacity, *stacked.shape[1:]), x.dtype)
     room[: len(stacked)] = stacked
@@ -238,7 +238,7 @@ def _room(x: np.ndarray, capacity: int, rows: int) -> np.ndarray:
 
 
 def _distributions(settings: Settings) -> Iterator[tuple[str, Sequences]]:
-    """Real dialogue, and random bytes of other lengths."""
+    """Yields real dialogue, and random bytes with other lengths."""
     size, longest = settings.sequences, settings.max_length
     yield "dialogue", dialogue(settings)
     rng = np.random.default_rng(0)
@@ -252,7 +252,7 @@ def _distributions(settings: Settings) -> Iterator[tuple[str, Sequences]]:
 
 
 def dialogue(settings: Settings) -> Sequences:
-    """Pairs of a prompt and an answer, in bytes: as many as fill whole windows."""
+    """Pairs of a prompt and an answer, in bytes, for `settings.windows` windows."""
     pairs, _ = read_corpus()
     encoded = [x for x in map(encode, pairs) if len(x.inputs) <= settings.max_length]
     return encoded[: settings.windows * settings.sequences]
@@ -264,10 +264,10 @@ def _random(rng: np.random.Generator, length: float) -> Batch:
 
 
 class _Running:
-    """A way that takes one window after another, round and round."""
+    """Runs a way on one window after another, in a cycle."""
 
     def __init__(self, way: Way, windows: list[Sequences]):
-        # A copy: the state given to a step is gone.
+        # Copies the state, because the step donates it.
         self._way, self._windows = way, windows
         self._state = jax.tree.map(jnp.copy, way.state)
         self._next = 0
@@ -284,7 +284,7 @@ def _pairs(a: list[float], b: list[float]) -> Any:
 
 
 def _compile_seconds(way: Way, windows: list[Sequences]) -> float:
-    """What a first pass over the windows takes longer than a second one."""
+    """How much longer a first pass over the windows takes than a second one."""
     passes = []
     running = _Running(way, windows)
     for _ in range(2):
@@ -296,6 +296,6 @@ def _compile_seconds(way: Way, windows: list[Sequences]) -> float:
 
 
 def _difference(params: Any, reference: Any) -> float:
-    """Relative, of parameters that are nothing but an update."""
+    """The relative L2 difference of parameters that consist of one large update."""
     difference = jax.tree.map(np.subtract, params, reference)
     return float(optax.tree.norm(difference) / optax.tree.norm(reference))

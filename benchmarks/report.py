@@ -1,4 +1,4 @@
-"""What was measured, as JSON, as Markdown tables, and as a picture."""
+"""Writes the results as JSON, as Markdown tables and as a picture."""
 
 import json
 import os
@@ -16,7 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 def write(results: dict[str, Rows], folder: Path) -> None:
-    """Writes `benchmarks.json`, `benchmarks.md` and, of speeds, `benchmarks.png`."""
+    """Writes `benchmarks.json`, `benchmarks.md` and, for speeds, `benchmarks.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     where = machine()
     (folder / "benchmarks.json").write_text(as_json(where, results))
@@ -26,7 +26,7 @@ def write(results: dict[str, Rows], folder: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Describes the machine and the versions behind the figures."""
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
@@ -39,7 +39,7 @@ def machine() -> dict[str, Any]:
 
 
 def as_json(where: dict[str, Any], results: dict[str, Rows]) -> str:
-    """`{"machine": ..., "suites": {name: rows}}`, a row a line."""
+    """`{"machine": ..., "suites": {name: rows}}`, one row per line."""
     suites = [
         f"{json.dumps(suite)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
         for suite, rows in results.items()
@@ -49,7 +49,7 @@ def as_json(where: dict[str, Any], results: dict[str, Rows]) -> str:
 
 
 def markdown(where: dict[str, Any], results: dict[str, Rows]) -> str:
-    """Every suite as a table; ratios are medians of pairs, least and greatest."""
+    """Tables of every suite; ratios are medians of pairs, minimum and maximum."""
     measured_on = ", ".join(f"{name} {value}" for name, value in where.items())
     parts = [f"# Benchmarks\n\n{measured_on}\n"]
     for suite, rows in results.items():
@@ -62,7 +62,7 @@ def markdown(where: dict[str, Any], results: dict[str, Rows]) -> str:
 
 
 def picture(rows: Rows, path: Path) -> None:
-    """With AdamW, a panel for each workload: medians and spreads."""
+    """Draws medians and spreads with AdamW, one panel per workload."""
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 

@@ -22,21 +22,21 @@ class Case(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What all suites have in common.
+    """The settings of all suites.
 
     Attributes:
-      workloads: by name.
-      cases: of the speed suite.
-      rounds: of an interleaved measurement, at most.
-      seconds: that one may take, once there are five rounds.
-      leaves: of the trees in the host and growth suites.
-      ks: in the growth suite.
-      widths: of the square layers in the growth suite.
-      sequences: in a window of the ragged suite.
-      windows: of real dialogue in the ragged suite.
-      max_length: of a sequence in the ragged suite, in tokens.
-      shapes: of micro-batches in the ragged suite.
-      lengths: the distributions in the ragged suite, by name.
+      workloads: the workloads by name.
+      cases: the cases of the speed suite.
+      rounds: the maximum number of rounds of an interleaved measurement.
+      seconds: the time limit of one measurement, once there are five rounds.
+      leaves: the numbers of leaves in the host and growth suites.
+      ks: the values of k in the growth suite.
+      widths: the widths of the square layers in the growth suite.
+      sequences: the number of sequences in a window of the ragged suite.
+      windows: the number of windows of real dialogue in the ragged suite.
+      max_length: the maximum length of a sequence in the ragged suite, in tokens.
+      shapes: the number of micro-batch shapes in the ragged suite.
+      lengths: the names of the length distributions in the ragged suite.
     """
 
     workloads: Workloads
@@ -73,12 +73,12 @@ QUICK = Settings(
 
 
 def full() -> Settings:
-    """For the machine at hand."""
+    """Returns the settings for this machine."""
     on_cpu = jax.default_backend() == "cpu"
     workloads = WORKLOADS if on_cpu else LARGE_WORKLOADS
     return Settings(
         workloads=workloads,
-        # A star around AdamW and k = 8: everything crossed would take hours.
+        # Varies one setting around AdamW and k = 8: all combinations would take hours.
         cases=(
             *(Case(name, "AdamW", 8) for name in workloads),
             *(Case(name, "SGD", 8) for name in workloads),

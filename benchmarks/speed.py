@@ -1,4 +1,4 @@
-"""How long a window takes, every way, over gradients and one optimizer step."""
+"""The time of a window, divided by the time of its gradients and one optimizer step."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ PAIRS = (
     ("train step", BASE),
 )
 OPTIMIZERS = {"AdamW": optax.adamw(1e-4), "SGD": optax.sgd(1e-4)}
-# Above the rounding of each dtype, far below what a mean of means is off.
+# Above the rounding of each dtype, far below the error of a mean of means.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """A row for every case and contender, and one for every pair of note."""
+    """Returns a row for every case and contender, and for every pair in `PAIRS`."""
     rows = []
     for case in settings.cases:
         settings.say(f"speed: {', '.join(map(str, case))}")
@@ -39,7 +39,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 
 def measure(case: Case, settings: Settings) -> list[dict[str, Any]]:
-    """One case: every contender in turn, round after round."""
+    """Measures all contenders of one case in interleaved rounds."""
     workload = settings.workloads[case.workload]()
     inner, k = OPTIMIZERS[case.optimizer], case.k
     errors = check(workload, k)
@@ -79,11 +79,11 @@ def check(workload: Workload, k: int) -> dict[str, float]:
     """The relative error of every contender's gradient of a window.
 
     Raises:
-      AssertionError: one that means to be exact is not, or one that does not is.
+      AssertionError: an exact contender is wrong, or an inexact one is right.
     """
     window = window_of(workload, k)
     exact = _gradient_in_float64(workload, window)
-    # The update is far larger than the parameters: nothing of it is rounded away.
+    # The update is far larger than the parameters, so none of it is rounded away.
     rate = 2.0**30
     errors = {}
     for name, contender in (PEERS | OURS).items():
@@ -100,7 +100,7 @@ def check(workload: Workload, k: int) -> dict[str, float]:
 
 
 class Running:
-    """A loop that goes on where it stopped."""
+    """A loop that continues from its last state."""
 
     def __init__(self, loop: Loop, window: Window):
         self._loop, self._state, self._window = loop, loop.state, window

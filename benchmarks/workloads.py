@@ -1,4 +1,4 @@
-"""What is trained: the models, and ragged windows of data for them."""
+"""The models to train, and ragged windows of data for them."""
 
 import operator
 from collections.abc import Callable
@@ -17,10 +17,10 @@ class Workload(NamedTuple):
     """A model and its micro-batches.
 
     Attributes:
-      params: what is trained.
-      frozen: what `loss_fn` needs besides, not trained.
+      params: the trained parameters.
+      frozen: the parameters of `loss_fn` that are not trained.
       loss_fn: `loss_fn(params, batch, frozen) -> (loss_sum, num_tokens)`.
-      micro_batch: `micro_batch(rng)`: one with a random number of loss tokens.
+      micro_batch: `micro_batch(rng)` makes one with a random number of loss tokens.
     """
 
     params: Any
@@ -42,7 +42,7 @@ class Window(NamedTuple):
 
 
 def window_of(workload: Workload, k: int, seed: int = 0) -> Window:
-    """`k` micro-batches on the device."""
+    """Makes a window of `k` micro-batches on the device."""
     rng = np.random.default_rng(seed)
     micro_batches = [workload.micro_batch(rng) for _ in range(k)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *micro_batches)
@@ -53,7 +53,7 @@ def window_of(workload: Workload, k: int, seed: int = 0) -> Window:
 def square_layers(
     width: int = 2048, layers: int = 6, rows: int = 4, dtype: Any = jnp.float32
 ) -> Workload:
-    """Large square layers and a tiny batch: what moves the parameters costs most."""
+    """Large square layers and a tiny batch: moving the parameters costs most."""
     keys = jax.random.split(jax.random.key(0), layers)
     params = [jax.random.normal(key, (width, width), dtype) for key in keys]
 
@@ -65,7 +65,7 @@ def square_layers(
         return jnp.sum(jnp.where(batch["mask"], per_row, 0)), jnp.sum(batch["mask"])
 
     def micro_batch(rng: np.random.Generator) -> Any:
-        # Short and long micro-batches hold different data, as they do in life.
+        # Short and long micro-batches hold different data, as in real training.
         n = rng.integers(1, rows + 1)
         x = rng.normal(size=(rows, width)) * n
         return {"x": x.astype(dtype), "mask": np.arange(rows) < n}
@@ -76,7 +76,7 @@ def square_layers(
 def transformer_of(
     d_model: int = 512, layers: int = 5, rows: int = 2, length: int = 64, rank: int = 0
 ) -> Workload:
-    """A causal language model, of 17 M parameters by default; with `rank`, LoRA."""
+    """A causal language model, by default with 17 M parameters; LoRA if `rank` > 0."""
     vocabulary = 2048
     model = transformer.init(
         jax.random.key(0), vocabulary=vocabulary, d_model=d_model, layers=layers
@@ -112,7 +112,7 @@ def transformer_of(
 
 
 def _unstacked(params: Any, layers: int) -> Any:
-    """Layer by layer: the gradient of one is added as soon as it is made."""
+    """Splits the layers, so that each gradient is added as soon as it is computed."""
     return params | {
         "layers": [
             jax.tree.map(operator.itemgetter(i), params["layers"])
@@ -122,7 +122,7 @@ def _unstacked(params: Any, layers: int) -> Any:
 
 
 def many_leaves(leaves: int, total: int = 1_000_000) -> Workload:
-    """`total` parameters in so many vectors, and next to no work."""
+    """`total` parameters in `leaves` vectors, and almost no computation."""
     size = max(total // leaves, 1)
     params = {f"leaf {i}": jnp.ones(size) for i in range(leaves)}
 
@@ -160,4 +160,4 @@ TINY_WORKLOADS: Workloads = {
     "LoRA": lambda: transformer_of(32, 1, length=8, rank=2),
     "bfloat16": lambda: square_layers(32, 2, dtype=jnp.bfloat16),
 }
-"""To see that everything runs and is right; times mean nothing."""
+"""To check that everything runs and is right; times are meaningless."""

@@ -1,4 +1,4 @@
-"""What a program is doing: a bar in a terminal, lines in a file."""
+"""Shows progress: a bar in a terminal, lines in a file."""
 
 from collections.abc import Generator
 from typing import Any
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 
 class Bar(Progress):
-    """How much is done, and what is being done."""
+    """A progress bar that also names the current activity."""
 
     def __init__(self, console: Console, total: int, done: int = 0) -> None:
         columns = ["{task.description}", BarColumn(), MofNCompleteColumn()]
@@ -17,22 +17,22 @@ class Bar(Progress):
         self._said: set[str] = set()
 
     def say(self, activity: str) -> None:
-        """Shows it beside the bar; in a file it is a line, the first time."""
+        """Shows the activity next to the bar; a file gets one line per new activity."""
         self.update(self._task, description=activity)
         if not self.console.is_terminal and activity not in self._said:
             self.console.print(activity)
         self._said.add(activity)
 
     def step(self) -> None:
-        """One more is done."""
+        """Advances the bar by one."""
         self.advance(self._task)
 
     def show(self, done: int) -> None:
-        """Shows how much is done."""
+        """Sets the bar to `done`."""
         self.update(self._task, completed=done)
 
     def compiling(self, programs: list[Any]) -> Generator[Any, None, None]:
-        """Says which of the programs is compiled."""
+        """Yields the programs and shows which one is being compiled."""
         for number, program in enumerate(programs, start=1):
             self.say(f"compiling {number}/{len(programs)}")
             yield program

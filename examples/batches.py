@@ -1,4 +1,4 @@
-"""From pairs of texts to token arrays, and from those to windows of micro-batches."""
+"""Turns pairs of texts into token arrays, and these into windows of micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     Attributes:
       inputs: int32 `[rows, length]`: BOS, prompt, SEP, completion, then PAD.
       labels: int32 `[rows, length]`: the inputs one step ahead, with an EOS at the end.
-      mask: bool `[rows, length]`: whether the label is of the completion or its EOS.
+      mask: bool `[rows, length]`: True where the label is in the completion or its EOS.
     """
 
     inputs: np.ndarray
@@ -26,17 +26,17 @@ class Batch(NamedTuple):
     mask: np.ndarray
 
 
-# What stands where there is no token; the mask says that it weighs nothing.
+# Fills positions without a token; the mask excludes them from the loss.
 PADDING = Batch(*map(np.asarray, (PAD, PAD, False)))
 
 
 class Window(NamedTuple):
-    """The rows behind one optimizer update, cut up and in one piece.
+    """The rows behind one optimizer update, in micro-batches and as one batch.
 
     Attributes:
-      micro_batches: as many as are accumulated, with the same number of rows each.
+      micro_batches: the `k` micro-batches, all with the same number of rows.
       whole: the same rows as one batch.
-      sequences: the same rows without padding, each of its own length.
+      sequences: the same rows as sequences without padding.
     """
 
     micro_batches: list[Batch]
@@ -45,35 +45,35 @@ class Window(NamedTuple):
 
     @property
     def stacked(self) -> Batch:
-        """The micro-batches as one array `[k, rows, length]`, all of one length."""
+        """The micro-batches as arrays `[k, rows, length]`, padded to one length."""
         k = len(self.micro_batches)
         return Batch(*(part.reshape(k, -1, part.shape[-1]) for part in self.whole))
 
 
 def encode(pair: Pair) -> Batch:
-    """Makes the tokens `[length]` of one pair; the length is its bytes plus two."""
+    """Encodes one pair as arrays `[length]`; `length` is its bytes plus two."""
     prompt, completion = pair.prompt.encode(), pair.completion.encode()
     tokens = np.array([BOS, *prompt, SEP, *completion, EOS], np.int32)
-    # The label of SEP's position is the completion's first byte.
+    # At SEP, the label is the first byte of the completion.
     mask = np.arange(len(tokens) - 1) >= len(prompt) + 1
     return Batch(tokens[:-1], tokens[1:], mask)
 
 
 def padded_lengths(max_length: int) -> list[int]:
-    """The lengths to pad to: few, because every one is compiled for."""
+    """The lengths to pad to: few, because each one costs a compilation."""
     return sorted({-(-max_length // 4), -(-max_length // 2), max_length})
 
 
 def pad(
     sequences: Sequence[Batch], lengths: list[int], rows: int | None = None
 ) -> Batch:
-    """Stacks sequences, padded to the first of `lengths` that holds the longest.
+    """Stacks sequences, padded to the first of `lengths` that fits the longest.
 
     Args:
       sequences: encoded pairs.
-      lengths: the lengths that there are, ascending.
-      rows: how many rows to make; those without a sequence are masked. By
-        default as many as there are sequences.
+      lengths: the allowed lengths, ascending.
+      rows: the number of rows; rows without a sequence are masked. By default,
+        one row per sequence.
 
     Returns:
       A batch `[rows, length]`.
@@ -92,7 +92,7 @@ def pad(
 
 
 def fill_rows(batch: Batch, multiple: int) -> Batch:
-    """Adds rows without tokens, until there are equally many for each device."""
+    """Adds rows without tokens until `multiple` divides the number of rows."""
     missing = -len(batch.inputs) % multiple
     return Batch(
         *(
@@ -115,11 +115,11 @@ def make_windows(
 
     Args:
       sequences: encoded pairs; each is used once before any is used again.
-      updates: how many windows.
+      updates: the number of windows.
       accumulation_steps: micro-batches in a window.
       micro_batch_size: rows in a micro-batch.
       lengths: the lengths to pad to.
-      seed: of the shuffle.
+      seed: the seed of the shuffle.
 
     Returns:
       The windows.
@@ -139,9 +139,10 @@ def make_windows(
 
 
 def plan_settings(windows: list[Window]) -> dict[str, Any]:
-    """What `plan_window` is told, for the whole run: so its shapes are few.
+    """Returns arguments of `plan_window` for a whole run, so that shapes are few.
 
-    No micro-batch is larger than the largest of fixed rows, and needs more memory.
+    No planned micro-batch is larger than the largest one with a fixed number of rows,
+    so none needs more memory.
     """
     lengths = [len(sequence.inputs) for w in windows for sequence in w.sequences]
     return {
@@ -151,20 +152,20 @@ def plan_settings(windows: list[Window]) -> dict[str, Any]:
 
 
 def largest_micro_batch(windows: list[Window]) -> Batch:
-    """The micro-batch with the most positions, padding included."""
+    """The micro-batch with the most positions, including padding."""
     micro_batches = (batch for window in windows for batch in window.micro_batches)
     return max(micro_batches, key=lambda batch: batch.inputs.size)
 
 
 def largest_window(windows: list[Window]) -> Window:
-    """The window whose whole has the most positions, padding included."""
+    """The window whose `whole` batch has the most positions, including padding."""
     return max(windows, key=lambda window: window.whole.inputs.size)
 
 
 def batches_in_order(
     sequences: Sequence[Batch], rows: int, lengths: list[int]
 ) -> list[Batch]:
-    """Batches that hold every sequence once, for evaluation; sorted to pad less."""
+    """Batches for evaluation: every sequence once, sorted by length to pad less."""
     by_length = sorted(sequences, key=lambda sequence: len(sequence.inputs))
     return [
         pad(by_length[start : start + rows], lengths, rows)

@@ -1,9 +1,10 @@
-"""Loops that apply another gradient than they seem to, and what the audit says.
+"""Loops that apply a wrong gradient, and what the audit says about each.
 
     python examples/broken_loops.py
 
-Each loop is `run(optimizer, params, micro_batches) -> params`, as `audit` takes it, and
-as people wrote it. In most of them the loss goes down all the same.
+Each loop has the signature that `audit` expects,
+`run(optimizer, params, micro_batches) -> params`, and contains a mistake that people
+made. In most of the loops, the loss still goes down.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +31,10 @@ class Broken(NamedTuple):
 
     Attributes:
       run: the loop.
-      mistake: what it does wrong, for a reader.
-      verdict: the right one.
-      says: a part of the right explanation, where the verdict is not all.
-      dtype: of the parameters.
+      mistake: what it does wrong, in words.
+      verdict: the verdict that the audit should return.
+      says: a part of the expected explanation, if the verdict alone is not enough.
+      dtype: the dtype of the parameters.
     """
 
     run: Callable[[Any, Any, MicroBatches], Any]
@@ -44,14 +45,14 @@ class Broken(NamedTuple):
 
 
 def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The summed loss of a small model of the next token, and its tokens."""
+    """The summed loss of a small next-token model, and the number of tokens."""
     x = jnp.tanh(params["embedding"][batch.inputs] @ params["hidden"])
     return softmax_cross_entropy_sum(x @ params["head"], batch.labels, batch.mask)
 
 
 @jax.jit
 def sum_and_count(params: Any, batch: Batch) -> tuple[Any, jax.Array]:
-    """The gradient of the summed loss, and its tokens."""
+    """The gradient of the summed loss, and the number of tokens."""
     return jax.grad(loss_fn, has_aux=True)(params, batch)
 
 
@@ -73,7 +74,7 @@ def scale(grads: Any, factor: Any) -> Any:
 
 
 def make_step(optimizer: Any) -> Callable[..., tuple[Any, Any]]:
-    """One call of the optimizer, applied: `(params, state)`."""
+    """Makes `step(params, state, grads) -> (params, state)`, one optimizer call."""
 
     @jax.jit
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
@@ -93,7 +94,7 @@ def mean_of_means(optimizer: Any, params: Any, micro_batches: MicroBatches) -> A
 
 
 def mean_over_devices(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
-    """Two devices, each with the mean of its own rows, averaged by `pmean`."""
+    """Two devices take the means of their rows, and `pmean` averages these."""
     state = optimizer.init(params)
     grads = scale(params, 0)
     for pair in zip(micro_batches[::2], micro_batches[1::2], strict=True):
@@ -110,7 +111,7 @@ def mean_over_devices(optimizer: Any, params: Any, micro_batches: MicroBatches) 
 def summed_over_devices(
     optimizer: Any, params: Any, micro_batches: MicroBatches
 ) -> Any:
-    """Exact on each of two devices that hold the same rows, then `psum`."""
+    """Two devices hold the same rows: both are exact, then `psum` adds them."""
     sums = [sum_and_count(params, batch) for batch in micro_batches]
     num_tokens = sum(n for _, n in sums)
     grads = scale(params, 0)
@@ -134,7 +135,7 @@ def double_division(optimizer: Any, params: Any, micro_batches: MicroBatches) ->
 
 
 def never_divided(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
-    """Gradients of summed losses, added, as they are."""
+    """Gradients of summed losses are added and never divided."""
     grads = scale(params, 0)
     for batch in micro_batches:
         grads = add(grads, sum_and_count(params, batch)[0])
@@ -150,7 +151,7 @@ def overwritten(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any
 
 
 def not_wrapped(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
-    """The wrapper was forgotten: an update for every micro-batch."""
+    """The wrapper is missing, so every micro-batch causes an update."""
     step, state = make_step(optimizer), optimizer.init(params)
     for batch in micro_batches:
         params, state = step(params, state, mean(params, batch))
@@ -158,7 +159,7 @@ def not_wrapped(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any
 
 
 def updates_discarded(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
-    """The loop of optax issue 1567, whose count is one ahead of `mini_step`."""
+    """The loop of optax issue 1567: its counter is one ahead of `mini_step`."""
     k = len(micro_batches)
     optimizer = optax.MultiSteps(optimizer, k)
     update, state = jax.jit(optimizer.update), optimizer.init(params)
@@ -184,7 +185,7 @@ def misaligned(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
 
 
 def clipped_before(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
-    """Every micro-batch is clipped, where the window should be."""
+    """Clips every micro-batch instead of the window."""
     clip = optax.clip_by_global_norm(0.05)
     num_tokens = sum(batch.mask.sum() for batch in micro_batches)
     grads = scale(params, 0)
@@ -195,7 +196,7 @@ def clipped_before(optimizer: Any, params: Any, micro_batches: MicroBatches) -> 
 
 
 def float16_sums(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
-    """Scaled losses, summed in float16, which ends at 65,504."""
+    """Sums scaled gradients in float16, whose largest value is 65,504."""
     loss_scale = 2.0**14
     grads, num_tokens = scale(params, 0), 0
     for batch in micro_batches:
@@ -206,7 +207,7 @@ def float16_sums(optimizer: Any, params: Any, micro_batches: MicroBatches) -> An
 
 
 def stale_window(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
-    """The epoch before ended in the middle of a window, which nobody closed."""
+    """The previous epoch ended in the middle of a window, and nothing closed it."""
     optimizer = optax.MultiSteps(optimizer, len(micro_batches))
     step, state = make_step(optimizer), optimizer.init(params)
     for batch in (*cut(make_rows(99))[:2], *micro_batches):
@@ -267,13 +268,13 @@ GALLERY = {
 
 
 def cut(rows: Batch) -> list[Batch]:
-    """K micro-batches of equally many rows."""
+    """Cuts rows into `K` micro-batches of equal size."""
     parts = [np.split(part, K) for part in rows]
     return [Batch(*micro_batch) for micro_batch in zip(*parts, strict=True)]
 
 
 def parameters(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    """Those of the model, at random."""
+    """Random parameters of the model."""
     random = np.random.default_rng(seed)
     shapes = {
         "embedding": (VOCABULARY, WIDTH),

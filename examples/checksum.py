@@ -1,4 +1,4 @@
-"""Whether a state is bit for bit another, without a copy of it on the host."""
+"""A checksum to compare states bit for bit, without copying them to the host."""
 
 import hashlib
 from typing import Any
@@ -9,10 +9,11 @@ import numpy as np
 
 
 def checksum(state: Any) -> str:
-    """The SHA-256 of two integers an array, whatever devices and processes it is on.
+    """The SHA-256 of two integers per array, on any devices and processes.
 
-    They change when a bit of the array does, and when two elements change places. Sums
-    modulo 2**32 have no rounding and so no order: every device adds up its own part.
+    The integers change when a bit of the array changes, and when two elements are
+    swapped. They are sums modulo 2**32, which do not round, so the order of addition
+    does not matter and every device can add up its part.
     """
     digests = jax.device_get(_digests(jax.tree.leaves(state)))
     return hashlib.sha256(np.asarray(digests, "<u4").tobytes()).hexdigest()
@@ -33,7 +34,7 @@ def _digests(arrays: list[jax.Array]) -> list[list[jax.Array]]:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits, in words of 32; a wider number's along an axis behind the others."""
+    """The bits as uint32 words; wider numbers add a last axis for their words."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:
@@ -43,7 +44,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Other words for other words, without a pattern: the end of MurmurHash3."""
+    """Scrambles words, distinct ones to distinct ones: MurmurHash3's finalizer."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,9 +1,9 @@
-"""Clipping inside and outside of the accumulation, beside the clipped full batch.
+"""Compares clipping inside and outside the accumulation with a clipped full batch.
 
     python examples/clipping.py --out docs/images/clipping.png
 
-One window of a small Llama on ragged rows: how far the update is from the one that SGD
-applies behind `optax.clip_by_global_norm` when it is given the full batch at once.
+For one window of a small Llama on ragged rows, the program measures how far the update
+is from the reference: `optax.clip_by_global_norm`, then SGD, on the full batch at once.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rich.table import Table
 from optax_tokenaccum import token_accumulation
 
 K, SEEDS = 16, 9
-# Clip norms, over the norm of the full batch's gradient; the table shows some.
+# Clip norms over the norm of the full batch's gradient; the table has only `SHOWN`.
 CLIP_NORMS = [2.0**i for i in range(-2, 11)]
 SHOWN = [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0]
 
@@ -54,14 +54,14 @@ def _multi_steps(clip_norm: Any) -> Any:
     return optax.MultiSteps(_clip_and_sgd(clip_norm), K)
 
 
-# Way -> its optimizer, and whether it is given gradients of mean losses.
+# Way -> (its optimizer, whether it takes gradients of mean losses).
 WAYS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "inside": (_inside, False),
     "outside, of means": (_outside_mean, True),
     "outside, of sums": (_outside, False),
     "optax.MultiSteps": (_multi_steps, True),
 }
-# Others come to lie on the first: so that is a wide band.
+# Other curves coincide with the first, so the first is drawn as a wide band.
 _LOOKS: dict[str, dict[str, Any]] = {
     "inside": {"color": "#1f6fb4", "linewidth": 8, "alpha": 0.5},
     "outside, of means": {"color": "#c77d0a", "marker": "s"},
@@ -72,7 +72,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 
 @partial(jax.jit, static_argnames="way")
 def update_of(way: str, clip_norm: Any, grads: jax.Array, counts: Any) -> jax.Array:
-    """The update behind the `[K, size]` gradients of one window, as one vector."""
+    """The update from the `[K, size]` gradients of one window, as one vector."""
     optimizer = WAYS[way][0](clip_norm)
     params = jnp.zeros_like(grads[0])
     state = optimizer.init(params)
@@ -84,7 +84,7 @@ def update_of(way: str, clip_norm: Any, grads: jax.Array, counts: Any) -> jax.Ar
 
 
 def measure(seed: int) -> dict[str, list[dict[str, float]]]:
-    """By way, the update against the full batch's at every clip norm."""
+    """Compares each way's update to the full batch's, at every clip norm."""
     params, rows = init(seed, width=32, layers=2), make_rows(seed)
     size = ROWS // K
     window = [
@@ -110,7 +110,7 @@ def measure(seed: int) -> dict[str, list[dict[str, float]]]:
 
 
 def medians(seeds: int) -> dict[str, dict[str, np.ndarray]]:
-    """By way and measure, the median over so many models, one a clip norm."""
+    """Medians over `seeds` models for each way and measure, one per clip norm."""
     found = [measure(seed) for seed in range(seeds)]
     return {
         way: {
@@ -122,7 +122,7 @@ def medians(seeds: int) -> dict[str, dict[str, np.ndarray]]:
 
 
 def make_table(found: dict[str, dict[str, np.ndarray]]) -> Table:
-    """The distances, and the direction and length where the clip norm is 1."""
+    """A table of distances, and of cosine and norm at a clip norm of 1."""
     table = Table(
         title="Distance of the update to the full batch's, by the clip norm",
         caption="Relative L2. Cosine and norm: at a clip norm of 1",
@@ -142,7 +142,7 @@ def make_table(found: dict[str, dict[str, np.ndarray]]) -> Table:
 
 
 def write_picture(path: Path, found: dict[str, dict[str, np.ndarray]]) -> None:
-    """Draws the distance of the update, and its length, against the clip norm."""
+    """Draws the distance and the norm of the update against the clip norm."""
     figure = Figure(figsize=(9.6, 4.4), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2)
     left.set_title("Distance of the update to the full batch's (relative L2)")
@@ -169,7 +169,7 @@ def main() -> None:
         "--out", type=Path, metavar="FILE", help="draws the picture, a PNG file"
     )
     options = parser.parse_args()
-    # A GPU's default product of float32 matrices shortens the factors (TF32).
+    # By default, a GPU rounds the factors of float32 matrix products to TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
     found = medians(SEEDS)
     Console(highlight=False, markup=False).print(make_table(found))

@@ -1,8 +1,8 @@
 """Trains by several methods in lockstep and measures how far they end up apart.
 
-A window goes through every method before the next one begins. So the distance to the
-reference is taken after every update without keeping old parameters, and whatever else
-the machine is doing slows all methods alike.
+Every method trains on a window before the next window begins. The distance to the
+reference is therefore measured after every update without storing old parameters, and
+other work on the machine slows all methods alike.
 """
 
 import time
@@ -26,10 +26,10 @@ class Run:
       method: its name in `METHODS` or `PLANNED`.
       loop: the training loop, a generator that stops after every update.
       params: the trained parameters after the last update.
-      distances: relative L2 distance to the reference's parameters, one an update.
-      validation_losses: number of updates done -> mean loss of a validation token.
-      train_loss: mean loss of a training token, over the whole split, at the end.
-      seconds: the time of the windows that compiled nothing.
+      distances: relative L2 distances to the reference's parameters, one per update.
+      validation_losses: number of updates done -> mean loss per validation token.
+      train_loss: mean loss per training token, over the whole split, at the end.
+      seconds: the total time of the windows that compiled nothing.
       tokens: the real tokens in those windows.
       memory: program -> temporary + output - aliased bytes; None where unknown.
     """
@@ -46,12 +46,12 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Real tokens a second; None where every window compiled something."""
+        """Real tokens per second; None if every window compiled something."""
         return self.tokens / self.seconds if self.seconds else None
 
     @property
     def validation_loss(self) -> float:
-        """The mean loss of a validation token at the end."""
+        """The mean loss per validation token at the end."""
         return self.validation_losses[max(self.validation_losses)]
 
 
@@ -68,18 +68,18 @@ def compare(
     say: Callable[[str], None],
     after_update: Callable[[], None],
 ) -> list[Run]:
-    """Trains the same model on the same windows by each method.
+    """Trains the same model on the same windows with each method.
 
     Args:
       methods: names in `METHODS` or `PLANNED`, the reference first.
       params: the parameters to train; every method gets a copy, since it donates them.
       frozen: the parameters that are not trained.
-      windows: one an update.
+      windows: one per update.
       inner: the optimizer.
       accumulation_steps: micro-batches in a window.
       train: the training split, for its final loss.
-      validation: the validation split, for its loss at about 20 updates.
-      say: called with what is done next.
+      validation: the validation split; its loss is measured at about 20 updates.
+      say: called with a description of the next activity.
       after_update: called after each update of each run.
 
     Returns:
@@ -122,7 +122,7 @@ def compare(
 
 
 def mean_loss(params: Params, frozen: Params, batches: list[Batch]) -> float:
-    """The sum of the losses over the sum of the tokens, over all batches."""
+    """The sum of the losses divided by the number of tokens, over all batches."""
     sums = [_loss_and_count(params, batch, frozen) for batch in batches]
     loss_sums, counts = zip(*sums, strict=True)
     return float(sum(loss_sums) / sum(counts))
@@ -133,13 +133,13 @@ _loss_and_count = jax.jit(loss_fn)
 
 @jax.jit
 def _distance(params: Params, reference: Params) -> jax.Array:
-    """The L2 norm of the difference over the reference's."""
+    """The L2 norm of the difference, divided by the L2 norm of the reference."""
     difference = jax.tree.map(jnp.subtract, params, reference)
     return optax.tree.norm(difference) / optax.tree.norm(reference)
 
 
 def _finish(loop: Loop) -> Programs:
-    """Takes what a loop returns after its last window."""
+    """Ends a loop after its last window, and returns its programs."""
     try:
         next(loop)
     except StopIteration as stop:
@@ -148,7 +148,7 @@ def _finish(loop: Loop) -> Programs:
 
 
 def _memory(program: jax.stages.Lowered) -> int | None:
-    """Temporary + output - aliased bytes: what a program needs beside its arguments."""
+    """Temporary + output - aliased bytes: memory in addition to the arguments."""
     memory = program.compile().memory_analysis()
     if memory is None:
         return None

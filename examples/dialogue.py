@@ -1,9 +1,10 @@
 """Prompts and completions: the English dialogues of chatterbot-corpus, or a JSONL file.
 
 A conversation of the corpus becomes one pair for each turn after the first: the first
-turn is the prompt, the later turn a completion. The other reading, each turn answers
-the one before it, fits fewer: of the 225 turns that come third or later, 184 are in the
-two files that list several answers to one question ("emotion" and "computers").
+turn is the prompt, and the later turn is the completion. The alternative, that each
+turn answers the previous one, fits fewer turns: of the 225 turns in third place or
+later, 184 are in the two files that list several answers to one question ("emotion" and
+"computers").
 """
 
 import hashlib
@@ -18,7 +19,7 @@ _LIKE = 'each line must be like {"prompt": "...", "completion": "..."}'
 
 
 class Pair(NamedTuple):
-    """What is asked and what should be answered."""
+    """A prompt and the completion that should follow it."""
 
     prompt: str
     completion: str
@@ -57,13 +58,14 @@ def read_corpus() -> tuple[list[Pair], str]:
 def pairs_of_conversations(
     conversations: list[list[Any]],
 ) -> tuple[list[Pair], str]:
-    """Makes pairs of conversations: the first turn with each of the later ones.
+    """Makes pairs from conversations: the first turn with each later turn.
 
-    Repeated conversations, those of one turn and those of over `MAX_TURNS` are left
-    out; a turn that YAML read as a number or a bool becomes text.
+    Repeated conversations, conversations of one turn and conversations of more than
+    `MAX_TURNS` turns are left out. A turn that YAML read as a number or a bool becomes
+    text.
 
     Args:
-      conversations: the turns of each.
+      conversations: the turns of each conversation.
 
     Returns:
       The pairs, and a sentence about everything that was dropped or changed.
@@ -90,9 +92,9 @@ def pairs_of_conversations(
 
 
 def read_jsonl(path: Path) -> list[Pair]:
-    """Reads one JSON object a line, with the texts `prompt` and `completion`.
+    """Reads one JSON object per line, with the strings `prompt` and `completion`.
 
-    Empty lines and other fields are passed over.
+    Empty lines and other fields are ignored.
 
     Args:
       path: the file.
@@ -101,8 +103,8 @@ def read_jsonl(path: Path) -> list[Pair]:
       The pairs, in the order of the file.
 
     Raises:
-      DataError: the file cannot be read or is empty, or has bad lines, which are named
-        by number.
+      DataError: the file cannot be read, is empty, or has bad lines; the message names
+        their numbers.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -133,16 +135,16 @@ def read_jsonl(path: Path) -> list[Pair]:
 def split_by_prompt(
     pairs: list[Pair], validation_share: float = 0.1
 ) -> tuple[list[Pair], list[Pair]]:
-    """Splits so that no prompt is on both sides, whatever the order of the pairs.
+    """Splits pairs so that no prompt is on both sides, whatever their order.
 
-    Prompts that differ in case or white space only count as the same.
+    Prompts that differ only in case or white space count as equal.
 
     Args:
-      pairs: all of them.
-      validation_share: the share of the prompts that are held out, at least one.
+      pairs: all pairs.
+      validation_share: the share of the prompts to hold out; at least one is.
 
     Returns:
-      The pairs for training and those for validation.
+      The training pairs and the validation pairs.
 
     Raises:
       DataError: there are fewer than two prompts.
@@ -151,8 +153,8 @@ def split_by_prompt(
     def normal(pair: Pair) -> str:
         return " ".join(pair.prompt.casefold().split())
 
-    # A hash gives an order that depends on nothing but the prompts: not on the order of
-    # the file, not on the version of a random generator.
+    # The order of the hashes depends only on the prompts, not on the order of the file
+    # or on the version of a random generator.
     prompts = sorted(
         {normal(pair) for pair in pairs},
         key=lambda prompt: hashlib.sha256(prompt.encode()).digest(),
@@ -169,7 +171,7 @@ def split_by_prompt(
 
 
 def _parse(line: bytes) -> Pair:
-    """Reads one line; raises ValueError with what is wrong with it."""
+    """Reads one line; raises a ValueError that says what is wrong."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

@@ -2,36 +2,38 @@
 
     python examples/finetune.py
 
-The same model learns from the same micro-batches by each method of `methods.py`, and
-the program says how far each ends from training on whole windows. Prompts are masked
-and answers are of any length: so micro-batches hold different numbers of loss tokens,
-and their means must not be averaged. Text is bytes and the parameters start at random:
-this is about the arithmetic of training, not about a good model.
+Each method in `methods.py` trains the same model on the same micro-batches, and the
+program reports how far each one ends from training on whole windows. Prompts are masked
+and answers have any length, so micro-batches hold different numbers of loss tokens, and
+their means must not be averaged. Text is bytes and the parameters start at random: the
+example shows the arithmetic of training and does not make a good model.
 
-`--lora-rank 4` trains low-rank adapters beside the frozen matrices, see `lora.py`. Here
-these are random too, so there is less to learn.
+`--lora-rank 4` trains low-rank adapters next to the frozen matrices, see `lora.py`.
+Here the frozen matrices are random too, so there is less to learn.
 
-`--plan` adds two ways that cut each window by length instead of into fixed rows, see
-`planned.py`: the same updates with less padding.
+`--plan` adds two ways that cut each window by length instead of into a fixed number of
+rows, see `planned.py`: the same updates with less padding.
 
-Your own data: `--data FILE.jsonl`, a line an example, with `prompt` and `completion`.
+`--data FILE.jsonl` uses your data: one example per line, with `prompt` and
+`completion`.
 
-`--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. It can be
-killed at any moment and ends as if it never had been, see `resumable.py`; Ctrl-C says
-which checkpoint is the last. The loss is printed with each of them. Started again with
-more `--updates`, it goes on for longer. It uses all devices that jax sees, and can
-go on on more or on fewer.
+`--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. The run can be
+killed at any moment and resumed without changing the result, see `resumable.py`. Ctrl-C
+prints which checkpoint is the last. The loss is printed with every checkpoint. The same
+command with more `--updates` continues the run. It uses all devices that jax sees, and
+can resume on more or fewer devices.
 
-`--coordinator HOST:PORT --num-processes N --process-id I` beside it trains on the
-devices of several processes, started with the same command but for `I`; on Slurm and on
-GKE `--distributed` alone is enough. See `processes.py` and `docs/many_processes.md`.
+With `--coordinator HOST:PORT --num-processes N --process-id I` in addition, the run
+uses the devices of several processes. Start each process with the same command, except
+for `I`. On Slurm and GKE, `--distributed` alone is enough. See `processes.py` and
+`docs/many_processes.md`.
 """
 
 import sys
 
 from interrupt import end_on_ctrl_c, say_on_ctrl_c
 
-if __name__ == "__main__":  # To import the rest takes seconds.
+if __name__ == "__main__":  # Importing the rest takes seconds.
     end_on_ctrl_c()
 
 from argparse import Namespace
@@ -75,8 +77,8 @@ from transformer import Params, init
 from optax_tokenaccum import StepMetrics, TrainStep, make_train_step
 
 EVALUATION_ROWS = 32
-# What decides on the arithmetic or on the data. Not the number of updates: the windows
-# of a longer run begin with those of a shorter one.
+# The options that affect the arithmetic or the data. The number of updates does not: a
+# longer run begins with the windows of a shorter one.
 DECIDING = (
     "optimizer",
     "learning_rate",
@@ -105,7 +107,7 @@ def main() -> None:
 
 
 def how_to_go_on(directory: Path | None) -> str:
-    """Says after an interruption what the same command would do, as `main` was told."""
+    """Says, after an interruption, what the same command would do."""
     if directory is None:
         return ": a comparison cannot be resumed, the same command begins anew"
     number = last_checkpoint(directory)
@@ -115,17 +117,17 @@ def how_to_go_on(directory: Path | None) -> str:
 
 
 def run(options: Namespace) -> None:
-    """Reads the data, and trains.
+    """Reads the data and trains.
 
     Raises:
       CheckpointError: see `train_one_run`.
       DataError: the data cannot be used as it is.
-      PeerError: another process cannot go on.
+      PeerError: another process cannot continue.
     """
     quiet = not processes.is_first()
     console = Console(highlight=False, markup=False, quiet=quiet)
-    # A GPU's default product of float32 matrices shortens the factors (TF32): its
-    # rounding would drown the differences that are measured here.
+    # By default, a GPU rounds the factors of float32 matrix products to TF32. The
+    # rounding errors would hide the differences that are measured here.
     jax.config.update("jax_default_matmul_precision", "highest")
     with processes.together():
         train, validation = load(options.data, options.max_length, console)
@@ -155,7 +157,7 @@ def compare_methods(
     validation: list[Batch],
     console: Console,
 ) -> None:
-    """Trains by every method, and reports."""
+    """Trains with every method and reports the results."""
     params, frozen = make_parameters(options)
     lengths = padded_lengths(options.max_length)
     methods = list(dict.fromkeys([REFERENCE, *options.methods]))
@@ -194,11 +196,11 @@ def compare_methods(
 def train_one_run(
     options: Namespace, windows: list[Window], train: list[Batch], console: Console
 ) -> None:
-    """Trains by `make_train_step`, from the last checkpoint on if there is one.
+    """Trains with `make_train_step`, from the last checkpoint if there is one.
 
     Raises:
       CheckpointError: the directory holds something else, or is damaged.
-      PeerError: another process cannot go on, or was given something else.
+      PeerError: another process cannot continue, or was given something else.
     """
     mesh = processes.make_mesh()
     params, frozen = make_parameters(options)
@@ -252,7 +254,7 @@ def train_one_run(
 
 
 def make_step(options: Namespace, mesh: Mesh) -> TrainStep:
-    """Makes the step of the one run."""
+    """Makes the train step of the single run."""
     return make_train_step(
         loss_fn,
         OPTIMIZERS[options.optimizer](options.learning_rate),
@@ -263,13 +265,13 @@ def make_step(options: Namespace, mesh: Mesh) -> TrainStep:
 
 
 def settings_of(options: Namespace, train: list[Batch]) -> Settings:
-    """Everything that a run cannot change on its way."""
+    """All settings that must not change during a run."""
     deciding = {name: getattr(options, name) for name in DECIDING}
     return deciding | {"data_sha256": fingerprint(train)}
 
 
 def make_parameters(options: Namespace) -> tuple[Params, Params]:
-    """Makes the parameters to train, and those to leave as they are."""
+    """Makes the trained parameters and the frozen parameters."""
     model = init(
         jax.random.key(options.seed),
         vocabulary=VOCABULARY,
@@ -278,7 +280,7 @@ def make_parameters(options: Namespace) -> tuple[Params, Params]:
     )
     if not options.lora_rank:
         return model, {}
-    # From another seed: random numbers of one key are not independent.
+    # Uses another seed: random numbers from the same key are not independent.
     key = jax.random.key(options.seed + 1)
     return init_adapters(key, model, options.lora_rank), model
 
@@ -294,7 +296,7 @@ def load(
       console: where to print.
 
     Returns:
-      The encoded pairs for training and those for validation.
+      The encoded training pairs and the encoded validation pairs.
 
     Raises:
       DataError: the data cannot be used as it is.

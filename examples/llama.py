@@ -1,7 +1,7 @@
-"""A small Llama from PyTorch's random numbers, and rows for it to learn from.
+"""A small Llama initialized with PyTorch's random numbers, and rows to train it on.
 
-Its parameters are those of transformers' `LlamaForCausalLM`: so figures that others
-published about that model can be reproduced without PyTorch.
+Its parameters equal the parameters of transformers' `LlamaForCausalLM`, so figures that
+others published about that model can be reproduced without PyTorch.
 """
 
 from typing import Any
@@ -25,16 +25,16 @@ class TorchRandom:
         self._bits = np.random.RandomState(seed)
 
     def integers(self, low: int, high: int, *shape: int) -> np.ndarray:
-        """As `torch.randint` does."""
+        """Draws integers like `torch.randint`."""
         drawn = self._bits.randint(0, 2**32, shape, dtype=np.uint32)
         return (low + drawn % (high - low)).astype(np.int32)
 
     def uniform(self, *shape: int) -> np.ndarray:
-        """As `torch.rand` does: the low 24 bits make a float32."""
+        """Draws floats like `torch.rand`: the low 24 bits make a float32."""
         return self.integers(0, 2**24, *shape) / 2**24
 
     def normal(self, *shape: int) -> np.ndarray:
-        """As `torch.randn` does for a multiple of 16: Box and Muller, in eights."""
+        """Draws like `torch.randn` for a multiple of 16: Box-Muller, in eights."""
         u = self.uniform(int(np.prod(shape)) // 16, 2, 8)
         radius, angle = np.sqrt(-2 * np.log1p(-u[:, :1])), 2 * np.pi * u[:, 1:]
         pairs = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
@@ -51,7 +51,7 @@ def init(seed: int, *, width: int, layers: int) -> Params:
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(0.02 * random.normal(*shape), jnp.float32)
 
-    # PyTorch fills each matrix by a rule of its own, before transformers does.
+    # PyTorch fills each matrix by its default rule before transformers fills it again.
     random.uniform(VOCABULARY * width + layers * 10 * width**2)
     params: Params = {"embedding": normal(VOCABULARY, width)}
     params["layers"] = [
@@ -64,7 +64,7 @@ def init(seed: int, *, width: int, layers: int) -> Params:
 
 
 def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The summed loss of the Llama, and the number of tokens that it is a sum over."""
+    """The summed loss of the Llama, and the number of tokens in the sum."""
     rows, length = batch.inputs.shape
     frequencies = 1e4 ** -jnp.linspace(0, 1, HEAD_DIM // 2, endpoint=False)
     angle = jnp.arange(length)[:, None, None] * frequencies
@@ -93,7 +93,7 @@ def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def make_rows(seed: int, low: int = 2, high: int = MAX_LENGTH) -> Batch:
-    """Rows of `low` to `high` tokens; half of the vocabulary may follow each token."""
+    """Rows of `low` to `high` tokens; half of the vocabulary can follow each token."""
     random = np.random.default_rng(seed)
     lengths = random.integers(low, high + 1, ROWS)
     steps = random.integers(1, VOCABULARY // 2 + 1, (ROWS, MAX_LENGTH + 1))

@@ -1,14 +1,16 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): few trained parameters, many frozen ones.
 
-Beside a frozen matrix W stand A, with `rank` columns, and B, with `rank` rows:
+Each adapted matrix W is frozen, and gets A with `rank` columns and B with `rank` rows:
 
     y = x W + (ALPHA / rank) (x A) B
 
-A begins random, normal with variance 1 / fan-in, and B at zero: so training begins at
-the frozen model. The product A B is never made, nor is a gradient of W's size.
+A starts as random normal numbers with variance 1 / fan-in, and B starts at zero, so
+training starts at the frozen model. Neither the product A B nor a gradient of W's size
+is ever computed.
 
-The model is made of both, `merge(trained, frozen)`. What is trained is a tree of its
-own, so gradients, sums and optimizer states have its size and know nothing of the rest.
+`merge(trained, frozen)` makes the parameters of the model. The trained parameters are a
+separate tree, so gradients, sums and optimizer states have the size of this tree and do
+not contain the frozen parameters.
 """
 
 from typing import Any
@@ -28,11 +30,11 @@ def init_adapters(key: jax.Array, frozen: Tree, rank: int) -> Tree:
 
     Args:
       key: a PRNG key.
-      frozen: the parameters of the model, those under "layers" with a leading axis.
-      rank: of the product of A and B, at least 1.
+      frozen: the parameters of the model; under "layers" they have a leading axis.
+      rank: the rank of the product A B, at least 1.
 
     Returns:
-      What `merge` takes in the place of trained parameters.
+      The tree that `merge` takes as `trained`.
     """
     adapters = {}
     keys = jax.random.split(key, len(ADAPTED))
@@ -47,18 +49,18 @@ def init_adapters(key: jax.Array, frozen: Tree, rank: int) -> Tree:
 
 
 def merge(trained: Tree, frozen: Tree) -> Tree:
-    """The parameters of the model, which is nothing but the two trees in one."""
+    """Merges the two trees into the parameters of the model."""
     layers = frozen.get("layers", {}) | trained["layers"]
     return frozen | trained | {"layers": layers}
 
 
 def project(x: jax.Array, layer: Tree, name: str) -> jax.Array:
-    """Multiplies by a matrix of a layer, and by its adapter where there is one.
+    """Multiplies by a matrix of a layer, and by its adapter if it has one.
 
     Args:
       x: `[..., inputs]`.
       layer: the parameters of one layer.
-      name: of the matrix `[inputs, outputs]`.
+      name: the name of the matrix `[inputs, outputs]`.
 
     Returns:
       `[..., outputs]`.

@@ -1,12 +1,13 @@
-"""Seven training loops for the same model on the same batches, one a function.
+"""Seven training loops for the same model on the same batches, one per function.
 
-Each is written as in a project of your own and can be copied as it stands. Two lines
-serve the comparison alone: `yield` lets it look at the parameters after every update,
-and `return` hands it the programs, to be asked for their memory.
+Each loop is written as in a user's project and can be copied unchanged. Two lines serve
+only the comparison: `yield` shows it the parameters after every update, and `return`
+gives it the programs, to measure their memory.
 
-All of them donate what they replace, and none waits for the device. Parameters that are
-not trained are in `frozen`, which is empty where all are. It is an argument of every
-program: an array that a program closes over is copied into it as a constant.
+Every loop donates the arrays that it replaces, and none waits for the device.
+Parameters that are not trained are in `frozen`, which is empty if all are trained.
+Every program takes `frozen` as an argument, because an array that a program closes over
+is copied into it as a constant.
 """
 
 from collections.abc import Callable, Generator
@@ -36,7 +37,7 @@ Method = Callable[
 def loss_fn(
     params: Params, batch: Batch, frozen: Params
 ) -> tuple[jax.Array, jax.Array]:
-    """The summed loss of a batch, and the number of tokens that it is a sum over."""
+    """The summed loss of a batch, and the number of tokens in the sum."""
     logits = forward(merge(params, frozen), batch.inputs)
     return softmax_cross_entropy_sum(logits, batch.labels, batch.mask)
 
@@ -44,7 +45,7 @@ def loss_fn(
 def mean_loss_fn(
     params: Params, batch: Batch, frozen: Params
 ) -> tuple[jax.Array, jax.Array]:
-    """The mean loss of a batch, and the number of tokens that it is a mean over."""
+    """The mean loss of a batch, and the number of tokens in the mean."""
     loss_sum, num_tokens = loss_fn(params, batch, frozen)
     return loss_sum / num_tokens, num_tokens
 
@@ -56,7 +57,7 @@ def full_batch(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """The reference: the whole window at once, with the memory that it takes."""
+    """The reference: the whole window as one batch, at the cost of its memory."""
     opt_state = inner.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -79,7 +80,7 @@ def optax_multi_steps(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """What people have: it averages the micro-batches' means, whatever their sizes."""
+    """The usual way: it averages the micro-batches' means, whatever their sizes."""
     optimizer = optax.MultiSteps(inner, every_k_schedule=k)
     opt_state = optimizer.init(params)
 
@@ -104,7 +105,7 @@ def multi_steps(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """The loop of `optax_multi_steps` with the other class and one argument more."""
+    """The loop of `optax_multi_steps` with our class and one more argument."""
     optimizer = optax_tokenaccum.MultiSteps(inner, every_k_schedule=k)
     opt_state = optimizer.init(params)
 
@@ -129,7 +130,7 @@ def transformation(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """The optax transformation, fed with gradients of the summed loss."""
+    """The optax transformation, applied to gradients of the summed loss."""
     optimizer = token_accumulation(inner, every_k_schedule=k)
     opt_state = optimizer.init(params)
 
@@ -154,9 +155,9 @@ def library_train_step(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """The library's own step: there are no updates to apply, nor anything to count.
+    """The library's train step, which applies the updates and counts the tokens.
 
-    `metrics` say what a log wants: the window's loss, its tokens, whether it closed.
+    `metrics` holds the values to log: the window's loss, its tokens, whether it closed.
     """
     step = make_train_step(loss_fn, inner, every_k_schedule=k)
     state = step.init(params)
@@ -179,10 +180,10 @@ def library_window_step(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """The library's step of a whole window: one program, and one call an update.
+    """The library's window step: one program, and one call per update.
 
-    Micro-batches in one array have one length: they bear the padding of the window's
-    longest sequence. In return nothing is kept between the calls but what the optimizer
+    Micro-batches in one array have one length, so all are padded to the window's
+    longest sequence. In return, no sums are kept between calls, only what the optimizer
     keeps anyway.
     """
     step = make_window_step(loss_fn, inner)
@@ -202,9 +203,9 @@ def optax_microbatching(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """What a careful person does with optax alone: sums of everything, one division.
+    """The exact way with optax alone: sums of everything, one division.
 
-    It cuts up the whole window itself, and so bears the same padding.
+    optax cuts up the whole window, so the padding is the same as in the window step.
     """
     sums_over_window = optax.microbatching.microbatch(
         jax.value_and_grad(loss_fn, has_aux=True),

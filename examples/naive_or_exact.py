@@ -1,4 +1,4 @@
-"""The same loop by the full batch, by a mean of means, and by the exact mean."""
+"""The same loop with the full batch, with a mean of means and with the exact mean."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,8 +14,8 @@ from methods import NAIVE, REFERENCE
 from optax_tokenaccum import token_accumulation
 
 EXACT = "token_accumulation"
-# At this rate SGD leaves the gradient in the parameters: they vanish beside it, and
-# dividing by a power of two is exact.
+# At this learning rate, the parameters are negligible next to the update of SGD, from
+# which the gradient is read. Dividing by a power of two is exact.
 READABLE = 2.0**20
 
 LossFn = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
@@ -46,7 +46,7 @@ def value_and_grad(loss_fn: LossFn, params: Any, batch: Batch, mean: bool) -> An
 def apply(
     method: str, k: int, rate: Any, params: Any, opt_state: Any, grads: Any, n: Any
 ) -> tuple[Any, Any]:
-    """One call of the optimizer."""
+    """Calls the optimizer once and applies its updates."""
     count = {"num_tokens": n} if method == EXACT else {}
     optimizer = make_optimizer(method, k, rate)
     updates, opt_state = optimizer.update(grads, opt_state, params, **count)
@@ -61,7 +61,7 @@ def train(
     k: int,
     rate: float,
 ) -> tuple[np.ndarray, list[float]]:
-    """An update a batch, cut into k: the parameters, and the losses to be logged."""
+    """Makes an update per batch, cut into k; returns the parameters and the losses."""
     opt_state, mean = make_optimizer(method, k, rate).init(params), method != EXACT
     logged = []
     for batch in batches:
@@ -80,7 +80,7 @@ def train(
 def gradient(
     method: str, loss_fn: LossFn, params: Any, batch: Batch, k: int = 1
 ) -> np.ndarray:
-    """The gradient that the optimizer is given when the window closes."""
+    """The gradient that the optimizer receives when the window closes."""
     after, _ = train(method, loss_fn, params, [batch], k, READABLE)
     return (flat(params) - after) / READABLE
 
@@ -92,7 +92,7 @@ def flat(tree: Any) -> np.ndarray:
 
 
 def compare(full: np.ndarray, got: np.ndarray) -> dict[str, float]:
-    """How far a vector is from the full batch's."""
+    """Measures how far a vector is from the full batch's vector."""
     norm, full_norm = np.linalg.norm(got), np.linalg.norm(full)
     return {
         "norm ratio": float(norm / full_norm),

@@ -15,7 +15,7 @@ SAVE_EVERY = 50
 
 
 def parse_options(words: list[str]) -> argparse.Namespace:
-    """Reads the command line; a bad value ends the program and says what must hold."""
+    """Reads the command line; exits on a bad value and says what must hold."""
     parser = argparse.ArgumentParser(
         description="Fine-tunes a small transformer on dialogue with accumulated "
         "gradients by several methods, and measures how far each ends from training "
@@ -209,7 +209,7 @@ def positive_int(text: str) -> int:
 
 
 def width(text: str) -> int:
-    """A width that the model's heads divide."""
+    """A width that is a multiple of `HEAD_DIM`."""
     value = positive_int(text)
     if value % HEAD_DIM:
         raise argparse.ArgumentTypeError(

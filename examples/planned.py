@@ -1,7 +1,7 @@
-"""Two more training loops, for `finetune.py --plan`: windows that are cut by length.
+"""Two more training loops, for `finetune.py --plan`, with windows cut by length.
 
-The update does not depend on how a window is cut: so sequences of like length go
-together, and less is padded. The rest is as in `methods.py`.
+The update does not depend on how a window is cut, so sequences of similar length share
+a micro-batch, which needs less padding. The rest is as in `methods.py`.
 """
 
 from functools import partial
@@ -29,13 +29,13 @@ def planned_train_step(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """One call a micro-batch, of several shapes.
+    """One call per micro-batch, with several shapes.
 
-    No call waits for the device: while it works, the next micro-batch is made.
+    No call waits for the device: the host makes the next micro-batch meanwhile.
     """
     settings = plan_settings(windows)
     max_tokens, buckets = settings["max_tokens"], settings["length_buckets"]
-    # Without sequences, a plan is a shape.
+    # A plan without sequences describes only a shape.
     shapes = [MicroBatchPlan(np.arange(0), max_tokens // n, n) for n in buckets]
     make = partial(pad_micro_batch, pad_values=PADDING)
     step = make_train_step(loss_fn, inner)
@@ -64,7 +64,7 @@ def planned_window_step(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """One call a window, in one program whatever the plan."""
+    """One call per window, and one program for all plans."""
     settings = plan_settings(windows)
     step = make_window_step(loss_fn, inner)
     state = step.init(params)

@@ -1,13 +1,13 @@
-"""Several processes that train as one: each has some of the devices, and their rows.
+"""Several processes train as one: each has some of the devices and their rows.
 
     start("10.0.0.1:1234", num_processes=2, process_id=0)
     mesh = make_mesh()
     state, metrics = step(state, spread_rows(batch, mesh))
 
-Every process runs the same program on the same batches, and its devices get their rows
-of each. What one process cannot do, none does: `together` and `agree`. One that dies
-ends the others in about `TIMEOUT` seconds, and jax says so on their stderr. That is an
-abort: no `finally` runs.
+Every process runs the same program on the same batches, and each device gets its rows
+of every batch. With `together` and `agree`, an error on one process is raised on all of
+them. If a process dies, jax ends the others after about `TIMEOUT` seconds and says so
+on their stderr. This is an abort: no `finally` block runs.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ def start(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> None:
-    """Connects the processes, before jax is asked for anything.
+    """Connects the processes; call this before any other use of jax.
 
-    Where one of them does not come, jax aborts the others after `2 * TIMEOUT` seconds.
+    If one of them does not connect, jax aborts the others after `2 * TIMEOUT` seconds.
 
     Args:
-      coordinator: host and port on which process 0 listens. Without these three jax
-        finds out by itself, on Slurm, GKE, Open MPI and Cloud TPU.
-      num_processes: how many there are.
-      process_id: which of them this is, from 0.
+      coordinator: host and port on which process 0 listens. Without these three
+        arguments, jax detects the values on Slurm, GKE, Open MPI and Cloud TPU.
+      num_processes: the number of processes.
+      process_id: the index of this process, from 0.
 
     Raises:
-      PeerError: jax did not find out.
+      PeerError: the processes did not find each other.
     """
     _bound_reductions_on_cpu()
     by_hand: dict[str, Any] = {
@@ -65,7 +65,7 @@ def start(
         )
     except (RuntimeError, ValueError) as error:
         raise PeerError(f"the processes did not find each other: {error}") from error
-    # jax would keep it for a service of its own, and nobody could end the run with it.
+    # Otherwise a service of jax catches SIGTERM, and the signal cannot end the run.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -75,16 +75,16 @@ def is_first() -> bool:
 
 
 def make_mesh() -> Mesh:
-    """All devices of all processes, in one row."""
+    """Makes a mesh of all devices of all processes, with one axis."""
     return jax.make_mesh((jax.device_count(),), (DATA,), axis_types=(AxisType.Auto,))
 
 
 def spread_rows(batch: Any, mesh: Mesh) -> Any:
-    """Puts each device's rows of a batch on it.
+    """Splits the rows of a batch over all devices.
 
     Args:
-      batch: arrays of the host, the same on every process: all rows of all of them.
-      mesh: from `make_mesh`; the rows must be a multiple of its devices.
+      batch: host arrays with all rows of all processes, the same on every process.
+      mesh: from `make_mesh`; its number of devices must divide the number of rows.
     """
     rows = NamedSharding(mesh, P(DATA))
     return jax.tree.map(
@@ -93,16 +93,16 @@ def spread_rows(batch: Any, mesh: Mesh) -> Any:
 
 
 def on_every_device(tree: Any, mesh: Mesh) -> Any:
-    """Puts whole arrays on each device."""
+    """Puts a copy of every array on each device."""
     return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 @contextlib.contextmanager
 def together() -> Generator[None, None, None]:
-    """Ends its block with an error on every process, if it fails on one.
+    """Raises an error on every process if the block fails on one.
 
-    The others raise a `PeerError` that tells the cause. Nothing in the block may wait
-    for other processes.
+    The other processes raise a `PeerError` that names the cause. Nothing in the block
+    may wait for other processes.
     """
     mine = None
     try:
@@ -118,13 +118,13 @@ def together() -> Generator[None, None, None]:
 
 
 def agree(values: dict[str, Any]) -> None:
-    """Makes sure that every process has the same values.
+    """Checks that every process has the same values.
 
-    Processes with batches of other shapes would wait for each other for ever, and with
-    other rows they would train on a mixture of both.
+    Processes with batches of different shapes would wait for each other indefinitely.
+    Processes with different rows would train on a mixture of both.
 
     Raises:
-      PeerError: on every process, where they differ.
+      PeerError: on every process, if the values differ.
     """
     first, *others = map(json.loads, _exchange(json.dumps(values)))
     for process, other in enumerate(others, start=1):
@@ -138,7 +138,7 @@ def agree(values: dict[str, Any]) -> None:
 
 
 def _exchange(text: str) -> list[str]:
-    """What every process says, in their order."""
+    """Returns the texts of all processes, in the order of the processes."""
     said = np.frombuffer(text.encode() + b"\n", np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(said)))
     padded = np.pad(said, (0, sizes.max() - len(said)))
@@ -150,9 +150,9 @@ def _exchange(text: str) -> list[str]:
 
 
 def _bound_reductions_on_cpu() -> None:
-    """Ends, on CPUs, the wait for a process that lives and does not come.
+    """Limits how long CPUs wait for a process that is alive but does not join.
 
-    Before jax 0.9 XLA has no such flag, and a flag that it does not know ends it.
+    Before jax 0.9, XLA does not have this flag, and an unknown flag ends the process.
     """
     flag, given = "xla_cpu_collective_timeout_seconds", os.environ.get("XLA_FLAGS", "")
     if jax.__version_info__ >= (0, 9) and flag not in given:

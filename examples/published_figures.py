@@ -1,11 +1,11 @@
-"""What averaging the micro-batches' means does, measured beside published figures.
+"""Measures what averaging micro-batches' means does, next to published figures.
 
     python examples/published_figures.py
 
-The error of one gradient against the number of micro-batches k and the spread of the
-lengths, other projects' fixtures, and how far trained parameters end from full-batch
-training. The model is a small Llama made from PyTorch's random numbers: so the fixture
-of Soup comes out to six digits.
+The program measures the error of one gradient against the number of micro-batches k and
+the spread of the lengths, reproduces other projects' fixtures, and measures how far
+trained parameters end from full-batch training. The model is a small Llama initialized
+with PyTorch's random numbers, so it reproduces Soup's fixture to six digits.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-# The naive error by k of another two-layer Llama, on other rows of 2 to 64 tokens.
+# k -> the naive error of another two-layer Llama, on other rows of 2 to 64 tokens.
 EARLIER = {2: 0.10, 4: 0.11, 8: 0.27, 16: 0.42, 32: 0.94}
 
 Found = list[dict[str, Any]]
 
 
 def gradient_errors(k: int, seeds: int, low: int, high: int) -> dict[str, Any]:
-    """One gradient against the full batch's, of so many models and batches."""
+    """Compares a gradient to the full batch's, for `seeds` models and batches."""
     found: dict[str, Any] = {"k": k, "lengths": f"{low} to {high}"}
     found |= {"naive": [], "exact": [], "cosine": []}
     for seed in range(seeds):
@@ -49,7 +49,7 @@ def gradient_errors(k: int, seeds: int, low: int, high: int) -> dict[str, Any]:
 
 
 def trained_distances(ks: Iterable[int], updates: int) -> Found:
-    """Parameters after so many updates against full-batch training, by k."""
+    """Compares parameters to full-batch training after `updates` updates, by k."""
     batches = [make_rows(1000 + i) for i in range(updates)]
     run = loss_fn, init(0, width=32, layers=2), batches
     full, losses = train(REFERENCE, *run, 1, LEARNING_RATE)
@@ -65,14 +65,14 @@ def trained_distances(ks: Iterable[int], updates: int) -> Found:
 
 
 def show(x: float) -> str:
-    """Four digits, or one of what can only be rounding."""
+    """Formats a number: four digits, or one digit if it can only be rounding."""
     return f"{x:.0e}" if 0 < abs(x) < 1e-5 else f"{x:.4g}"
 
 
 def print_table(
     console: Console, title: str, headers: list[str], rows: Iterable[list[str]]
 ) -> None:
-    """Prints numbers to the right of a first column."""
+    """Prints a table: the first column left-aligned, the numbers right-aligned."""
     table = Table(title=title, box=box.SIMPLE_HEAD, min_width=len(title))
     for i, header in enumerate(headers):
         table.add_column(header, justify="right" if i else "left")
@@ -82,7 +82,7 @@ def print_table(
 
 
 def print_errors(console: Console, title: str, found: Found) -> None:
-    """Prints errors of one gradient, of every seed."""
+    """Prints the errors of one gradient, summarized over the seeds."""
     headers = ["k", "lengths", "naive", "least", "most", "cosine", "earlier", "exact"]
     rows = []
     for row in found:
@@ -145,7 +145,7 @@ def main() -> None:
     if options.quick:
         ks, spreads, updates = (2, 8, 32), (0,), 3
     console = Console(highlight=False, markup=False)
-    # A GPU's default product of float32 matrices shortens the factors (TF32).
+    # By default, a GPU rounds the factors of float32 matrix products to TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
     options.out.mkdir(parents=True, exist_ok=True)
 

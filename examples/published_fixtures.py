@@ -1,4 +1,4 @@
-"""Numbers that other projects published about their mend, and what comes out here."""
+"""Numbers that other projects published about their fixes, reproduced here."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ LEARNING_RATE = 0.5
 
 
 class Fixture(NamedTuple):
-    """A published number or bound, right and naive, and what comes out here."""
+    """A published number or bound, right and wrong, and the values found here."""
 
     source: str
     quantity: str
@@ -28,12 +28,12 @@ class Fixture(NamedTuple):
 
 
 def weighted_sum(params: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """A loss that is, at parameter 1, its own gradient."""
+    """A loss that equals its gradient at parameter 1."""
     return params * jnp.sum(batch.inputs), jnp.sum(batch.mask)
 
 
 def sums_and_counts(*pairs: tuple[float, int]) -> Batch:
-    """A micro-batch a row, each with a sum of losses over a number of tokens."""
+    """Makes one row per micro-batch, from pairs `(loss_sum, num_tokens)`."""
     mask = np.arange(max(n for _, n in pairs)) < np.array([[n] for _, n in pairs])
     values = np.zeros(mask.shape, np.float32)
     values[:, 0] = [loss_sum for loss_sum, _ in pairs]
@@ -41,7 +41,7 @@ def sums_and_counts(*pairs: tuple[float, int]) -> Batch:
 
 
 def torchtitan() -> list[Fixture]:
-    """The sums and tokens (2, 1) and (90, 9) of pull request 4167: a loss."""
+    """The loss of pull request 4167, from sums and tokens (2, 1) and (90, 9)."""
     batch, one = sums_and_counts((2, 1), (90, 9)), jnp.ones(())
     _, [naive] = train(NAIVE, weighted_sum, one, [batch], 2, 0.0)
     step = make_window_step(weighted_sum, optax.sgd(0.0))
@@ -50,7 +50,7 @@ def torchtitan() -> list[Fixture]:
 
 
 def megatron() -> list[Fixture]:
-    """The gradients of Megatron-LM's issue 7452, from sums and tokens of our own."""
+    """The gradients of Megatron-LM's issue 7452, from sums and tokens chosen here."""
     batch = sums_and_counts((4, 2), (4, 1), (8, 1))
     [exact], [naive] = (
         gradient(method, weighted_sum, jnp.zeros(()), batch, 3)
@@ -62,7 +62,8 @@ def megatron() -> list[Fixture]:
 def accelerate() -> list[Fixture]:
     """The guide's `Linear(1, 2)`, which tells odd from even in rows of 1 to 16 numbers.
 
-    Its two devices take turns at 4 rows: 10 + 42 = 52 and 26 + 58 = 84 tokens.
+    The guide's two devices alternate every 4 rows, so they get 10 + 42 = 52 and
+    26 + 58 = 84 tokens.
     """
 
     def linear(params: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -101,7 +102,7 @@ def soup() -> list[Fixture]:
 
 
 def logged_losses() -> list[Fixture]:
-    """Bounds on the losses of 8 rows, in the tests of transformers and of torchtune."""
+    """Bounds on the losses of 8 rows, from the tests of transformers and torchtune."""
     rows = [make_rows(i, 1, 15) for i in range(5)]
     batches = [Batch(*(part[:8, :15] for part in batch)) for batch in rows]
     run = loss_fn, init(0, width=16, layers=1), batches

@@ -1,4 +1,4 @@
-"""What is trained on; and what a comparison found: a table, JSON and a picture."""
+"""Describes the data, and reports a comparison as a table, as JSON and as a picture."""
 
 import json
 import platform
@@ -26,11 +26,11 @@ _EXACT_LOOKS = [
     ("#8c564b", "P"),
     ("#52606d", "X"),
 ]
-_FLOOR = 1e-10  # where a distance of zero is drawn: a logarithmic axis has none
+_FLOOR = 1e-10  # where a distance of zero is drawn: a log axis has no zero
 
 
 def describe(windows: list[Window], train_size: int) -> str:
-    """Says how much is trained on, and how ragged and how padded it is."""
+    """Describes the size, the raggedness and the padding of the training data."""
     micro_batches = [batch for window in windows for batch in window.micro_batches]
     wholes = [window.whole for window in windows]
     loss_tokens = [int(batch.mask.sum()) for batch in micro_batches]
@@ -49,7 +49,7 @@ def describe(windows: list[Window], train_size: int) -> str:
 
 
 def describe_plans(windows: list[Window]) -> str:
-    """Says how many planned micro-batches there are, of which shapes, how padded."""
+    """Describes the number, the shapes and the padding of planned micro-batches."""
     settings = plan_settings(windows)
     lengths = [[len(row.inputs) for row in window.sequences] for window in windows]
     plans = [plan for window in lengths for plan in plan_window(window, **settings)]
@@ -63,7 +63,7 @@ def describe_plans(windows: list[Window]) -> str:
 
 
 def make_table(runs: list[Run]) -> Table:
-    """The runs as a table for the terminal."""
+    """Makes a table of the runs for the terminal."""
     result = Table(
         title="How far each method ends from training on the whole window at once",
         caption="Distance: of the parameters, relative L2. Losses: summed over all "
@@ -134,7 +134,7 @@ def write_picture(path: Path, runs: list[Run], setting: str) -> None:
     Args:
       path: the PNG file.
       runs: the runs, the reference first.
-      setting: a line to stand below the picture.
+      setting: a line of text below the picture.
     """
     figure = Figure(figsize=(11, 5.4), dpi=150, layout="constrained")
     figure.suptitle(
@@ -164,7 +164,7 @@ def write_picture(path: Path, runs: list[Run], setting: str) -> None:
 
 
 def _draw_losses(axes: Axes, runs: list[Run]) -> None:
-    """Draws the loss curves, and their last third once more, enlarged."""
+    """Draws the loss curves, and an enlarged inset of their last third."""
     points = list(runs[0].validation_losses)
     tail = [point for point in points if point >= points[-1] * 2 / 3]
     enlarged = [axes.inset_axes((0.43, 0.42, 0.54, 0.5))] if len(tail) > 2 else []
@@ -199,10 +199,10 @@ def _draw_distances(axes: Axes, runs: list[Run]) -> None:
 
 
 def _looks(runs: list[Run], points: int) -> list[dict[str, Any]]:
-    """How each run's curve of so many points is drawn.
+    """Chooses a style for each run's curve of `points` points.
 
-    The exact methods lie on top of each other and of the reference: so that is a wide
-    band, and each of them has markers at points of its own.
+    The curves of the exact methods and of the reference coincide. The reference is
+    therefore a wide band, and each exact method has markers at different points.
     """
     exact = [run.method for run in runs if run.method not in (REFERENCE, NAIVE)]
     every = max(1, points // 20)

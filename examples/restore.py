@@ -1,4 +1,4 @@
-"""The last checkpoint of a run: checked, and laid out for the devices there are."""
+"""Reads the last checkpoint of a run, checks it and lays it out for the devices."""
 
 import contextlib
 import logging
@@ -28,19 +28,19 @@ def checkpoints(directory: Path) -> list[int]:
 def restore(
     directory: Path, numbers: list[int], settings: Settings, like: StepState
 ) -> tuple[StepState, dict[str, Any]]:
-    """Reads the last checkpoint, and checks it against what it says of itself.
+    """Reads the last checkpoint and checks it against the record saved with it.
 
     Args:
-      directory: of the run.
-      numbers: of all checkpoints.
-      settings: of the run.
-      like: the shapes of a state of the step that goes on, with shardings.
+      directory: the directory of the run.
+      numbers: the numbers of all checkpoints.
+      settings: the settings of the run.
+      like: the shapes and shardings of a state of the step that resumes.
 
     Returns:
-      The state in the layout of `like`, and the record beside it.
+      The state in the layout of `like`, and the record saved with it.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, or of a run with other settings.
+      CheckpointError: the checkpoint is damaged, or from a run with other settings.
       processes.PeerError: another process cannot read it.
     """
     number = numbers[-1]
@@ -66,16 +66,16 @@ def restore(
 
 
 def groups_of(state: StepState) -> int | None:
-    """How many sums of each gradient there are, if they are kept apart at all."""
+    """The number of sums of each gradient, or None if they have no leading axis."""
     sums, params = state.opt_state.acc_grads, state.params
     (sum_, *_), (param, *_) = map(jax.tree.leaves, (sums, params))
     return sum_.shape[0] if sum_.ndim > param.ndim else None
 
 
 def _reader(directory: Path) -> ocp.CheckpointManager:
-    """Reads without waiting for other processes, which may have failed.
+    """Makes a reader that does not wait for other processes, which may have failed.
 
-    Leftovers of a save that was killed are cleared away by `train`, not here.
+    It does not remove the leftovers of a killed save: `train` does.
     """
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -85,9 +85,10 @@ def _reader(directory: Path) -> ocp.CheckpointManager:
 
 @contextlib.contextmanager
 def _quiet_if_it_fails() -> Generator[None, None, None]:
-    """Hides the tracebacks of the reads that Orbax drops when another one fails.
+    """Hides the tracebacks of the reads that Orbax drops when another read fails.
 
-    Some are printed late, so after a failure this lasts: the program is to end.
+    Some tracebacks are printed late, so they stay hidden after a failure: the program
+    is about to end.
     """
     logger = logging.getLogger("asyncio")
     before = logger.disabled, sys.unraisablehook
@@ -98,12 +99,12 @@ def _quiet_if_it_fails() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def _or_damaged(directory: Path, numbers: list[int]) -> Generator[None, None, None]:
-    """Says of any error what it means for the last of the checkpoints."""
+    """Turns any error into a `CheckpointError` about the last checkpoint."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # Orbax raises many classes, Exception itself too.
+    except Exception as error:  # Orbax raises many classes, even Exception itself.
         then = (
             f"goes on from {numbers[-2]}, the checkpoint before it"
             if len(numbers) > 1
@@ -118,7 +119,7 @@ def _or_damaged(directory: Path, numbers: list[int]) -> Generator[None, None, No
 
 
 def _as_saved(like: StepState, groups: int | None) -> StepState:
-    """The shapes of a checkpoint with so many groups, for the devices of `like`."""
+    """The shapes of a checkpoint with `groups` sums, for the devices of `like`."""
 
     def shape_of(acc: Any, param: Any) -> jax.ShapeDtypeStruct:
         shape = param.shape if groups is None else (groups, *param.shape)
@@ -127,7 +128,7 @@ def _as_saved(like: StepState, groups: int | None) -> StepState:
             len(shape) == acc.ndim and shape[0] % acc.shape[0] == 0
         )
         if not fits and isinstance(sharding, NamedSharding):
-            # The devices cannot share them out evenly: each gets all.
+            # The devices cannot split the sums evenly, so each device gets all of them.
             sharding = NamedSharding(sharding.mesh, P())
         return jax.ShapeDtypeStruct(shape, acc.dtype, sharding=sharding)
 

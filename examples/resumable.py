@@ -1,24 +1,24 @@
-"""A training run that can be killed at any moment, and ends as if it never had been.
+"""A training run that can be killed at any moment without changing its result.
 
     position = resume(directory, settings, step, params)
     state = train(directory, settings, 50, step, position, micro_batches)
 
-The same two lines begin a run and go on with it, also in the middle of a window:
-parameters, optimizer state, sums, metrics and the order of the data are bit for bit
-those of a run that nothing interrupted. The directory holds `settings.json`, which says
-whose it is, `metrics.jsonl`, a line a micro-batch, and the last `KEPT` checkpoints,
-each in a folder named after the micro-batches that were done.
+The same two lines start a run and resume it, also in the middle of a window. Compared
+with an uninterrupted run, parameters, optimizer state, sums, metrics and the order of
+the data are equal bit for bit. The directory holds `settings.json`, which identifies
+the run, `metrics.jsonl`, with one line per micro-batch, and the last `KEPT`
+checkpoints, each in a folder named after the number of micro-batches done.
 
-Bit for bit, because the whole state is saved, the sums of the open window within; the
-place in the data is the number of micro-batches done, and `micro_batches` depends on
-`settings` alone; and metrics are on disk before the checkpoint that covers them. What
-is left is to compute alike: the same devices and versions, and on a GPU
-`XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
+This works for three reasons. The whole state is saved, including the sums of the open
+window. The place in the data is the number of micro-batches done, and `micro_batches`
+depends only on `settings`. Metrics are on disk before the checkpoint that covers them.
+In addition, the arithmetic must be the same: use the same devices and versions, and on
+a GPU set `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.
 
-A run may go on on more devices or on fewer, and then ends alike but for rounding: the
-sums that each device had of the open window are added up in as many groups as there are
-now. Where several processes train together, all call both functions, with a directory
-that they share, and the first one writes the settings and the metrics.
+A run can resume on more or fewer devices, and the result is then the same up to
+rounding: the devices' sums of the open window are regrouped for the new devices. If
+several processes train together, all of them call both functions with a directory that
+they share, and the first process writes the settings and the metrics.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ KEPT = 3
 
 
 class Position(NamedTuple):
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
-      state: all that the step carries.
-      micro_batches: how many are done, the place in the data.
+      state: the state of the train step.
+      micro_batches: the number of micro-batches done, which is the place in the data.
       metrics_bytes: the size of their lines in the metrics file.
     """
 
@@ -62,22 +62,21 @@ class Position(NamedTuple):
 def resume(
     directory: Path, settings: Settings, step: TrainStep, params: Any
 ) -> Position:
-    """Reads the last complete checkpoint, or begins where there is none.
+    """Reads the last complete checkpoint, or starts a new run if there is none.
 
-    It only reads: whatever it refuses to go on from is left as it is.
+    This function only reads: it leaves a directory that it rejects unchanged.
 
     Args:
-      directory: of the run; it need not exist.
-      settings: everything that decides on the arithmetic and on the order of the data,
-        as JSON can hold it.
+      directory: the directory of the run; it need not exist.
+      settings: everything that affects the arithmetic and the order of the data, as
+        values that JSON can hold.
       step: from `make_train_step`.
-      params: the parameters that the run begins with; of a run that goes on, their
-        shapes are used.
+      params: the initial parameters; only their shapes matter if the run resumes.
 
     Raises:
-      CheckpointError: the directory is not of such a run, began with other settings,
+      CheckpointError: the directory holds something else or a run with other settings,
         or its last checkpoint or its metrics are damaged.
-      processes.PeerError: another process cannot go on, or was given something else.
+      processes.PeerError: another process cannot continue, or was given something else.
     """
     with processes.together():
         numbers = checkpoints(directory) if is_of_run(directory, settings) else []
@@ -85,7 +84,7 @@ def resume(
     if not numbers:
         return Position(step.init(params), 0, 0)
     like = jax.tree.map(
-        # Not the arrays: there may be no room for a second state.
+        # Keeps only shapes: there may be no memory for a second state.
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         step.init(params),
     )
@@ -117,21 +116,23 @@ def train(
 ) -> StepState:
     """Trains on the micro-batches that are not done yet.
 
-    All programs are compiled first. The device is waited for only where a checkpoint is
-    due. It is written while the training goes on, and counts only once it is complete.
+    All programs are compiled first. The host waits for the device only when a
+    checkpoint is due. A checkpoint is written while training continues, and counts only
+    once it is complete.
 
     Args:
-      directory: of the run.
+      directory: the directory of the run.
       settings: as given to `resume`.
-      save_every: micro-batches from checkpoint to checkpoint; one more at the end.
+      save_every: micro-batches between checkpoints; there is also one at the end.
       step: from `make_train_step`.
       position: from `resume`; its state is donated to the step.
-      micro_batches: all of the run, the same ones in the same order at every start.
+      micro_batches: all micro-batches of the run, the same ones in the same order at
+        every start.
       after_micro_batch: called with the number of micro-batches done.
-      after_fetch: called before a checkpoint with the metrics since the one before it.
+      after_fetch: called before a checkpoint with the metrics since the previous one.
       place: puts a micro-batch on the devices.
       progress: wraps the list of programs to compile, see `TrainStep.compile`.
-      **loss_kwargs: go to the step as they are.
+      **loss_kwargs: passed to the step unchanged.
 
     Returns:
       The state after the last micro-batch, which is also the last checkpoint.
@@ -139,7 +140,7 @@ def train(
     Raises:
       CheckpointError: a checkpoint cannot be written.
       OSError: the settings or the metrics cannot be written.
-      processes.PeerError: another process cannot go on, or was given something else.
+      processes.PeerError: another process cannot continue, or was given something else.
     """
     processes.agree({"save_every": save_every, "micro-batches": len(micro_batches)})
     with processes.together():
@@ -171,7 +172,7 @@ def train(
                 after_fetch(fetched)
                 for number, metrics in enumerate(fetched, start=begin + 1):
                     log.write(_line(number, micro_batches[number - 1], metrics))
-                # A checkpoint must never cover a line that a crash can take away.
+                # A checkpoint must never cover a line that a crash can lose.
                 log.flush()
                 os.fsync(log.fileno())
                 record = {
@@ -196,10 +197,10 @@ def train(
 
 @contextlib.contextmanager
 def _or_not_written(directory: Path) -> Generator[None, None, None]:
-    """Says what an error of this save, or of the one before it, means for the run."""
+    """Turns an error of this save, or of the previous one, into a `CheckpointError`."""
     try:
         yield
-    except (OSError, ValueError) as error:  # The second is TensorStore's.
+    except (OSError, ValueError) as error:  # TensorStore raises ValueError.
         raise CheckpointError(
             f"a checkpoint in {directory} could not be written "
             f"({textwrap.shorten(str(error), 200)}). The complete ones are intact: "
@@ -218,7 +219,7 @@ def fingerprint(tree: Any) -> str:
 
 
 def _line(number: int, batch: Any, metrics: StepMetrics) -> bytes:
-    """A line of the metrics file; a float's shortest text gives it back exactly."""
+    """Makes a line of the metrics file, from which floats read back exactly."""
     values = {
         name: value.item()
         for name, value in metrics._asdict().items()
@@ -229,9 +230,9 @@ def _line(number: int, batch: Any, metrics: StepMetrics) -> bytes:
 
 
 def _open_metrics(path: Path, size: int) -> BinaryIO:
-    """Opens the metrics file for appending, cut to what the checkpoint covers.
+    """Opens the metrics file for appending, cut to the `size` of a checkpoint's lines.
 
-    It is the first process's; what the others write goes nowhere.
+    Only the first process writes this file; the others write to a temporary file.
     """
     if not processes.is_first():
         return tempfile.TemporaryFile()

@@ -1,4 +1,4 @@
-"""Whose a directory is: `settings.json` holds what a run cannot change on its way."""
+"""Identifies the run in a directory by `settings.json`, which must not change."""
 
 import json
 import os
@@ -11,14 +11,14 @@ Settings = dict[str, str | int | float]
 
 
 class CheckpointError(Exception):
-    """The run cannot go on from here; the message says why and what to do."""
+    """The run cannot continue; the message says why and what to do."""
 
 
 def is_of_run(directory: Path, settings: Settings) -> bool:
-    """Whether a run with these settings began here; False where there is nothing.
+    """Whether a run with these settings began here; False if nothing is here yet.
 
     Raises:
-      CheckpointError: there is something else.
+      CheckpointError: the directory holds something else.
     """
     if not directory.exists():
         return False
@@ -36,13 +36,13 @@ def is_of_run(directory: Path, settings: Settings) -> bool:
 
 
 def last_checkpoint(directory: Path) -> int | None:
-    """The number of the last complete checkpoint, by its name alone."""
+    """The number of the last complete checkpoint, found by folder names alone."""
     names = (path.name for path in directory.glob("*"))
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def write_settings(directory: Path, settings: Settings) -> None:
-    """Says that the directory is of such a run, where nothing says so yet."""
+    """Writes `settings.json` if the directory does not have one yet."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SETTINGS).exists():
         temporary = directory / TEMPORARY_SETTINGS
@@ -54,7 +54,7 @@ def write_settings(directory: Path, settings: Settings) -> None:
 
 
 def check_settings(path: Path, found: Any, settings: Settings) -> None:
-    """Raises `CheckpointError` where what was found at `path` differs."""
+    """Raises `CheckpointError` if the settings found at `path` differ."""
     if not isinstance(found, dict) or found.keys() != settings.keys():
         raise CheckpointError(
             f"{path} must hold the settings of a run, {', '.join(settings)}, and holds "

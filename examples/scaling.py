@@ -1,9 +1,9 @@
-"""Bytes that a window sends between devices, on paper: no device is needed.
+"""Calculates the bytes that a window sends between devices; no device is needed.
 
     python examples/scaling.py
 
-Prints the tables of `docs/scaling.md`. `tests/examples/test_scaling.py` holds the
-formulas against compiled programs.
+Prints the tables of `docs/scaling.md`. `tests/examples/test_scaling.py` compares
+the formulas with compiled programs.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class Operation(NamedTuple):
-    """A collective operation on something of the model's size.
+    """A collective operation on arrays of the model's size.
 
     Attributes:
       kind: `"all-reduce"`, `"reduce-scatter"` or `"all-gather"`.
-      of: what is sent: `"parameters"`, `"gradient"`, `"moments"` or `"sums"`.
-      over: the axis whose devices send it to each other. Over `"replicas"` each sends
-        its shard alone.
+      of: the arrays to send: `"parameters"`, `"gradient"`, `"moments"` or `"sums"`.
+      over: the axis whose devices send them to each other. Over `"replicas"`, each
+        device sends only its shard.
     """
 
     kind: str
@@ -26,11 +26,11 @@ class Operation(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What a window sends.
+    """The operations of a window.
 
     Attributes:
-      micro_batch: in each of k micro-batches.
-      close: once.
+      micro_batch: the operations in each of k micro-batches.
+      close: the operations when the window closes, once.
       sums_over: the axis over which the sums are spread, if any.
     """
 
@@ -40,15 +40,16 @@ class Way(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What the bytes depend on.
+    """The sizes that determine the bytes.
 
     Attributes:
       k: micro-batches in a window.
-      axes: devices along each.
-      parameters: of which a device computes the gradient: those of the model, divided
-        by the devices of tensor parallelism.
-      parameter_bytes: of a parameter, and of an element of its gradient and moments.
-      sum_bytes: of an element of the accumulators.
+      axes: the number of devices along each axis.
+      parameters: the number of parameters whose gradient one device computes: the
+        model's parameters, divided by the number of tensor-parallel devices.
+      parameter_bytes: bytes of a parameter, and of an element of its gradient and
+        moments.
+      sum_bytes: bytes of an element of the accumulators.
     """
 
     k: int
@@ -82,8 +83,8 @@ class Layout(NamedTuple):
     """1,024 devices in hosts of 8.
 
     Attributes:
-      axes: devices along each.
-      in_host: how many of these are in one host.
+      axes: the number of devices along each axis.
+      in_host: how many of these devices are in one host.
       parameters: as in `Case`.
       ways: names in `WAYS`.
     """
@@ -106,12 +107,12 @@ LAYOUTS = {
         list(WAYS)[6:],
     ),
 }
-# Assumed, GB/s that a device sends: within its host, and out of it.
+# Assumed GB/s that a device sends within its host, and out of its host.
 WITHIN, BETWEEN = 400, 50
 
 
 def bytes_of(operation: Operation, case: Case) -> float:
-    """As `collectives` counts them: of the whole array, on one device."""
+    """The bytes as `collectives` counts them: of the whole array, on one device."""
     each = {
         "parameters": case.parameter_bytes,
         "gradient": case.parameter_bytes,
@@ -123,17 +124,17 @@ def bytes_of(operation: Operation, case: Case) -> float:
 
 
 def wire_of(operation: Operation, case: Case) -> float:
-    """What one device sends, in a ring."""
+    """The bytes that one device sends, in a ring."""
     devices = case.axes[operation.over]
     rounds = 2 if operation.kind == "all-reduce" else 1
     return rounds * (devices - 1) / devices * bytes_of(operation, case)
 
 
 def out_of_host(operation: Operation, case: Case, in_host: dict[str, int]) -> float:
-    """Of the wire what a device sends out of its host.
+    """The part of `wire_of` that a device sends out of its host.
 
-    A ring passes through all devices of a host before it leaves, and each of these has
-    a ring of its own to leave by, with its part of the bytes.
+    A ring passes through all devices of a host before it leaves. There is one ring per
+    device of the host: each leaves from a different device, with its part of the bytes.
     """
     devices = in_host[operation.over]
     leaves = devices < case.axes[operation.over]
@@ -141,7 +142,7 @@ def out_of_host(operation: Operation, case: Case, in_host: dict[str, int]) -> fl
 
 
 def seconds_of(operation: Operation, case: Case, in_host: dict[str, int]) -> float:
-    """Of the slower of both networks, which are used at the same time."""
+    """The seconds of the slower network; both are used at the same time."""
     out = out_of_host(operation, case, in_host)
     return max(out / BETWEEN, (wire_of(operation, case) - out) / WITHIN) / 1e9
 
@@ -158,7 +159,7 @@ def sums_on_a_device(way: Way, case: Case) -> float:
 
 
 def formula(way: Way) -> str:
-    """The wire of a window, before the factor (n - 1) / n."""
+    """The formula for a window's wire bytes, without the factor (n - 1) / n."""
     letters = {"parameters": "P", "gradient": "G", "moments": "M", "sums": "A"}
     terms = [
         ("2 " if operation.kind == "all-reduce" else "")
@@ -172,7 +173,7 @@ def formula(way: Way) -> str:
 
 
 def in_words(operations: Iterable[Operation]) -> str:
-    """What is sent, and over which axis where there are two."""
+    """Names what is sent, and over which axis if it is not `"data"`."""
     words = [
         f"{kind} of {of}" + (f" over {over}" if over != "data" else "")
         for kind, of, over in operations
@@ -181,7 +182,7 @@ def in_words(operations: Iterable[Operation]) -> str:
 
 
 def print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Prints Markdown, and an empty line."""
+    """Prints a Markdown table and an empty line."""
     header = list(header)
     for row in (header, ["---"] * len(header), *rows):
         print(f"| {' | '.join(row)} |")
@@ -189,7 +190,7 @@ def print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def main() -> None:
-    """Prints what is sent, how it grows with k, and what it comes to when large."""
+    """Prints what is sent, how it grows with k, and the bytes of a large model."""
     spread = {None: "A", "data": "A / D", "shards": "A / S"}
     print_table(
         ["way", "every micro-batch", "close", "wire", "sums on a device"],

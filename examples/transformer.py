@@ -1,7 +1,7 @@
 """A small causal transformer in plain JAX: a dictionary of arrays and one function.
 
 Pre-norm blocks, rotary positions, tied embeddings. The layers are stacked on a leading
-axis and run by `lax.scan`: compiling takes as long for twelve layers as for one.
+axis and run by `lax.scan`, so compiling twelve layers takes as long as compiling one.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def init(key: jax.Array, *, vocabulary: int, d_model: int, layers: int) -> Param
 
     Args:
       key: a PRNG key.
-      vocabulary: how many different tokens there are.
+      vocabulary: the number of distinct tokens.
       d_model: the width, a multiple of `HEAD_DIM`, the width of one head.
       layers: the number of blocks.
 
@@ -49,11 +49,11 @@ def init(key: jax.Array, *, vocabulary: int, d_model: int, layers: int) -> Param
 def forward(params: Params, tokens: jax.typing.ArrayLike) -> jax.Array:
     """Predicts the next token at every position.
 
-    A position sees itself and those before it, so padding on the right changes nothing
-    at the real positions and needs no mask of its own.
+    A position sees only itself and earlier positions, so padding on the right does not
+    change the real positions and needs no mask.
 
     Args:
-      params: what `init` made; its layers may have adapters, see `lora.py`.
+      params: from `init`; the layers may have adapters, see `lora.py`.
       tokens: integers `[batch, length]`.
 
     Returns:
@@ -74,8 +74,8 @@ def block(x: jax.Array, layer: Params, mask: jax.Array | None = None) -> jax.Arr
     Args:
       x: `[batch, length, d_model]`.
       layer: the parameters of one layer.
-      mask: bool `[batch, 1, length, length]`, which earlier positions one may see; by
-        default all.
+      mask: bool `[batch, 1, length, length]`, which earlier positions each position
+        may see; by default all.
 
     Returns:
       `[batch, length, d_model]`.
@@ -92,7 +92,7 @@ def block(x: jax.Array, layer: Params, mask: jax.Array | None = None) -> jax.Arr
 
 
 def logits(params: Params, x: jax.Array) -> jax.Array:
-    """What the last layer's output says of the next token."""
+    """Computes the next token's logits from the output of the last layer."""
     return _norm(x, params["final_norm"]) @ params["embedding"].T
 
 

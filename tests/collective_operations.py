@@ -1,4 +1,4 @@
-"""Programs on 8 devices for `test_collectives.py`: meshes, operations, others'."""
+"""Programs on 8 devices for `test_collectives.py`: meshes, operations, other code."""
 
 import functools
 from typing import Any
@@ -84,7 +84,7 @@ def no_inputs() -> Any:
     return compiled(total, out=array(()))
 
 
-# One operation each, on 16 numbers a device.
+# One operation each, on 16 numbers per device.
 
 
 def of_16(f: Any, *spec: Any, on: Any = None, out: Any = None) -> Any:
@@ -149,7 +149,7 @@ def psum_in_a_branch() -> Any:
 
 
 @program
-def pmap() -> Any:  # of replicas in the oldest jax
+def pmap() -> Any:  # over replicas in the oldest supported jax
     f = jax.pmap(lambda x: jax.lax.psum(x, "data"), "data")
     return f.lower(jax.ShapeDtypeStruct((8, 16), jnp.float32)).compile()
 

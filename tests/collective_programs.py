@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-import collective_operations  # noqa: F401, its programs too
+import collective_operations  # noqa: F401, registers its programs
 import jax
 import jax.numpy as jnp
 import optax
@@ -98,7 +98,7 @@ def token_budget_of_sharded_parameters() -> Any:
     return compiled(lambda *args: step(*args)[0], state, rows("data"), out=state)
 
 
-# Sums per device, reduced when the window closes: what a report is to hold.
+# Sums per device, reduced when the window closes.
 
 
 def sums_per_device() -> Any:

@@ -1,10 +1,10 @@
-"""What tests look at in the directory of a run with checkpoints."""
+"""Helpers that look into the checkpoint directory of a run."""
 
 import os
 
 
 def snapshot(directory):
-    """Every file's bytes and every folder, by their names."""
+    """Return the bytes of every file, and None for every folder, by relative path."""
     return {
         str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
         for path in directory.rglob("*")
@@ -16,7 +16,7 @@ def checkpoints(directory):
 
 
 def unfinished_saves(directory):
-    """The temporary folders of saves; with their i-nodes, since a name comes back."""
+    """Return temporary folders of saves, with inodes because names are reused."""
     if not directory.exists():
         return set()
     with os.scandir(directory) as entries:

@@ -1,4 +1,4 @@
-"""Ragged windows whose every sum and mean is exact in float32, gradients and losses."""
+"""Ragged windows whose gradient and loss sums and means are exact in float32."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Four windows of three micro-batches, and their means of 4, 7, 3.25 and 5.
+# Four windows of three micro-batches; the mean losses are 4, 7, 3.25 and 5.
 COUNTS = np.float32([[1, 2, 5], [7, 3, 2], [1, 30, 1], [2, 1, 3]])
 LOSS_SUMS = np.float32([[8, 16, 8], [4, 64, 16], [8, 64, 32], [16, 2, 12]])
 WINDOWS, K = COUNTS.shape
@@ -14,7 +14,7 @@ SHAPES = {"matrix": (8, 3), "vector": (3,)}
 
 
 def eighths(seed: int, *axes: int) -> dict[str, np.ndarray]:
-    """Multiples of 1/8, not 0, of 8 bits: bfloat16 holds them, not their sums."""
+    """Nonzero 8-bit multiples of 1/8, exact in bfloat16; their sums are not."""
     rng = np.random.default_rng(seed)
     return {
         name: np.float32(
@@ -27,9 +27,9 @@ def eighths(seed: int, *axes: int) -> dict[str, np.ndarray]:
 
 
 def gradients() -> dict[str, np.ndarray]:
-    """Those of the micro-batches; each window's add up to a multiple of 3/8.
+    """Gradients of the micro-batches; each window's sum is a multiple of 3/8.
 
-    Its count is 3 or 1 times a power of two, so that float32 holds the mean.
+    A window's count is 3 or 1 times a power of two, so its mean is exact in float32.
     """
     grads = eighths(0, WINDOWS, K)
     for g in grads.values():
@@ -38,7 +38,7 @@ def gradients() -> dict[str, np.ndarray]:
 
 
 def token_mean(sums: np.ndarray) -> np.ndarray:
-    """Of each window, over its micro-batches."""
+    """Return the mean of each window over the tokens of its micro-batches."""
     return (sums.sum(1).T / COUNTS.sum(1)).T
 
 
@@ -55,7 +55,7 @@ def cast(tree: dict[str, Any], dtypes: tuple[str, str]) -> dict[str, np.ndarray]
 
 
 def windows(dtypes: tuple[str, str]) -> Any:
-    """All of them, to scan over; in each the second micro-batch is not there."""
+    """Return all windows, to scan over; the second micro-batch of each is absent."""
     micro_batches = jax.tree.map(
         lambda x: np.insert(x, 1, np.nan, axis=1),
         {"grads": cast(GRADS, dtypes), "num_tokens": COUNTS, "loss_sum": LOSS_SUMS},

@@ -1,4 +1,4 @@
-"""Sequences in a Grain dataset, and the settings that its tests cut them with."""
+"""Sequences in a Grain dataset, and the settings with which tests cut them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What tests share: a ragged problem with a float64 reference, and its tolerances."""
+"""Shared by tests: a ragged problem with a float64 reference, and its tolerances."""
 
 import contextlib
 import operator
@@ -13,18 +13,18 @@ import optax
 
 from optax_tokenaccum import softmax_cross_entropy_sum
 
-# Relative error of a gradient after one window, by the dtype it was computed in.
+# Relative error of a gradient after one window, by the dtype of the computation.
 RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
 
 VOCABULARY, WIDTH, ROWS, MAX_LENGTH = 32, 16, 32, 64
 
 
 def ragged_batch(seed: int, rows: int = ROWS) -> dict[str, np.ndarray]:
-    """`rows` sequences of 2 to 64 loss tokens, padded to 64."""
+    """Return `rows` sequences of 2 to 64 loss tokens, padded to 64."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, MAX_LENGTH + 1, rows)
-    # Short and long rows carry different text, as they do in life: that is what makes
-    # a mean of means differ from the mean.
+    # Short and long rows carry different text, as in real data. That makes a mean of
+    # means differ from the mean.
     offset = np.where(lengths < MAX_LENGTH // 2, 0, VOCABULARY // 2)[:, None]
     ids = (rng.integers(0, VOCABULARY // 2, (rows, MAX_LENGTH + 1)) + offset).astype(
         np.int32
@@ -37,7 +37,7 @@ def ragged_batch(seed: int, rows: int = ROWS) -> dict[str, np.ndarray]:
 
 
 def cut(batch: Any, k: int) -> list[Any]:
-    """`k` micro-batches of equally many rows."""
+    """Split a batch into `k` micro-batches with equal numbers of rows."""
     rows = len(jax.tree.leaves(batch)[0]) // k
     slices = [slice(i * rows, (i + 1) * rows) for i in range(k)]
     return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
@@ -73,7 +73,7 @@ def loss_mean_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def in_float64(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`f(params, batch)`, computed in float64 and compiled once for each shape."""
+    """Compute `f(params, batch)` in float64, compiled once for each shape."""
     jitted = jax.jit(f)
 
     def wrapped(params: Any, batch: Any) -> Any:
@@ -95,7 +95,7 @@ def float64_gradient(params: Any, batch: Any) -> Any:
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """L2 norm of the difference of two trees over the norm of the second."""
+    """Return the L2 norm of the trees' difference over the norm of the second."""
     flat = [
         np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)])
         for t in (got, expected)
@@ -104,7 +104,7 @@ def relative_error(got: Any, expected: Any) -> float:
 
 
 def difference(before: Any, after: Any) -> Any:
-    """The gradient that `sgd(1.0)` applied between two trees of parameters."""
+    """Return the gradient that `sgd(1.0)` applied between two trees of parameters."""
     return jax.tree.map(
         lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64),
         before,
@@ -113,7 +113,7 @@ def difference(before: Any, after: Any) -> Any:
 
 
 def signatures(tree: Any) -> list[Any]:
-    """Shape, dtype and weak type of every leaf: what decides on a second trace."""
+    """Return what decides on a retrace: shape, dtype and weak type of every leaf."""
     return [
         (x.shape, x.dtype, getattr(x, "weak_type", False))
         for x in jax.tree.leaves(tree)
@@ -127,7 +127,7 @@ def run_window(
     micro_batches: list[tuple[Any, Any]],
     **extra_args: Any,
 ) -> tuple[Any, Any]:
-    """Applies `update` to `(gradients, num_tokens)` after another."""
+    """Apply `update` to each `(gradients, num_tokens)` in turn."""
     for grads, num_tokens in micro_batches:
         updates, state = update(
             grads, state, params, num_tokens=num_tokens, **extra_args
@@ -144,13 +144,13 @@ def _listen(event: str, duration: float, **metadata: Any) -> None:
         _compilations.append(event)
 
 
-# Registered once for ever: the oldest supported jax has no public way to unregister.
+# Registered permanently: the oldest supported jax has no public way to unregister.
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """Collects one entry for every XLA compilation inside the block."""
+    """Collect one entry for every XLA compilation inside the block."""
     before, seen = len(_compilations), []
     yield seen
     seen.extend(_compilations[before:])

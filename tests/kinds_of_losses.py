@@ -1,7 +1,7 @@
-"""Losses as people write them, each a sum over tokens with their count, and wrong ones.
+"""Losses as people write them, each a sum over tokens with a count, and wrong ones.
 
-Each is `loss_fn(params, batch) -> (loss_sum, num_tokens)` on batches that `make_batch`
-draws: every leaf of every kind of loss, of which each takes its own.
+Each is `loss_fn(params, batch) -> (loss_sum, num_tokens)`. The batches of `make_batch`
+have the leaves of every kind of loss, of which each loss reads some.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ def make_params(random: np.random.Generator) -> dict[str, jax.Array]:
 
 
 def make_batch(random: np.random.Generator) -> dict[str, np.ndarray]:
-    """The leaves of every kind; rows of 2 to `LENGTH` tokens, one of them full."""
+    """Draw the leaves of every kind; rows have 2 to `LENGTH` tokens, one is full."""
     tokens = ROWS, LENGTH
     lengths = random.permutation([LENGTH, 2, *random.integers(2, LENGTH, ROWS - 2)])
     there = np.arange(LENGTH) < lengths[:, None]
     ids = random.integers(1, CLASSES, tokens)
-    # Each row has a token of the loss and one of the prompt.
+    # Each row has at least one loss token and one prompt token.
     prompt = np.arange(LENGTH) < random.integers(1, lengths)[:, None]
     completion = there & ~prompt
     labels = random.integers(0, CLASSES, tokens)
@@ -96,7 +96,7 @@ def logits_of(params: Any, ids: Any) -> jax.Array:
 
 
 def attending(params: Any, batch: Any, attended: Any) -> jax.Array:
-    """Logits of a layer of causal attention."""
+    """Return the logits of a layer of causal attention."""
     x = params["embed"][batch["ids"]]
     scores = (x @ params["hidden"]) @ x.swapaxes(1, 2)
     sees = jnp.tri(LENGTH, dtype=bool) & (attended[:, None, :] > 0)
@@ -154,7 +154,7 @@ def ignore_index_and_weights(params: Any, batch: Any) -> Any:
 
 
 def labels_ignored_mask_counted(params: Any, batch: Any) -> Any:
-    """Two leaves that say the same."""
+    """Two leaves with the same information."""
     logits = logits_of(params, batch["ids"])
     loss_sum, _ = softmax_cross_entropy_sum(logits, batch["ignored"], ignore_index=-100)
     return loss_sum, jnp.sum(batch["mask"])
@@ -308,7 +308,7 @@ def huber_on_zero_or_one(params: Any, batch: Any) -> Any:
 
 
 def insensitive_regression(params: Any, batch: Any) -> Any:
-    """Exactly zero for most tokens."""
+    """The loss of most tokens is exactly zero."""
     errors = jnp.abs(1e-3 * (batch["x"] @ params["slope"]) - batch["y"])
     return masked(jnp.maximum(errors - 1, 0), batch["mask"])
 
@@ -474,7 +474,7 @@ RIGHT: list[Loss] = [
 ]
 
 
-# Wrong ones.
+# Wrong losses.
 
 
 def already_mean(params: Any, batch: Any) -> Any:

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum import make_train_step, make_window_step
 
 K, ROWS = 4, 64
-# Small gradients would drown in the parameters they are subtracted from.
+# Subtracted from parameters, small gradients would be lost to rounding.
 SCALE = 256.0
 GRADIENT = 4 * (32 * 16 + 16 * 16 + 16 * 32)  # bytes
-# Of each parameter, over which axis of the mesh.
+# Which axis of the mesh shards each parameter.
 WHOLE = {"embed": P(), "hidden": P(), "out": P()}
 TENSOR_PARALLEL = {"embed": P(), "hidden": P(None, "model"), "out": P("model", None)}
 FSDP = {"embed": P("data"), "hidden": P(None, "data"), "out": P("data", None)}
@@ -51,7 +51,7 @@ def placed(mesh: Any, specs: dict[str, P]) -> Any:
 
 
 def make_batch(devices: int) -> Any:
-    """64 ragged rows of which device 1 has none with a token, in any micro-batch."""
+    """Return 64 ragged rows, of which those of device 1 never have a token."""
     batch = ragged_batch(0, rows=ROWS)
     mask = batch["mask"].reshape(K, devices, ROWS // K // devices, -1)
     mask[:, 1] = 0
@@ -68,7 +68,7 @@ def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
 
 
 def stacked(batch: Any) -> Any:
-    """The micro-batches of a window; of NumPy's arrays made without a compilation."""
+    """Stack a window's micro-batches, without a compilation for NumPy arrays."""
 
     def stack(*xs: Any) -> Any:
         return (np if isinstance(xs[0], np.ndarray) else jnp).stack(xs)
@@ -77,7 +77,7 @@ def stacked(batch: Any) -> Any:
 
 
 def run(way: str, step: Any, state: Any, batch: Any, **kwargs: Any) -> Any:
-    """One window."""
+    """Run one window."""
     if way == "window":
         return step(state, stacked(batch), **kwargs)
     for part in cut(batch, K):

@@ -1,7 +1,7 @@
-"""Ways to make a mistake, for tests/docs/test_bad_input.py.
+"""Ways to make mistakes, for tests/docs/test_bad_input.py.
 
-A mistake is a function that makes it. It is given `keep`, which notes a state that the
-mistake must not cost the caller, and returns it.
+A mistake is a function that makes it. Its argument `keep` records a state that must
+survive the mistake, and returns that state.
 """
 
 import functools
@@ -24,7 +24,7 @@ from optax_tokenaccum import (
 )
 
 Mistake = Callable[[Callable[[Any], Any]], Any]
-# The mistake as the page names it, the type of what is raised, and ways to make it.
+# The mistake as named on the page, the type of the error, and ways to make it.
 Row = tuple[str, type[Exception] | None, list[Mistake]]
 
 PARAMS = {"w": jnp.zeros(3), "deep": {"b": jnp.zeros(())}}
@@ -58,7 +58,7 @@ def eager(f: Any) -> Any:
 def constructed(
     *args: Any, by: Any = (token_accumulation, MultiSteps, train_step), **kwargs: Any
 ) -> list[Mistake]:
-    """Every constructor, called with these arguments."""
+    """Return calls of every constructor with these arguments."""
     return [lambda _, f=f: f(*args, **kwargs) for f in by]
 
 
@@ -69,7 +69,7 @@ def updated(
     modes: Any = (eager, jax.jit),
     **arguments: Any,
 ) -> list[Mistake]:
-    """`update` of every optimizer, from its own state or that of another."""
+    """Return calls of every optimizer's `update`, with its own state or `state`."""
 
     def mistake(keep: Any, optimizer: Any, jit: Any) -> Any:
         given = optimizer.init(PARAMS) if state is None else state
@@ -83,14 +83,14 @@ def updated(
 
 
 def copied(state: Any) -> Any:
-    """Arrays of its own, so that no mistake can take them from another."""
+    """Copy all arrays, so that a mistake cannot delete arrays of another."""
     return jax.tree.map(jnp.copy, state)
 
 
 def stepped(
     state: Any, *steps: Any, batch: Any = BATCH, halves: bool = True
 ) -> list[Mistake]:
-    """Every step, and the halves it has, from the state of something else."""
+    """Return calls of every step, and of its halves, with copies of `state`."""
     calls = list(steps)
     for step in steps:
         if halves and hasattr(step, "accumulate"):
@@ -99,7 +99,7 @@ def stepped(
 
 
 def returned(value: Callable[[Any], Any], has_aux: bool = False) -> list[Mistake]:
-    """Every step, whose `loss_fn` returns `value(sum of w)`."""
+    """Return calls of every step whose `loss_fn` returns `value(sum of w)`."""
 
     def loss(params: Any, batch: Any) -> Any:
         return value(jnp.sum(params["w"]))
@@ -110,7 +110,7 @@ def returned(value: Callable[[Any], Any], has_aux: bool = False) -> list[Mistake
 
 
 def reused(use: Callable[[Any, Any, Any], Any], k: int = 2) -> list[Mistake]:
-    """A state that a step was given before; it is lost, as it should be."""
+    """Return uses of a state that a step has consumed; its loss is intended."""
 
     def mistake(_: Any, step: Any, batch: Any) -> None:
         state = step.init(PARAMS)

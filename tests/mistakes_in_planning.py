@@ -23,7 +23,7 @@ PLANNED_STEP = make_window_step(loss_fn, SGD)
 
 
 def padded(sequences: Any = SEQUENCES, pad_values: Any = 0) -> list[Mistake]:
-    """Both functions that pad."""
+    """Return calls of both padding functions."""
     return [
         lambda _: pad_micro_batch(sequences, PLAN, pad_values=pad_values),
         lambda _: pad_window(sequences, max_tokens=8, pad_values=pad_values),
@@ -35,7 +35,7 @@ def padded_by(plan: MicroBatchPlan) -> list[Mistake]:
 
 
 def changed(**leaves: Any) -> list[Any]:
-    """The sequences, the second one with other leaves."""
+    """Return the sequences, with other leaves in the second one."""
     return [SEQUENCES[0], SEQUENCES[1] | leaves]
 
 

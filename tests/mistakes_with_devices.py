@@ -65,7 +65,7 @@ def named_axes(keep: Any, make: Any, loss_fn: Any, batch: Any) -> Any:
 
 
 def under_shard_map(gradients: Any, gradient_and_tokens: Any) -> Any:
-    """A traced update over 8 devices."""
+    """Trace an update over 8 devices."""
     optimizer = token_accumulation(SGD, 2, gradients=gradients, axis_name="data")
 
     def step(w: Any, x: Any) -> Any:

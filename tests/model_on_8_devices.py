@@ -1,4 +1,4 @@
-"""What the programs for `test_collectives.py` share: a small model on 8 devices."""
+"""Shared by the programs for `test_collectives.py`: a small model on 8 devices."""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def array(shape: Any, *spec: Any, on: Any = None, dtype: Any = jnp.float32) -> A
 
 
 def placed(tree: Any, *spec: Any) -> Any:
-    """Shapes of the tree's arrays, on the mesh; scalars are on every device."""
+    """Return shapes of the tree's arrays on the mesh; scalars are replicated."""
     return jax.tree.map(
         lambda x: array(x.shape, *(spec if x.ndim else ()), dtype=x.dtype), tree
     )
@@ -65,13 +65,13 @@ def gradient(params: Any, batch: Any) -> Any:
 
 
 def compiled(f: Any, *args: Any, out: Any = None) -> Any:
-    """`out` is an array, or a tree of these, to which the result's shardings are."""
+    """Compile `f`; `out` is an array, or a tree, with the output shardings."""
     out = jax.tree.map(lambda x: x.sharding, out)
     return jax.jit(f, out_shardings=out).lower(*args).compile()
 
 
 def mapped(f: Any, *args: Any, out: Any) -> Any:
-    """`f` of every device's part of such arguments; nothing is reduced by itself."""
+    """Map `f` over each device's part of the arguments, with no implicit reduction."""
     specs = jax.tree.map(lambda x: x.sharding.spec, args)
     on = jax.tree.leaves(args)[0].sharding.mesh
     return jax.shard_map(f, mesh=on, in_specs=specs, out_specs=out, check_vma=False)

@@ -1,4 +1,4 @@
-"""What test_agreement.py runs twice: `python one_of_two_processes.py PORT PROCESS`."""
+"""Run twice by test_agreement.py: `python one_of_two_processes.py PORT PROCESS`."""
 
 import sys
 from typing import Any
@@ -14,7 +14,7 @@ from optax_tokenaccum._devices import processes
 
 
 def rows(numbers: np.ndarray, mesh: Any, *, micro_batches: int = 0) -> jax.Array:
-    """A global array, of which these are this process's half."""
+    """Return a global array, of which `numbers` is this process's half."""
     spec = P(None, "data") if micro_batches else P("data")
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), numbers)
 
@@ -32,7 +32,7 @@ def attempt(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def compare_alone(state: Any, process: int) -> Any:
-    """In a group of this process, which in process 1 has compared once more."""
+    """Compare within a group of one process; process 1 compares twice."""
     for _ in range(1 + process):
         processes._compare((process,), "")
     return state, None
@@ -48,7 +48,7 @@ def main(port: int, process: int) -> None:
     )
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     step = make_train_step(loss_fn, optax.sgd(1.0), 1, mesh=mesh, data_axes="data")
-    # One token of 2 in process 0, eight of 10 in process 1.
+    # Process 0 has one token of value 2, process 1 has eight of value 10.
     mine = np.full((4, 2), 10 * process, np.float32)
     mine[0, 0] += 2 * (1 - process)
     state, batch = step.init(np.zeros((), np.float32)), rows(mine, mesh)

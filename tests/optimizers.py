@@ -10,10 +10,10 @@ from optax import contrib
 
 
 def find_optimizers() -> dict[str, Callable[..., Any]]:
-    """Factories by name, in the order of their names: a new one in optax is found.
+    """Return factories by name, sorted, so that a new one in optax is found.
 
-    That is every public function with a learning rate, and of `optax.contrib` every
-    one that makes a transformation. `scale_by_*` are the parts that these are made of.
+    Factories are all public functions with a learning rate, and in `optax.contrib` all
+    that make a transformation. `scale_by_*` are only the parts of these.
     """
     found = {}
     for module, prefix in ((optax, ""), (contrib, "contrib.")):
@@ -29,22 +29,22 @@ def find_optimizers() -> dict[str, Callable[..., Any]]:
     return found
 
 
-# Those that clip the gradient of every example by itself: their gradients have a
-# leading axis, and none of the sums that accumulation keeps would do.
+# These clip the gradient of each example: their gradients have a leading axis, so they
+# cannot use accumulated sums.
 PER_EXAMPLE = ("contrib.differentially_private_aggregate", "contrib.dpsgd")
 _PRIVACY = {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0}
 
-# What has no default, or whose default would leave a part of the optimizer unused.
+# Arguments without a default, or whose default leaves part of the optimizer unused.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     # By default only matrices of 128 rows and columns are factored.
     "adafactor": {"learning_rate": 0.1, "min_dim_size_to_factor": 2},
-    # Without a key it warns: one will be required.
+    # Without a key it warns that one will be required.
     "noisy_sgd": {"learning_rate": 0.1, "key": 0},
     "contrib.differentially_private_aggregate": _PRIVACY,
     "contrib.dpsgd": {"learning_rate": 0.1, **_PRIVACY},
     # The default rank of 128 exceeds the matrix.
     "contrib.galore": {"learning_rate": 0.1, "rank": 2},
-    # The default first step of a millionth is lost beside bfloat16 parameters.
+    # The default first step of 1e-6 is lost next to bfloat16 parameters.
     "contrib.mechanize": {"base_optimizer": optax.adamw(0.1), "s_init": 0.1},
     # By default a plateau takes 10 windows.
     "contrib.reduce_on_plateau": {"patience": 1},
@@ -57,8 +57,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "contrib.split_real_and_imaginary": {"inner": optax.adam(0.1)},
 }
 
-# What `update` needs besides `value`, which all are given. A train step hands over
-# nothing else, so that these cannot run in one.
+# Arguments of `update` in addition to `value`, which every optimizer receives. A train
+# step passes only `value`, so these cannot run in one.
 EXTRA_ARGS: dict[str, tuple[str, ...]] = {
     # Its line search starts from the window's value and gradient.
     "lbfgs": ("grad", "value_fn"),
@@ -66,18 +66,18 @@ EXTRA_ARGS: dict[str, tuple[str, ...]] = {
     "contrib.sophia": ("obj_fn",),
 }
 
-# Of the matrix and of the vector, where optax's own code fails on float32 beside
-# bfloat16.
+# Dtypes of the matrix and of the vector, where optax's own code fails on float32 next
+# to bfloat16.
 MIXED = ("float32", "bfloat16")
 DTYPES: dict[str, list[tuple[str, str]]] = {
     # It clamps a value of one dtype between bounds of the other.
     "contrib.mechanize": [("float32", "float32"), ("bfloat16", "bfloat16")],
-    # The tangents of its Hessian all have the lowest dtype.
+    # All tangents of its Hessian have the lowest dtype.
     "contrib.sophia": [("float32", "float32")],
 }
 
-# Whose updates are a small difference of large numbers, or from an iteration that
-# enlarges the rounding of its input a hundred times.
+# Their updates are small differences of large numbers, or come from an iteration that
+# amplifies the rounding of its input 100 times.
 ENLARGE_ROUNDING = {
     "contrib.muon",
     "contrib.schedule_free",
@@ -85,7 +85,7 @@ ENLARGE_ROUNDING = {
     "contrib.schedule_free_sgd",
 }
 
-# That enumeration has to find, by name; `optimistic_adam` is about to be removed.
+# Names that the enumeration must find; `optimistic_adam` is about to be removed.
 KNOWN = {
     *"adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan".split(),
     *"amsgrad fromage lamb lars lbfgs lion noisy_sgd novograd".split(),
@@ -103,15 +103,15 @@ KNOWN = {
 def make_optimizer(
     name: str, factory: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer with the arguments above, or with a learning rate of 0.1."""
+    """Make the optimizer with `ARGUMENTS`, or with a learning rate of 0.1."""
     parameters = inspect.signature(factory).parameters
     required = {n for n, p in parameters.items() if p.default is p.empty}
     arguments = ARGUMENTS.get(name, {n: 0.1 for n in required & {"learning_rate"}})
     with warnings.catch_warnings():
-        # Those that optax is about to remove count until it does.
+        # Deprecated optimizers are tested until optax removes them.
         warnings.simplefilter("ignore", DeprecationWarning)
         optimizer = factory(**arguments)
     if name == "contrib.sam":
-        # It says that it takes extra arguments and raises on `value`.
+        # It claims to take extra arguments, but raises on `value`.
         optimizer = optax.GradientTransformation(*optimizer)
     return optax.with_extra_args_support(optimizer)

@@ -12,10 +12,10 @@ CUT: dict[str, Any] = {"max_tokens": 128, "length_buckets": [8, 24, 40, 64]}
 
 
 def ragged_window(seed: int, rows: int = helpers.ROWS) -> tuple[Any, list[Any]]:
-    """A padded batch, and its rows as sequences of their own lengths."""
+    """Return a padded batch, and its rows as sequences without padding."""
     batch = helpers.ragged_batch(seed, rows)
     lengths = batch["mask"].sum(1)
-    # Every other sequence begins with a token that is no label.
+    # Every other sequence begins with a token that is not a label.
     batch["mask"][::2, 0] = False
     sequences = [
         jax.tree.map(lambda x, row=row, n=n: x[row, :n], batch)
@@ -29,6 +29,6 @@ def lengths_of(sequences: list[Any]) -> list[int]:
 
 
 def planned(sequences: list[Any], pads: Any = PADS, **cut: Any) -> list[Any]:
-    """Micro-batches of several shapes, for one call each."""
+    """Return micro-batches of several shapes, one per call."""
     plans = plan_window(lengths_of(sequences), **(cut or CUT))
     return [pad_micro_batch(sequences, plan, pad_values=pads) for plan in plans]

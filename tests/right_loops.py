@@ -1,4 +1,4 @@
-"""Training loops that apply the exact gradient, one of Flax that does not."""
+"""Training loops that apply the exact gradient, and one of Flax that does not."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Imports between the rooms of the package go down only, on at most seven floors."""
+"""Imports between the package's folders only go down, through at most seven levels."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "optax_tokenaccum"
-# The rooms that the files of a room may import from. Files at the root see all rooms.
+# The folders that each folder may import from. Files at the root may import from all.
 BELOW = {
     "_core": set(),
     "_devices": {"_core"},
@@ -30,7 +30,7 @@ FILES = {name_of(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
 
 
 def imports_in(text: str) -> set[str]:
-    """The modules that a file imports, at its top or inside of functions."""
+    """Return the modules that a file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -47,7 +47,7 @@ IMPORTS = {name: imports_in(path.read_text()) for name, path in FILES.items()}
 
 
 def room_of(name: str) -> str | None:
-    """The folder of a module; `None` for a file at the root."""
+    """Return the folder of a module, or `None` for a file at the root."""
     _, *inner = name.split(".")
     return inner[0] if inner and inner[0] in BELOW else None
 

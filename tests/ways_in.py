@@ -1,4 +1,4 @@
-"""Every way in, run on one ragged problem, and optax's class beside them."""
+"""Every entry point on one ragged problem, next to optax's class."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from optax_tokenaccum import (
 
 SGD = optax.sgd(1.0)
 
-# A linear regression: per row 4 features, a target and the weight of its square.
+# A linear regression: each row has 4 features, a target and the weight of its square.
 Batch = dict[str, np.ndarray]
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5, 3.0], jnp.float32)}
 
@@ -48,7 +48,7 @@ def exact(params: Any, *batches: Batch) -> Any:
     return {"w": 2 * x.T @ ((x @ w - y) * weights) / weights.sum()}
 
 
-# A way in: parameters and windows of micro-batches to the parameters after each window.
+# From parameters and windows of micro-batches to the parameters after each window.
 Run = Callable[[Any, list[list[Batch]]], list[Any]]
 
 
@@ -123,13 +123,13 @@ WAYS = [transformation, multi_steps, train_step, in_one_program, window_step]
 
 @functools.cache
 def program(way: Any, **options: Any) -> Run:
-    """One for all tests of a way: windows of two micro-batches under SGD."""
+    """One program for all tests of a way: windows of two micro-batches under SGD."""
     return way(loss_fn, SGD, 2, **options)
 
 
 @functools.cache
 def optax_multi_steps(inner: Any = SGD, divisor: float | None = None) -> Run:
-    """optax's class on a mean loss, or on a sum over `divisor`."""
+    """Run optax's class on a mean loss, or on a sum over `divisor`."""
 
     def given(params: Any, batch: Any) -> Any:
         loss_sum, n = loss_fn(params, batch)

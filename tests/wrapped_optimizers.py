@@ -1,6 +1,6 @@
-"""Optimizers in optax's own wrappers, as in `docs/recipes/`, and loops to run them in.
+"""Optimizers in optax's wrappers, as in `docs/recipes/`, and loops to run them.
 
-Every window has 32 rows in micro-batches of 4. The reference is the same optimizer, run
+Every window has 32 rows in micro-batches of 4. The reference is the same optimizer run
 in float64 on the gradients of the full batches.
 """
 
@@ -43,7 +43,7 @@ def naively(inner: Any, k: int = K) -> Any:
 
 
 def average_parameters(decay: float) -> optax.GradientTransformation:
-    """`docs/recipes/parameter_average.md`"""
+    """The recipe of `docs/recipes/parameter_average.md`."""
 
     def update(updates: Any, average: Any, params: Any) -> Any:
         new_params = optax.apply_updates(params, updates)
@@ -53,7 +53,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def debiased_average(decay: float) -> optax.GradientTransformation:
-    """Of `optax.ema`, given the new parameters in place of updates."""
+    """The average of `optax.ema`, of new parameters instead of updates."""
     ema = optax.ema(decay)
 
     def update(updates: Any, state: Any, params: Any) -> Any:
@@ -64,7 +64,7 @@ def debiased_average(decay: float) -> optax.GradientTransformation:
 
 
 def lookahead_of_pairs(*args: Any, **kwargs: Any) -> optax.GradientTransformation:
-    """`docs/recipes/lookahead.md`"""
+    """The recipe of `docs/recipes/lookahead.md` that trains pairs."""
     optimizer = optax.lookahead(*args, **kwargs)
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -74,7 +74,7 @@ def lookahead_of_pairs(*args: Any, **kwargs: Any) -> optax.GradientTransformatio
 
 
 def lookahead_in_state(*args: Any, **kwargs: Any) -> optax.GradientTransformation:
-    """`docs/recipes/lookahead.md`"""
+    """The recipe of `docs/recipes/lookahead.md` with slow weights in its state."""
     optimizer = optax.lookahead(*args, **kwargs)
 
     def init(params: Any) -> Any:
@@ -93,10 +93,10 @@ class Recipe(NamedTuple):
     """An inner optimizer and how its loop differs from the plain one.
 
     Attributes:
-      inner: what runs once per window.
-      read: what is compared, of the parameters and of the inner optimizer's state.
-      start: what is trained, made of the model's parameters.
-      of: the model's parameters, of what is trained.
+      inner: the optimizer that runs once per window.
+      read: selects what to compare, from parameters and the inner optimizer's state.
+      start: makes the trained tree from the model's parameters.
+      of: returns the model's parameters from the trained tree.
     """
 
     inner: Any
@@ -147,7 +147,7 @@ PLAIN = Recipe(SGD)
 
 
 def on_full_batches(recipe: Recipe) -> Any:
-    """What is read after every batch at once, all in float64."""
+    """Return `recipe.read` after all full batches, in float64."""
     inner = optax.with_extra_args_support(recipe.inner)
     with jax.enable_x64(True):
         params = recipe.start(jax.tree.map(lambda p: jnp.asarray(p, float), PARAMS))
@@ -169,7 +169,7 @@ def run(
     micro_batches: list[Any] = MICRO_BATCHES,
     loss_sum_fn: Any = helpers.loss_sum_fn,
 ) -> tuple[Any, Any]:
-    """Parameters and state after a loop of one's own over micro-batches."""
+    """Return parameters and state after a hand-written loop over micro-batches."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         loss_sum, n = loss_sum_fn(recipe.of(params), batch)

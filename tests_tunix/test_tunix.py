@@ -33,12 +33,12 @@ TokenTrainer, token_loss = NAMES["TokenTrainer"], NAMES["token_loss"]
 K, ROWS = 4, 8
 SGD = optax.sgd(1.0, momentum=0.0)
 RTOL = helpers.RTOL["float32"]
-# A parameter of order 1 holds a gradient to about 1e-7 of the *parameter*.
+# A parameter of size 1 rounds its updates to about 1e-7 of the *parameter*.
 RTOL_OF_MOVES = 1e-5
 
 
 class Tiny(nnx.Module):
-    """Attends to the mean of what it may see; the signature of Tunix's models."""
+    """Attends to the mean of visible positions; has the signature of Tunix's models."""
 
     def __init__(self, lora: bool = False):
         rngs, size, width = nnx.Rngs(0), helpers.VOCABULARY, helpers.WIDTH
@@ -74,7 +74,7 @@ def gen_model_input(batch: TrainingInput) -> dict[str, Any]:
 
 
 def window(seed: int) -> tuple[TrainingInput, list[TrainingInput]]:
-    """A batch, and the K micro-batches it is cut into."""
+    """Return a batch, and the K micro-batches that it is cut into."""
     batch = helpers.ragged_batch(seed, ROWS)
     full, *cuts = (
         TrainingInput(input_tokens=b["tokens"], input_mask=b["mask"])
@@ -88,7 +88,7 @@ def num_tokens(batch: TrainingInput) -> int:
 
 
 def trained(trainer: PeftTrainer) -> Any:
-    """What the optimizer was made for, as arrays."""
+    """Return the variables that the optimizer trains, as arrays."""
     return arrays(nnx.state(trainer.model, trainer.optimizer.wrt))
 
 
@@ -107,13 +107,13 @@ def _loss_and_gradient(model: Any, batch: TrainingInput, wrt: Any) -> Any:
 def full_batch(
     model: Any, batch: TrainingInput, wrt: Any = nnx.Param
 ) -> tuple[float, Any]:
-    """Tunix's own loss of a whole batch, and its gradient."""
+    """Return Tunix's own loss of a whole batch, and its gradient."""
     loss, gradient = _loss_and_gradient(model, batch, wrt)
     return float(loss), arrays(nnx.state(gradient))
 
 
 def applied(trainer: PeftTrainer) -> Any:
-    """The last gradient that SGD was given: parameters would round their difference."""
+    """Return the last gradient given to SGD; parameter differences are rounded."""
     return arrays(trainer.optimizer.opt_state.inner_opt_state[0].trace)
 
 
@@ -170,7 +170,7 @@ def test_as_shipped_and_mended(new_model: Any):
     np.testing.assert_allclose(logs[0], shipped, rtol=RTOL)
     np.testing.assert_allclose(logs[1], (loss, loss, np.exp(loss), norm), rtol=RTOL)
     assert abs(mean_loss - loss) > 1e-3
-    if new_model is Tiny:  # its figures are those of the page
+    if new_model is Tiny:  # the page shows this model's figures
         lengths = batch.input_mask[:, 1:].sum(1)
         assert f"{lengths.min()} to {lengths.max()} loss tokens" in PAGE
         assert f"{naive:.0%}".replace("%", " %") in PAGE and error < 3e-7
@@ -186,7 +186,7 @@ def test_windows_and_a_partial_last_one():
     expected = []
 
     def batches() -> Iterator[TrainingInput]:
-        """Three windows, the last half as long; looks at the trainer in between."""
+        """Yield three windows, the last half as long; check the trainer in between."""
         for seed, k in ((0, K), (1, K), (2, K // 2)):
             batch, micro_batches = window(seed)
             rows = slice(0, ROWS * k // K)
@@ -215,7 +215,7 @@ def test_windows_and_a_partial_last_one():
 
 
 class StepOfTheirOwn(PeftTrainer):
-    """Hands `num_tokens` on, and leaves the wrapping to Tunix."""
+    """Passes `num_tokens` on, and leaves the wrapping to Tunix."""
 
     def _train_step(self, model: Any, optimizer: Any, inputs: Any) -> Any:
         (loss_sum, n), grads = nnx.value_and_grad(token_loss, has_aux=True)(

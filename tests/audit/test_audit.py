@@ -1,4 +1,4 @@
-"""The audit: every broken loop gets its verdict, every right one passes."""
+"""The audit gives every broken loop its verdict and passes every right one."""
 
 import dataclasses
 import os
@@ -105,7 +105,7 @@ def test_the_gallery_in_the_docs_is_that_of_the_command():
 
 
 def weighted(weights: Any) -> Any:
-    """A loop that weights the micro-batches' summed gradients as it likes."""
+    """Return a loop that weights each micro-batch's summed gradient."""
 
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         grads = scale(params, 0)
@@ -146,7 +146,7 @@ def test_random_mixtures_are_unknown_and_say_their_weights(seed: int):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_gradients_of_large_parameters_are_read(dtype: str):
-    """Of size 1e-4 beside 1, where `sgd(1.0)` moves no bfloat16 parameter at all."""
+    """Gradients of 1e-4, too small for `sgd(1.0)` to move bfloat16 parameters of 1."""
 
     def small_loss_fn(params: Any, batch: Any) -> Any:
         x, mask = batch
@@ -176,7 +176,7 @@ def test_small_gradients_of_large_parameters_are_read(dtype: str):
 
 @dataclasses.dataclass
 class LineLoss:
-    """A loss that is an object without a hash, as a dataclass that may change is."""
+    """A loss that is an object without a hash, like a mutable dataclass."""
 
     def __call__(self, params: Any, batch: Any) -> Any:
         return jnp.sum(params["slope"] * batch), batch.size
@@ -236,7 +236,7 @@ def test_parameters_that_are_rounded_to_float32_are_read(numbers: Any):
         assert report.verdict is verdict, str(report)
 
 
-# What cannot be told, and what cannot be audited.
+# What the audit cannot judge, and what it cannot audit.
 
 
 @pytest.mark.parametrize("name", ["full batch", "token_accumulation"])

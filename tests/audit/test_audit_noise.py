@@ -24,13 +24,13 @@ gradient_of = functools.cache(lambda loss_fn: jax.jit(jax.grad(loss_fn, has_aux=
 
 
 def apply(optimizer: Any, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-    """One call of the optimizer; nothing is compiled, as its function is always new."""
+    """Call the optimizer once, uncompiled, because its function is new every time."""
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
 def rows_with_two_short_micro_batches(seed: int) -> Batch:
-    """The second and the sixth of `K` micro-batches have four loss tokens each."""
+    """Return rows whose second and sixth micro-batches have four loss tokens each."""
     rows = make_rows(seed)
     mask = rows.mask.copy()
     short = np.isin(np.arange(len(mask)) // (len(mask) // K), [1, 5])
@@ -40,7 +40,7 @@ def rows_with_two_short_micro_batches(seed: int) -> Batch:
 
 @functools.cache
 def rounded_to(dtype: Any, loss_fn: Any) -> Any:
-    """Computes in another dtype, whatever the parameters are."""
+    """Compute `loss_fn` in `dtype`, whatever the dtype of the parameters."""
 
     def rounded(params: Any, batch: Any) -> Any:
         return loss_fn(jax.tree.map(lambda x: x.astype(dtype), params), batch)
@@ -49,7 +49,7 @@ def rounded_to(dtype: Any, loss_fn: Any) -> Any:
 
 
 def of_weights(weights: Any, loss_fn: Any = loss_fn, foreign: float = 0.0) -> Any:
-    """A loop in which the micro-batches count for `weights`, where 1 is exact."""
+    """Return a loop that weights micro-batches by `weights`, where 1 is exact."""
 
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         num_tokens = sum(batch.mask.sum() for batch in micro_batches)
@@ -103,14 +103,14 @@ def test_weights_tell_what_rounding_hides(where: str, weights: Any, says: str):
     for seed in range(SEEDS):
         micro_batches = cut(rows_with_two_short_micro_batches(seed))
         report = audit(run, given, parameters(seed, dtype), micro_batches)
-        # The relative error alone would pass them all.
+        # By the relative error alone, all of them would pass.
         assert report.relative_error < report.rtol or not (weights == 1).all()
         assert report.passed == (weights == 1).all(), f"seed {seed}\n{report}"
         assert says in report.explanation, f"seed {seed}\n{report}"
 
 
 def test_a_micro_batch_below_the_noise_cannot_be_told():
-    """One row of one token whose gradient is a thousandth of the others'."""
+    """A micro-batch of one row and one token whose gradient is 1000 times smaller."""
 
     def small_loss_fn(params: Any, batch: Batch) -> Any:
         is_short = batch.mask.sum() < 5
@@ -124,7 +124,7 @@ def test_a_micro_batch_below_the_noise_cannot_be_told():
         assert report.verdict is Verdict.UNKNOWN
         assert report.explanation.startswith("cannot tell")
         assert "micro-batches [1, 5]" in report.explanation
-    # In float32 it can.
+    # In float32 the audit can tell.
     params = parameters(0)
     assert not audit(
         of_weights(LOST, small_loss_fn), small_loss_fn, params, micro_batches
@@ -156,13 +156,13 @@ def test_float32_parameters_and_low_precision_inside(given: str, dtype: Any):
         report = audit(steps, loss_fn_given, params, micro_batches)
         assert report.relative_error > 1e-4
         assert "Rounding noise of" in report.explanation
-        # A tolerance that is given is kept.
+        # A tolerance that the caller gives is kept.
         report = audit(steps, loss_fn_given, params, micro_batches, rtol=1e-4)
         assert report.verdict is Verdict.UNKNOWN and report.rtol == 1e-4
 
 
 def test_float32_is_as_strict_as_ever():
-    """A fault of a thousandth is no noise: it repeats at other parameters."""
+    """An error of 1e-3 is not noise: it repeats at other parameters."""
     params, micro_batches = parameters(0), cut(make_rows(0))
     for run in (
         of_weights(np.ones(K), foreign=1e-5),
@@ -260,7 +260,7 @@ def test_what_moves_without_a_gradient_is_no_step(name: str, where: str, dtype: 
 
 
 def test_decay_within_the_update():
-    """`p - g - rate * p`: the decay is of the parameters before the step."""
+    """`p - g - rate * p`, where the decay uses the parameters before the step."""
 
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         moved = by_train_step(optimizer, params, micro_batches)

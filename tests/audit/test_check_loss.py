@@ -1,4 +1,4 @@
-"""`check_loss_fn` finds a loss that is no sum, and a count that is another's."""
+"""`check_loss_fn` finds a loss that is not a sum, and a count of other tokens."""
 
 import re
 from typing import Any
@@ -28,20 +28,20 @@ def from_labels(params: Any, batch: Any) -> Any:
 
 
 def next_token(params: Any, batch: Any) -> Any:
-    """Padding is token 0; nothing in the batch is a mask."""
+    """Padding is token 0; the batch contains no mask."""
     logits = helpers.logits_of(params, batch["tokens"][:, :-1])
     labels = batch["tokens"][:, 1:]
     return softmax_cross_entropy_sum(logits, labels, labels != 0)
 
 
 def squared_errors(params: Any, batch: Any) -> Any:
-    """A regression on labels of 0 and 1, which are no mask."""
+    """A regression whose labels are 0 and 1, but are not a mask."""
     errors = jnp.sum((params["hidden"].sum(0) * batch["x"] - batch["y"]) ** 2, -1)
     return jnp.sum(errors * batch["weight"]), jnp.sum(batch["weight"])
 
 
 def with_keys(params: Any, batch: Any) -> Any:
-    """Dropout that is a function of the row, by a key of its own."""
+    """Dropout that depends only on the row, through the row's own key."""
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (12,)))(batch["key"])
     tokens = jnp.where(keep, batch["tokens"], 0)
     return helpers.loss_sum_fn(params, batch | {"tokens": tokens})

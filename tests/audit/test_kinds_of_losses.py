@@ -1,4 +1,4 @@
-"""`check_loss_fn` passes every kind of right loss, and finds the wrong ones."""
+"""`check_loss_fn` passes every kind of right loss and finds the wrong ones."""
 
 import re
 
@@ -15,7 +15,7 @@ SEEDS = range(20)
 
 
 def reports(loss_fn: Loss) -> list[LossReport]:
-    """One for each seed; only the leaves that this loss reads are in its batches."""
+    """One report per seed, on batches with only the leaves that this loss reads."""
     read: set[str] = set()
 
     class Reads(dict):

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-import collective_programs  # noqa: F401, makes them known
+import collective_programs  # noqa: F401, registers the programs
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,10 +16,10 @@ Reports = dict[str, CollectiveReport]
 
 K = 4
 GRADIENT = 4 * (16 * 48 + 48 * 8)  # bytes
-LOSS = 4  # the count is static
+LOSS = 4  # bytes; the count is static
 DATA, MODEL, BOTH = ("data",), ("model",), ("data", "model")
 
-# What is sent: (bytes, times, kind, axes, path). Where XLA may choose, see below.
+# Expected traffic: (bytes, times, kind, axes, path). See below where XLA may choose.
 EXPECTED: dict[str, list[tuple[Any, ...]]] = {
     "gradient_of_rows": [(GRADIENT, 1, "all-reduce", DATA, "always")],
     "window_of_k": [(GRADIENT + LOSS, K, "all-reduce", DATA, "always")],
@@ -38,7 +38,7 @@ EXPECTED: dict[str, list[tuple[Any, ...]]] = {
     "deferred_no_more": [(GRADIENT, 1, "all-reduce", DATA, "always")],
     "rows_by_split_batch": [],
     "rows_by_split_batch_over_two_axes": [],
-    # Half of each parameter's gradient, and 16 x 8 outputs that are sums over a half.
+    # Half of each parameter's gradient, and 16 x 8 outputs, summed over the halves.
     "tensor_parallel": [
         (GRADIENT // 2, 1, "all-reduce", DATA, "always"),
         (512, 1, "all-reduce", MODEL, "always"),
@@ -72,7 +72,7 @@ EXPECTED: dict[str, list[tuple[Any, ...]]] = {
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    """Of every program of collective_programs.py, by its name."""
+    """The report of every program in collective_programs.py, by name."""
     return {name: collectives(make()) for name, make in PROGRAMS.items()}
 
 
@@ -105,7 +105,7 @@ def test_losing_a_deferral_shows(reports: Reports):
     assert gradients("deferred_close") == 1
     assert gradients("deferred_token_budget", path="always") == 0
     assert gradients("deferred_token_budget", path="conditional") == 1
-    # What it saves, and what is to be noticed: a gradient for every micro-batch.
+    # Without deferral: a gradient for every micro-batch, which the report must show.
     assert gradients("deferred_no_more") == 1
     assert round(gradients("accumulate"), 2) == 1
     assert round(gradients("window_of_k"), 2) == K
@@ -116,7 +116,7 @@ def test_rows_stay_where_they_are(reports: Reports):
     for name in ("rows_by_split_batch", "rows_by_split_batch_over_two_axes"):
         assert reports[name].bytes() == 0
     assert reports["window_that_splits_its_batch"].bytes(kind="all-to-all") == 0
-    # In order, the first micro-batch is the rows of two devices, for all eight.
+    # Split in order, the first micro-batch is the rows of two devices, sent to all 8.
     rows_of_a_device = 4 * 8 * (16 + 8)
     assert reports["rows_in_order"].bytes(axes="data") >= rows_of_a_device
 
@@ -124,7 +124,7 @@ def test_rows_stay_where_they_are(reports: Reports):
 def test_close_of_sharded_parameters_adds_up_norms_in_its_branch(reports: Reports):
     report = reports["token_budget_of_sharded_parameters"]
     on_close = report.bytes(axes="data", path="conditional")
-    assert 0 < on_close < 100  # of clipping and of the metrics
+    assert 0 < on_close < 100  # from clipping and from the metrics
     assert report.bytes(path="always") >= 2 * GRADIENT
     assert report.bytes() == on_close + report.bytes(path="always")
     assert reports["token_budget"].bytes(path="conditional") == 0
@@ -252,7 +252,7 @@ def test_program_that_is_not_compiled(given: Any, kind: str):
 
 
 def test_program_that_nnx_compiled():
-    """flax wraps it in a class of its own, which has the same name as jax's."""
+    """Flax wraps the program in a class with the same name as jax's."""
 
     def gradient(model: nnx.Linear, x: Any) -> Any:
         return nnx.grad(lambda model: jnp.sum(model(x)))(model)

@@ -1,6 +1,6 @@
-"""What is read in the text of compiled programs, of every backend that could be had.
+"""Reading the text of compiled programs, for every backend that was available.
 
-Texts are those of real programs, shortened; on 8 devices unless they say otherwise.
+The texts come from real programs, shortened; on 8 devices unless stated otherwise.
 """
 
 import pytest
@@ -124,7 +124,7 @@ kind=kCustom, calls=%fused_computation.35
 }
 """
 
-# The same libtpu's reduce-scatter, which it makes of an all-reduce and a slice.
+# From the same libtpu: a reduce-scatter, made of an all-reduce and a slice.
 SCATTER = """\
 HloModule jit_program, is_scheduled=true, num_partitions=8
 
@@ -187,7 +187,7 @@ def test_stored_program(text: str, expected: list[Operation]):
 
 
 def one_line(line: str, header: str = "num_partitions=8") -> list[Operation]:
-    """Operations of a program whose entry holds `line`."""
+    """Parse the operations of a program whose entry contains `line`."""
     program = f"HloModule jit_f, {header}\n\nENTRY %main () -> f32[] {{\n  {line}\n}}\n"
     return list(Program(program).operations())
 
@@ -195,7 +195,7 @@ def one_line(line: str, header: str = "num_partitions=8") -> list[Operation]:
 GLOBAL = (
     "channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, use_global_device_ids=true"
 )
-# What starts an operation returns operands, results and more, as XLA's parser has them.
+# An operation's start returns operands, results and more, as in XLA's parser.
 ASYNCHRONOUS = {
     "all-reduce": "f32[6,4]{1,0} all-reduce",
     "all-reduce of several": "(f32[4,4]{1,0}, f32[8]{0}) all-reduce",

@@ -12,7 +12,7 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 FAR = ((0, 4), (1, 5), (2, 6), (3, 7))
 ENDS = ((0, 1, 4, 5), (2, 3, 6, 7))
 
-# A spelling of groups and what it stands for; those of a mesh as in XLA's own tests.
+# Spellings of groups and their meanings; mesh spellings come from XLA's own tests.
 SPELLINGS = {
     "{{0,1},{2,3},{4,5},{6,7}}": PAIRS,
     "{{0,2,4,6},{1,3,5,7}}": STRIDED,

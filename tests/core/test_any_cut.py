@@ -1,4 +1,4 @@
-"""Any cut of any rows, in any order, is the full batch: random trees, dtypes, masks."""
+"""Rows cut and ordered at random give the full batch: random trees, dtypes, masks."""
 
 import functools
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ ROWS, LONGEST_WINDOW = 12, 6
 
 examples = functools.partial(hypothesis.settings, deadline=None)
 
-# Shapes alone: dtypes are drawn for each leaf.
+# Only shapes: a dtype is drawn for each leaf.
 TREES = {
     "scalar": (),
     "one": {"w": (3,)},
@@ -35,12 +35,12 @@ TREES = {
 
 
 class Rows(NamedTuple):
-    """Sequences whose loss is linear in the parameters, so that its gradient is known.
+    """Sequences whose loss is linear in the parameters, so the gradient is known.
 
     Attributes:
       x: the gradient of each row's loss per unit of weight; leaves `[ROWS, ...]`.
-      weights: the tokens of each row, zero where it is masked; `[ROWS]`.
-      dtypes: of the parameters, in the order of the leaves.
+      weights: the number of tokens in each row, 0 if it is masked; `[ROWS]`.
+      dtypes: dtypes of the parameters, in the order of the leaves.
     """
 
     x: Any
@@ -59,7 +59,7 @@ def rows(draw: st.DrawFn) -> Rows:
     leaves = jax.tree.leaves(tree, is_leaf=is_shape)
     dtypes = tuple(draw(kinds) for _ in leaves)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    # No float16 sum of 12 rows of at most 64 tokens overflows.
+    # A float16 sum of 12 rows of at most 64 tokens does not overflow.
     sizes = 2.0 ** rng.integers(-6, 4, ROWS)
 
     def numbers(shape: tuple[int, ...]) -> np.ndarray:
@@ -74,14 +74,14 @@ def rows(draw: st.DrawFn) -> Rows:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> np.ndarray:
-    """The micro-batch of each row: any sizes, any order, empty ones among them."""
+    """Draw the micro-batch of each row: any size, any order, possibly empty."""
     k = draw(st.integers(1, LONGEST_WINDOW))
     numbers = st.integers(0, k - 1)
     return np.array([*(draw(numbers) for _ in range(ROWS - 1)), k - 1])
 
 
 def micro_batches(data: Rows, cut: np.ndarray) -> list[Any]:
-    """Rows of other micro-batches weigh nothing: all have one shape, as when padded."""
+    """Give rows of other micro-batches weight 0, so that all shapes are equal."""
     return [
         {"x": data.x, "weights": np.where(cut == i, data.weights, 0)}
         for i in range(cut.max() + 1)
@@ -105,7 +105,7 @@ def zeros(data: Rows) -> Any:
 
 
 def reference(data: Rows, cut: np.ndarray) -> tuple[Any, Any, Any]:
-    """Full-batch gradient in float64, what each dtype may round, and naive gradient."""
+    """Return the float64 full-batch gradient, rounding bounds and naive gradient."""
     cut_weights = [np.where(cut == i, data.weights, 0.0) for i in range(cut.max() + 1)]
     total = np.float64(data.weights).sum()
 
@@ -114,7 +114,7 @@ def reference(data: Rows, cut: np.ndarray) -> tuple[Any, Any, Any]:
         sums = [np.tensordot(w, wide, 1) for w in cut_weights]
         terms = np.tensordot(data.weights, np.abs(wide), 1) / total
         exact = sum(sums) / total
-        # A micro-batch's gradient is rounded to its dtype once, the window's again;
+        # Each micro-batch's gradient and the window's are rounded to their dtype once;
         # sums over rows and micro-batches, the count and the quotient are float32.
         finfo = jnp.finfo(dtype)
         each = sum(map(np.abs, sums)) / total + abs(exact)
@@ -137,7 +137,7 @@ def within(got: Any, exact: Any, bound: Any) -> bool:
     )
 
 
-# One jitted program each for all cuts: the caller says where the window closes.
+# One jitted program serves all cuts, because the caller says where a window closes.
 
 
 @functools.cache
@@ -178,7 +178,7 @@ def by_train_step(params: Any, batches: list[Any]) -> Any:
 
 
 def stacked(batches: list[Any]) -> dict[str, Any]:
-    """Padded to the longest window, with what must never be read."""
+    """Pad to the longest window with NaNs, which must never be read."""
     poison = jax.tree.map(lambda x: np.full_like(x, np.nan), batches[0])
     padded = batches + [poison] * (LONGEST_WINDOW - len(batches))
     leaves = jax.tree.map(lambda *xs: np.stack(xs), *padded)

@@ -1,4 +1,4 @@
-"""A train step under any sequence of calls, beside a model of it in float64."""
+"""A train step under any sequence of calls, next to a float64 model of it."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ START = np.array([1.0, -2.0, 0.5])
 
 
 def loss_fn(params: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """Sum of the tokens' squared distances to one target."""
+    """The sum over tokens of the squared distance to one target."""
     target, num_tokens = batch
     return num_tokens * jnp.sum((params - target) ** 2) / 2, num_tokens
 
@@ -51,7 +51,7 @@ KINDS = {
 
 
 class Model(NamedTuple):
-    """What a window is, in NumPy: lists of what it holds, divided when it closes."""
+    """A window in NumPy: lists of micro-batches, divided when the window closes."""
 
     params: np.ndarray = START
     trace: np.ndarray = np.zeros(3)
@@ -78,7 +78,7 @@ class Model(NamedTuple):
 
 
 def close_to(got: Any, expected: Any) -> None:
-    # Parameters and targets are of size 4: so are the numbers that cancel.
+    # Parameters and targets are of size 4, and so are the numbers that cancel.
     rtol = helpers.RTOL["float32"]
     np.testing.assert_allclose(got, expected, rtol=rtol, atol=4 * rtol)
 
@@ -93,7 +93,7 @@ class Loop(stateful.RuleBasedStateMachine):
         self.saved: list[tuple[Any, Model]] = []
 
     def check(self, metrics: StepMetrics, before: Model, skipped: bool = False) -> None:
-        """`before` is the window as it was when it closed, if it did."""
+        """Check metrics; `before` is the model when its window closed, if it did."""
         tokens = before.tokens
         updated = self.model.gradient_step > before.gradient_step
         assert bool(metrics.updated) == updated
@@ -110,7 +110,7 @@ class Loop(stateful.RuleBasedStateMachine):
     )
     def micro_batch(self, aim: float, num_tokens: float) -> None:
         target = aim + np.arange(3.0)
-        # A mean over no tokens is 0/0: it must not matter.
+        # A mean over no tokens is 0/0, which must have no effect.
         given = target if num_tokens else np.full(3, np.nan)
         self.state, metrics = self.kind.step(
             self.state, (jnp.float32(given), jnp.float32(num_tokens))

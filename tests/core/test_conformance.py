@@ -1,7 +1,7 @@
-"""Every optimizer of optax, bare on full batches and wrapped on ragged micro-batches.
+"""Every optax optimizer: bare on full batches, and wrapped on ragged micro-batches.
 
-Gradients, counts and losses are such that every sum and mean over a window is exact in
-float32: the wrapped optimizer must be given the same bits as the bare one.
+Gradients, counts and losses are chosen so that every sum and mean over a window is
+exact in float32: the wrapped optimizer must receive the same bits as the bare one.
 """
 
 import functools
@@ -58,7 +58,7 @@ SPECS = {"matrix": PartitionSpec("data"), "vector": PartitionSpec()}
 
 
 def watched(inner: Any, calls: list[Any]) -> optax.GradientTransformationExtraArgs:
-    """`inner`, which tells whenever it runs what value and gradient it was given."""
+    """Return `inner` with a callback that records each value and gradient it gets."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         jax.debug.callback(lambda *call: calls.append(call), extra["value"], updates)
@@ -68,7 +68,7 @@ def watched(inner: Any, calls: list[Any]) -> optax.GradientTransformationExtraAr
 
 
 def extra_args(name: str, grad: Any, value: Any, at: Any) -> dict[str, Any]:
-    """What the optimizer needs besides, of a parabola with this value and gradient."""
+    """Extra arguments of the optimizer, for a parabola with this value and gradient."""
 
     def value_fn(params: Any) -> jax.Array:
         steps = jax.tree.map(lambda p, q: (p - q).astype(jnp.float32), params, at)
@@ -79,10 +79,10 @@ def extra_args(name: str, grad: Any, value: Any, at: Any) -> dict[str, Any]:
 
 
 def make_program(name: str, inner: Any, optimizer: Any) -> Callable[..., Any]:
-    """A scan over windows; each goes once through `inner`, cut up through `optimizer`.
+    """Scan over windows, each once through `inner` and cut through `optimizer`.
 
-    Both start where the window before has left the latter, so that differences of
-    rounding do not grow from one to the next.
+    Both start from the state that `optimizer` reached in the previous window, so
+    that rounding differences do not grow from one window to the next.
     """
 
     def run_window(carry: Any, window: Any) -> Any:
@@ -90,13 +90,13 @@ def make_program(name: str, inner: Any, optimizer: Any) -> Callable[..., Any]:
         extra = extra_args(name, grads, value, params)
         inner_state = state.inner_opt_state
         updates, new = inner.update(grads, inner_state, params, value=value, **extra)
-        # Some optimizers return another dtype than they initialize.
+        # Some optimizers return dtypes that differ from those of `init`.
         new = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), new, inner_state)
         expected = (updates, new)
 
         def run_micro_batch(carry: Any, x: Any) -> Any:
             params, state = carry
-            # The objective of a window is known at its closing call.
+            # The objective of a window is known only at its closing call.
             grad = jax.tree.map(lambda g: jnp.where(x["closes"], g, jnp.nan), grads)
             extra = extra_args(name, grad, value, params)
             if "grad" in extra:
@@ -127,9 +127,10 @@ def make_program(name: str, inner: Any, optimizer: Any) -> Callable[..., Any]:
 
 
 def assert_close(got: Any, expected: Any, beside: Any = None) -> None:
-    """Leaf by leaf: equal dtypes and integers, floating ones within `helpers.RTOL`.
+    """Compare leaves: equal dtypes and integers, floats within `helpers.RTOL`.
 
-    With `beside`, of what stands there: of parameters that updates are added to.
+    Errors are relative to `beside` if given, for example to the parameters that
+    updates are added to.
     """
 
     def compare(path: Any, x: Any, y: Any, z: Any) -> None:
@@ -140,7 +141,7 @@ def assert_close(got: Any, expected: Any, beside: Any = None) -> None:
             np.testing.assert_array_equal(x, y, where)
         else:
             x64, y64, z64 = (np.asarray(a, np.float64) for a in (x, y, z))
-            # Where both are infinite, as the best loss before the first, they agree.
+            # Equal infinities agree, like an initial best loss.
             zeros = np.zeros_like(y64)
             error = np.subtract(x64, y64, out=zeros, where=x64 != y64)
             error, norm = map(np.linalg.norm, (error, z64[np.isfinite(z64)]))
@@ -151,10 +152,10 @@ def assert_close(got: Any, expected: Any, beside: Any = None) -> None:
 
 
 def assert_ran_once_a_window(calls: list[Any], dtypes: tuple[str, str]) -> None:
-    """At run time, with the very bits of the window's mean gradient and value."""
+    """Check that `inner` ran once per window, with the exact mean gradient, value."""
     jax.effects_barrier()
     assert len(calls) == WINDOWS
-    # The order of callbacks is not promised.
+    # Callbacks may arrive in any order.
     values, grads = zip(*sorted(calls, key=lambda call: float(call[0])), strict=True)
     order = np.argsort(WINDOW_VALUES)
     np.testing.assert_array_equal(values, WINDOW_VALUES[order])
@@ -167,7 +168,7 @@ def assert_ran_once_a_window(calls: list[Any], dtypes: tuple[str, str]) -> None:
 def check_transformation(
     name: str, dtypes: tuple[str, str], inner: Any, params: dict[str, jax.Array]
 ) -> Any:
-    """Runs all windows twice; returns parameters and inner state after the first."""
+    """Run all windows twice; return parameters and inner state after the first run."""
     chex.clear_trace_counter()
     calls, results = [], []
     optimizer = token_accumulation(watched(inner, calls), K)
@@ -202,7 +203,7 @@ def check_transformation(
 def check_train_step(
     dtypes: tuple[str, str], inner: Any, params: dict[str, jax.Array], expected: Any
 ) -> None:
-    """Runs all windows once, donating, with the loss whose gradients those are."""
+    """Run all windows once, donating, with a loss that has those gradients."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         zeros = jax.tree.map(
@@ -231,7 +232,7 @@ def check_train_step(
 
 
 def check(name: str, dtypes: tuple[str, str], devices: int = 1) -> None:
-    """All that is promised of one optimizer, on a mesh."""
+    """Check everything that is promised for one optimizer, on a mesh."""
     inner = make_optimizer(name, OPTIMIZERS[name])
     small = jax.tree.map(lambda x: x / 16, eighths(1))
     mesh = Mesh(np.array(jax.devices()[:devices]), "data")

@@ -1,8 +1,8 @@
 """The loop of https://github.com/google-deepmind/optax/issues/1567.
 
-Its author applied `updates` only in every k-th call, by a second jitted function, and
-discarded what `optax.MultiSteps` returned in the others, since those are zeros. That
-is right as long as the loop and `mini_step` count together.
+Its author applied `updates` only in every k-th call, in a second jitted function, and
+discarded what `optax.MultiSteps` returned in the other calls, which is zeros. This is
+right as long as the loop and `mini_step` count in step.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def final_loss(params: Any) -> float:
 
 
 def their_loop(offset: int, discard: bool = True) -> Any:
-    """Calls number `offset`, `offset + k`, ... apply; the others discard."""
+    """Calls `offset`, `offset + k`, ... apply the updates; the others discard them."""
     optimizer = optax.MultiSteps(optax.adamw(0.1), K)
 
     def mse(params: Any, x: Any, y: Any) -> Any:
@@ -88,7 +88,7 @@ def test_discarding_is_harmless_while_loop_and_mini_step_are_aligned():
 
 @pytest.mark.parametrize("offset", range(K - 1))
 def test_discarding_is_fatal_once_they_are_not(offset: int):
-    """The one real update of every window is thrown away: training stands still."""
+    """The one real update of every window is discarded, so the model never trains."""
     chex.assert_trees_all_equal(their_loop(offset), new_params())
 
 

@@ -1,4 +1,4 @@
-"""The promise behind the library: the update does not depend on the cut."""
+"""The main promise of the library: the update does not depend on the cut."""
 
 import functools
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from optax_tokenaccum import MultiSteps, make_train_step, token_accumulation
 KS = [1, 2, 4, 8, 16, 32]
 SEEDS = range(9)
 
-# sgd(1.0) that also keeps the gradient it was given: parameters of size 0.2 round a
-# gradient of 1e-2 to 3e-6, which would hide an error thirty times that of the sums.
+# sgd(1.0) that also keeps the gradient it receives. Parameters of size 0.2 round a
+# gradient of 1e-2 to 3e-6, which would hide an error 30 times that of the sums.
 SGD = optax.sgd(1.0, momentum=0.0)
 
-# A way in: a window of micro-batches to (parameters, optimizer state) after it.
+# Runs a window of micro-batches and returns (parameters, optimizer state).
 Run = Callable[[Any, list[Any]], tuple[Any, Any]]
 
 
@@ -99,7 +99,7 @@ def _reference(seed: int) -> Any:
 
 @functools.cache
 def _median_errors(way: Callable[[int], Run], k: int) -> tuple[float, float]:
-    """Errors of the gradient given to sgd, and of the one that parameters show."""
+    """Errors of the gradient given to SGD, and of the one that the parameters show."""
     run, errors = way(k), []
     for seed in SEEDS:
         params = helpers.init_params(seed)

@@ -1,4 +1,4 @@
-"""Values that are known inside a trace: arrays closed over, counts of a constant."""
+"""Values that are known inside a trace: captured arrays, constant counts."""
 
 from typing import Any
 

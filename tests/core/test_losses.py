@@ -1,4 +1,4 @@
-"""Sum and count from the same mask."""
+"""The sum and the count use the same mask."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The class that takes the place of `optax.MultiSteps`, and checkpoints of that."""
+"""The class that replaces `optax.MultiSteps`, and checkpoints of optax's class."""
 
 from typing import Any
 

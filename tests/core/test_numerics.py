@@ -1,4 +1,4 @@
-"""Dtypes and trees at the edges, by every way in, against NumPy in float64."""
+"""Unusual dtypes and trees, through every entry point, against NumPy in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from optax_tokenaccum import (
     window_value_and_grad,
 )
 
-# A batch is (x, num_tokens). The loss is linear, so x is its gradient, and identity as
-# the inner optimizer turns parameters of zeros into the window's gradient.
+# A batch is (x, num_tokens). The loss is linear, so x is its gradient, and `identity`
+# as the inner optimizer turns zero parameters into the window's gradient.
 Batch = tuple[Any, Any]
 
 
@@ -80,7 +80,7 @@ def numbers(size: int, seed: int = 0) -> np.ndarray:
 def test_narrow_gradients_are_summed_in_float32(way: Any, dtype: str):
     one = jnp.asarray(0.01, dtype)
     got = way(jnp.zeros((), dtype), [(one, jnp.float32(1 / 4096))] * 4096)
-    # The sum over a count of 1, rounded to the dtype: 41 hundreds, not 4.
+    # The sum over a count of 1, rounded to the dtype: 41; bfloat16 sums stop at 4.
     assert got == jnp.asarray(4096 * np.float64(one), dtype)
     naive = jnp.zeros((), dtype)
     for _ in range(4096):
@@ -108,7 +108,7 @@ def test_float64_parameters_are_summed_in_float64(way: Any):
 
 
 def test_fractional_weights_beside_float64_parameters(way: Any):
-    """A count in float32 would round 0.1 by 1.5e-8, and the update with it."""
+    """A float32 count would round 0.1 by 1.5e-8, and the update with it."""
     weights = np.random.default_rng(2).uniform(0.1, 1.0, 8)
     with jax.enable_x64(True):
         x = numbers(40).reshape(8, 5)
@@ -134,7 +134,7 @@ def test_a_count_of_each_loss_beside_float64_parameters():
 
 
 def test_a_checkpoint_whose_count_is_float32_goes_on(tmp_path: Path):
-    """0.1.0 counted in float32 beside float64 parameters."""
+    """Version 0.1.0 counted in float32 next to float64 parameters."""
     with jax.enable_x64(True):
         step = make_train_step(loss_fn, optax.sgd(1.0), 2, donate=False)
         x = jnp.asarray(numbers(6).reshape(2, 3))
@@ -149,7 +149,7 @@ def test_a_checkpoint_whose_count_is_float32_goes_on(tmp_path: Path):
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "old", old)
             checkpointer.wait_until_finished()
-            target = step.init(jnp.zeros(3))  # with shardings, which older Orbax wants
+            target = step.init(jnp.zeros(3))  # with shardings, which older Orbax needs
             restored = checkpointer.restore(tmp_path / "old", target)
         chex.assert_trees_all_equal_shapes_and_dtypes(restored, state)
         chex.assert_trees_all_equal(restored, state)
@@ -160,7 +160,7 @@ def test_a_checkpoint_whose_count_is_float32_goes_on(tmp_path: Path):
 @pytest.mark.parametrize("accumulator_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("skip", [None, optax.skip_not_finite], ids=["all", "skips"])
 def test_strict_dtype_promotion(dtype: str, accumulator_dtype: Any, skip: Any):
-    """Of two dtypes that meet here, which one wins is meant."""
+    """Every promotion of two dtypes is explicit."""
     options = {
         "accumulator_dtype": accumulator_dtype,
         "should_skip_update_fn": skip,
@@ -235,7 +235,7 @@ def test_trees_with_little_in_them(way: Any, params: Any, x: Any):
     chex.assert_trees_all_equal(got, jax.tree.map(lambda x: x / 2, x))
 
 
-# Integers have gradients without numbers, of dtype float0.
+# Gradients of integers hold no numbers and have dtype float0.
 
 MIXED = {"w": jnp.zeros(3), "index": jnp.arange(3, dtype=jnp.int32), "flag": True}
 
@@ -382,7 +382,7 @@ def test_a_window_of_10_000_micro_batches(way: Any):
     tokens = np.random.default_rng(1).integers(1, 100, 10_000)
     got = way(jnp.zeros(4), list(zip(x, np.float32(tokens), strict=True)))
     exact = np.float64(x).sum(0) / tokens.sum()
-    # Each addition rounds the running sum; roundings add up like a random walk.
+    # Each addition rounds the running sum; the errors grow like a random walk.
     running = np.abs(np.cumsum(np.float64(x), 0))
     bound = np.linalg.norm(np.sqrt((running**2).sum(0))) * 2**-24 / tokens.sum()
     assert np.linalg.norm(got - exact) < 4 * bound
@@ -392,7 +392,7 @@ def test_a_window_of_10_000_micro_batches(way: Any):
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
 def test_updates_are_not_rounded_to_the_accumulators(jit: Any):
-    """They lie in the buffers of the sums only where those hold them exactly."""
+    """Updates reuse the buffers of the sums only where these hold them exactly."""
     optimizer = token_accumulation(optax.sgd(0.1), 2, accumulator_dtype=jnp.bfloat16)
     params = {"w": jnp.zeros(3)}
     state = optimizer.init(params)

@@ -1,4 +1,4 @@
-"""optax's own tests of its `MultiSteps`, from the installed package, run on ours."""
+"""optax's own tests of `MultiSteps`, from the installed package, run on our class."""
 
 import importlib
 import itertools
@@ -13,7 +13,7 @@ from optax_tokenaccum import MultiSteps
 
 pytestmark = pytest.mark.slow
 
-# Its tests of the class, and that of every optimizer with accumulation.
+# The tests of the class, and the test of each optimizer with accumulation.
 PREFIXES = {
     "optax.transforms._accumulation_test": "test_multi_steps",
     "optax._src.alias_test": "test_gradient_accumulation",
@@ -35,7 +35,7 @@ def _tests_of(module: str, prefix: str) -> list[Any]:
 
 TESTS = {module: _tests_of(module, prefix) for module, prefix in PREFIXES.items()}
 
-# How many each file holds; a later version may drop those of a deprecated optimizer.
+# Tests in each file; a later version may drop those of a deprecated optimizer.
 COUNTS = {"0.2.7": [7, 66, 4, 42], "0.2.8": [8, 66, 4, 42]}
 
 
@@ -53,7 +53,7 @@ def test_of_optax(
     made = []
 
     class CountOfOne(MultiSteps):
-        """Ours, called as optax's class is: every micro-batch weighs 1."""
+        """Our class, called like optax's: every micro-batch has a count of 1."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
@@ -64,7 +64,7 @@ def test_of_optax(
 
     monkeypatch.setattr(_accumulation, "MultiSteps", CountOfOne)
     try:
-        case(name).debug()  # raises what the test raises, where `run` collects it
+        case(name).debug()  # unlike `run`, raises the test's error
     except unittest.SkipTest as skipped:
         raise AssertionError("none is to be skipped") from skipped
     assert made

@@ -1,8 +1,8 @@
-"""What somebody got wrong, one test each, named after what went wrong.
+"""Mistakes that other projects made, one test each, named after what went wrong.
 
-Each also runs the wrong way, optax's class itself or the few lines of the other
-system's arithmetic, and asserts that it is wrong. Here, what is summed and what it is
-divided by:
+Each test also runs the wrong way, either optax's class itself or a few lines with the
+arithmetic of the other system, and asserts that it is wrong. This file tests what is
+summed and what it is divided by:
 
 * one NaN micro-batch poisoned every later update (optax)
 * weight decay and schedules ran per micro-batch (Keras)
@@ -16,17 +16,17 @@ divided by:
 * labels were counted unshifted (transformers, unsloth-zoo)
 * packing boundaries were counted (OpenNMT)
 
-In `test_scenarios_of_runs.py`, what happens from call to call:
+`test_scenarios_of_runs.py` tests what happens from call to call:
 
 * has_updated was true after a skip at the start of a window (optax)
-* every micro-batch drew the same dropout mask (t5x); for MaxText's, and more of its
-  arithmetic, see `test_own_your_step.py`
+* every micro-batch drew the same dropout mask (t5x); for MaxText's mask and more of
+  its arithmetic, see `test_own_your_step.py`
 * window ran across an epoch boundary (OpenRLHF)
 * partial last window was dropped (torchtune, mlx-lm)
 * resume in mid-window lost micro-batches (OneTrainer)
 * counters counted micro-steps (EasyLM, MaxText, Flax)
 
-In `test_scenarios_of_programs.py`, what an optimizer takes and compiles to:
+`test_scenarios_of_programs.py` tests what an optimizer accepts and compiles to:
 
 * count lost in a chain of plain transformations (optax)
 * NumPy integer k was not callable, and 0 and -1 were accepted (optax)
@@ -34,8 +34,8 @@ In `test_scenarios_of_programs.py`, what an optimizer takes and compiles to:
 * k of 1 took the memory of accumulation (optax, EasyLM, t5x)
 * Python int count retraced, first call with unplaced state compiled twice (Tunix)
 
-Still to come with more than one device: means over devices of per-device means, rows
-that move in the split, MultiSteps under shard_map, sums on device 0 alone.
+Tests on more than one device are still missing: means over devices of per-device
+means, rows that move in the split, MultiSteps under shard_map, sums on device 0 only.
 """
 
 import functools
@@ -77,7 +77,7 @@ SHORT, LONG = batch_of(1, [1.0, 0.0, 0.0, 0.0]), batch_of(2, FOUR)
 RAGGED = [SHORT, LONG]
 COUNT = float(sum(batch["weights"].sum() for batch in RAGGED))
 NAN = batch_of(3, FOUR) | {"y": np.full(4, np.nan, np.float32)}
-# Applied, a NaN is in the parameters for good; this lets none pass.
+# An applied NaN stays in the parameters; this optimizer blocks all NaN updates.
 GUARDED = optax.apply_if_finite(SGD, 100)
 
 
@@ -97,7 +97,7 @@ def mean_gradient(params: Any, batch: Any) -> Any:
 
 
 def sums_and_counts(window: list[Batch]) -> tuple[Any, float]:
-    """What is finite of the gradients, and the tokens of all micro-batches."""
+    """Add up the finite gradients, and the tokens of all micro-batches."""
     gradients, counts = zip(*(sum_and_count(PARAMS, b) for b in window), strict=True)
     sums = jax.tree.map(lambda *gs: sum(map(jnp.nan_to_num, gs)), *gradients)
     return sums, float(sum(counts))
@@ -113,7 +113,7 @@ def assert_exact(params: Any, after: Any, *batches: Batch) -> None:
 
 
 def test_one_nan_micro_batch_poisoned_every_later_update(way: Any):
-    """optax 0.2.8: the sums are reset by a product with 0."""
+    """optax 0.2.8 resets the sums by multiplying them by 0."""
     windows = [[NAN, LONG], [SHORT, LONG], [LONG, SHORT]]
     theirs = optax_multi_steps(GUARDED)(PARAMS, windows)
     chex.assert_trees_all_equal(theirs[-1], PARAMS)
@@ -122,11 +122,11 @@ def test_one_nan_micro_batch_poisoned_every_later_update(way: Any):
     assert_exact(first, second, SHORT, LONG)
     assert_exact(second, third, LONG, SHORT)
     (unguarded,) = program(way)(PARAMS, [[NAN, LONG]])
-    assert np.isnan(unguarded["w"]).all()  # nothing hides that it was there
+    assert np.isnan(unguarded["w"]).all()  # without a guard, the NaN shows
 
 
 def test_weight_decay_and_schedules_ran_per_micro_batch(way: Any):
-    """Keras on JAX: the whole optimizer on every micro-step, the gradient masked."""
+    """Keras on JAX runs the whole optimizer on every micro-step and masks gradients."""
     decay, rates = 0.125, np.array([0.25, 0.0625, 1.0, 1.0])
     inner = optax.chain(
         optax.add_decayed_weights(decay),
@@ -148,7 +148,7 @@ def test_weight_decay_and_schedules_ran_per_micro_batch(way: Any):
 
 
 def test_divided_by_k_after_a_global_count(way: Any):
-    """EasyDeL, GRPO: every loss over the tokens of the window, then their mean."""
+    """EasyDeL, GRPO: divides losses by the window's tokens, then takes their mean."""
     (theirs,) = optax_multi_steps(divisor=COUNT)(PARAMS, [RAGGED])
     twice = jax.tree.map(lambda g: g / len(RAGGED), exact(PARAMS, *RAGGED))
     assert helpers.relative_error(moved(PARAMS, theirs), twice) < RTOL
@@ -157,7 +157,7 @@ def test_divided_by_k_after_a_global_count(way: Any):
 
 
 def test_sums_that_a_global_count_divided_are_only_added():
-    """The other way out of the same: such a loop keeps its count."""
+    """A loop that divides by its global count can instead keep that count."""
     optimizer = MultiSteps(SGD, 2, use_grad_mean=False)
 
     def shared(params: Any, batch: Any) -> Any:
@@ -195,7 +195,7 @@ def penalty_of_every_micro_batch() -> Any:
 
 
 def test_auxiliary_loss_was_divided_by_tokens(way: Any):
-    """MaxText: added to the sum. HF Trainer: added by every micro-batch."""
+    """MaxText adds it to the sum, HF Trainer adds it in every micro-batch."""
     expected = {"w": exact(PARAMS, *RAGGED)["w"] + np.asarray(PARAMS["w"]) / 2}
     for theirs in (penalty_divided_by_tokens(), penalty_of_every_micro_batch()):
         assert helpers.relative_error(theirs, expected) > 0.01
@@ -204,7 +204,7 @@ def test_auxiliary_loss_was_divided_by_tokens(way: Any):
 
 
 def test_dropped_micro_batch_stayed_in_the_denominator(way: Any):
-    """prime-rl: not finite, so its gradient is dropped, and its tokens are counted."""
+    """prime-rl drops a non-finite gradient but counts its tokens."""
     window = [SHORT, NAN, LONG]
     sums, count = sums_and_counts(window)
     theirs = jax.tree.map(lambda g: g / count, sums)
@@ -221,7 +221,7 @@ STEPS = [
 
 @pytest.mark.parametrize("new_step", STEPS, ids=["two programs", "one program"])
 def test_grad_norm_was_averaged_with_zeros(new_step: Any):
-    """Tunix: what an open window reports goes into the mean that is logged."""
+    """Tunix averages the reports of open windows into the mean that it logs."""
     step = new_step()
     state, logged = step.init(PARAMS), []
     for batch in RAGGED:
@@ -235,7 +235,7 @@ def test_grad_norm_was_averaged_with_zeros(new_step: Any):
 
 
 def test_fully_masked_micro_batch_was_nan(way: Any):
-    """levanter: a mean over nothing. Guarded by max(count, 1), it is one of k means."""
+    """levanter takes a mean over nothing; with max(count, 1) it is one of k means."""
     window = [batch_of(4, [0.0] * 4), LONG]
     (theirs,) = optax_multi_steps()(PARAMS, [window])
     assert np.isnan(theirs["w"]).all()
@@ -247,7 +247,7 @@ def test_fully_masked_micro_batch_was_nan(way: Any):
 
 
 def test_max_count_1_spoiled_fractional_weights(way: Any):
-    """MaxText: weights that sum to less than 1 are divided by 1."""
+    """MaxText divides weights that sum to less than 1 by 1."""
     window = [batch_of(1, [0.125, 0.0, 0.0, 0.0]), batch_of(2, [0.0625] * 4)]
     sums, count = sums_and_counts(window)
     theirs = jax.tree.map(lambda g: g / max(count, 1), sums)
@@ -257,7 +257,7 @@ def test_max_count_1_spoiled_fractional_weights(way: Any):
 
 
 def test_float32_counts_stop_at_2_to_the_24():
-    """A count of tokens one by one. Counts of micro-batches round, by 1e-7."""
+    """One-by-one token counts stop growing; counts per micro-batch round by 1e-7."""
     counts = np.array([2**24, 1, 1, 1, 2**18 + 1, 2**18 + 3])
     scales = np.array([0.5, -1.0, 2.0, 1.5, 1.0, -0.25])
     more = int(counts[1:].sum())
@@ -282,7 +282,7 @@ def test_float32_counts_stop_at_2_to_the_24():
 def test_bfloat16_sums_lost_4096_hundredths(
     form: str, number: float, k: int, naive_sum: float
 ):
-    """optax.microbatch, levanter, MaxText: sums in the dtype of what is summed."""
+    """optax.microbatch, levanter, MaxText: sums have the dtype of the terms."""
     params, numbers = jnp.zeros((), jnp.bfloat16), jnp.full(k, number, jnp.bfloat16)
 
     def mean(accumulator_dtype: Any) -> jax.Array:
@@ -304,7 +304,7 @@ def test_bfloat16_sums_lost_4096_hundredths(
 
 
 def assert_counts_what_bears_loss(batch: Batch, mask: Any, counted: int) -> None:
-    """Exact for `mask`; over `counted` labels the same sum is not."""
+    """Check that `mask` is exact, and that the same sum over `counted` is not."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         logits = helpers.logits_of(params, batch["tokens"])
@@ -324,7 +324,7 @@ def assert_counts_what_bears_loss(batch: Batch, mask: Any, counted: int) -> None
 
 
 def test_labels_were_counted_unshifted():
-    """transformers 46204, unsloth-zoo 1066: one more in every row than is predicted."""
+    """transformers 46204, unsloth-zoo 1066: one token too many per row."""
     batch = helpers.ragged_batch(0, rows=8)
     mask = batch["mask"]
     unshifted = np.concatenate([np.ones((len(mask), 1), bool), mask], axis=1)

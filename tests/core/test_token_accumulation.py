@@ -1,4 +1,4 @@
-"""What the transformation promises of a window, one promise a test."""
+"""The promises of the transformation about a window, one per test."""
 
 import sys
 from typing import Any
@@ -42,7 +42,7 @@ def test_window_divides_the_sum_once_and_the_mean_of_means_differs(maybe_jit: An
     chex.assert_trees_all_equal(opened, grads(0.0))
     assert (int(state.mini_step), int(state.gradient_step)) == (1, 0)
     closed, state = update(grads(90.0), state, PARAMS, num_tokens=9)
-    chex.assert_trees_all_equal(closed, grads(-9.2))  # torchtitan's figures
+    chex.assert_trees_all_equal(closed, grads(-9.2))  # figures from torchtitan
     assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
     assert abs((2.0 / 1 + 90.0 / 9) / 2 - 9.2) > 0.01 * 9.2
 
@@ -118,7 +118,7 @@ def test_windows_that_never_close_by_themselves(maybe_jit: Any):
 
 
 def test_line_search_is_given_the_gradient_of_the_window():
-    """`grad` is the micro-batch's, like the gradients and `value`."""
+    """`grad` is the micro-batch's gradient, like the gradients and `value`."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         errors = (params * batch[0] - batch[1]) ** 2
@@ -280,7 +280,7 @@ def test_rejected_micro_batch_never_happened(
 
 
 def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
-    """A norm threshold means the same for 1 token and for 100."""
+    """A threshold on the norm means the same for 1 token and for 100."""
     seen: list[float] = []
 
     def skip(updates: Any, gradient_step: Any, params: Any) -> Any:
@@ -291,8 +291,8 @@ def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
     for scale, n in [(3.0, 1), (300.0, 100), (60.0, 10), (99.0, 0)]:
         _, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=n)
     assert seen[1:4] == [3.0, 3.0, 6.0]
-    assert int(state.mini_step) == 3  # the third was rejected, the fourth counts
-    assert float(state.skip_state) == 6.0  # what it said of the third stands
+    assert int(state.mini_step) == 3  # the third was rejected; the fourth counts
+    assert float(state.skip_state) == 6.0  # kept from the third
 
 
 def test_close_window_on_a_rejected_micro_batch_closes_with_what_is_there():

@@ -1,4 +1,4 @@
-"""The transformation under jit, scan, vmap, grad and donation; traces counted."""
+"""The transformation under jit, scan, vmap, grad and donation, with traces counted."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""Two processes of 4 devices each that do not give a step the same."""
+"""Two processes of 4 devices each that give a step different inputs."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def said() -> list[dict[str, str]]:
-    """What each process of one_of_two_processes.py prints, by name."""
+    """Return what each process of one_of_two_processes.py prints, by name."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

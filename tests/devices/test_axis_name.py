@@ -1,4 +1,4 @@
-"""The transformation under `shard_map`, `pmap`, `vmap`: sums of each device's own."""
+"""The transformation under `shard_map`, `pmap`, `vmap`, with sums per device."""
 
 import functools
 import operator
@@ -34,7 +34,7 @@ from optax_tokenaccum import (
 )
 
 K, DEVICES = 4, 8
-# Small gradients would drown in the parameters they are subtracted from.
+# Subtracted from parameters, small gradients would be lost to rounding.
 SCALE = 256.0
 SGD = optax.sgd(SCALE)
 AXES = [("data",), ("data", "fsdp")]
@@ -49,7 +49,7 @@ def mesh(names: tuple[str, ...] = ("data",)) -> jax.sharding.Mesh:
 
 @pytest.fixture(scope="module")
 def batch() -> Any:
-    """64 ragged rows: those of device 3 hold no token, nor does any micro-batch 2."""
+    """64 ragged rows: none of device 3 or of micro-batch 2 contains a token."""
     batch = ragged_batch(0, rows=64)
     mask = batch["mask"].reshape(K, DEVICES, 2, -1)
     mask[:, 3], mask[2] = 0, 0
@@ -67,7 +67,7 @@ def varying(params: Any, names: Any) -> Any:
 
 
 def gradient_of_each(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
-    """The gradient of this device's rows, whatever `shard_map` does by itself."""
+    """The gradient of this device's rows, with no implicit reduction by `shard_map`."""
     grad = jax.value_and_grad(loss_fn, has_aux=True)
     return grad(varying(params, names), batch)
 
@@ -75,7 +75,7 @@ def gradient_of_each(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
 def window(
     optimizer: Any, names: tuple[str, ...], of: Callable[..., Any], loss_fn: Any
 ) -> Any:
-    """A function of parameters and this device's rows: those after a window."""
+    """Return a function that runs a window on this device's rows."""
 
     def run(params: Any, micro_batches: Any) -> Any:
         def body(carry: Any, batch: Any) -> Any:
@@ -102,7 +102,7 @@ def exact(batch: Any) -> Any:
 
 
 def on_this_device(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
-    """Its rows' gradient, where types have no marks and nothing is done by itself."""
+    """The gradient of this device's rows, where autodiff inserts no reduction."""
     return jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
 
 
@@ -129,7 +129,7 @@ def test_window_is_that_of_the_whole_batch(
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_beside_tensor_parallelism(kind: str):
-    """Manual over the data axis alone; under Explicit axes, with `auto_axes` around."""
+    """Manual over the data axis only; with Explicit axes, inside `auto_axes`."""
     shape, specs = LAYOUTS["tensor parallel"]
     on, batch = make_mesh(shape, kind), make_batch(shape[0])
     optimizer = token_accumulation(SGD, K, axis_name="data")
@@ -168,9 +168,9 @@ def with_all_tokens(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
 
 @pytest.mark.parametrize("of", [on_this_device, with_all_tokens])
 def test_gradients_that_were_reduced_already_count_once(batch: Any, of: Any):
-    """`jax.grad` adds up the gradients of parameters that are alike on all devices.
+    """`jax.grad` adds up the gradients of replicated parameters.
 
-    The count that goes with them is each device's own, or reduced already too.
+    The count that goes with them is each device's own, or also already reduced.
     """
     optimizer = token_accumulation(SGD, K, axis_name="data")
     run = jax.shard_map(
@@ -186,7 +186,7 @@ def test_gradients_that_were_reduced_already_count_once(batch: Any, of: Any):
 
 
 def test_state_lives_between_calls():
-    """With a scalar parameter, which has no axis that could be spread."""
+    """With a scalar parameter, which has no axis to shard."""
     optimizer = token_accumulation(optax.sgd(1.0), 3, axis_name="data")
     over = functools.partial(jax.shard_map, mesh=mesh())
 
@@ -234,7 +234,7 @@ def test_token_budget_counts_all_devices():
 
         return jax.lax.scan(body, optimizer.init(jnp.zeros(())), n)[1]
 
-    # 8 devices: 12 tokens, 24 in all: closes on every device at once.
+    # On 8 devices: 12 tokens, then 24 in total; all devices close at the same time.
     tokens = jnp.array([[12, 12, 12], *[[0, 0, 0]] * 6, [0, 0, 30]], jnp.float32)
     updated, counted = jax.vmap(run, axis_name="i")(tokens)
     np.testing.assert_array_equal(updated, [[False, True, True]] * 8)
@@ -268,7 +268,7 @@ def test_rejection_anywhere_rejects_everywhere(gradients: Any):
         return carry[0], records
 
     rows = np.ones((3, 16), np.float32)
-    rows[1, 5] = np.inf  # on device 2 alone
+    rows[1, 5] = np.inf  # only on device 2
     params, records = run(jnp.zeros(()), rows)
     np.testing.assert_array_equal(records["mini_step"], [1, 1, 0])
     np.testing.assert_array_equal(records["should_skip"], [False, True, False])
@@ -277,7 +277,7 @@ def test_rejection_anywhere_rejects_everywhere(gradients: Any):
 
 
 def test_pmap(batch: Any):
-    """A state made outside and replicated, as loops around `pmap` do."""
+    """The state is created outside and replicated, as in loops around `pmap`."""
     optimizer = token_accumulation(SGD, K, axis_name="data")
 
     def step(params: Any, state: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Counts that are alike on all devices, which would be added once for each."""
+"""Counts that are equal on all devices, which would be added once per device."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ONES = jnp.ones(LENGTH)
 
 
 def in_a_call(wrap: Any) -> Count:
-    """The count goes through a call that the rows go through too."""
+    """The count passes through a call that the rows pass through as well."""
 
     def count(batch: Any, **_: Any) -> Any:
         return wrap(lambda x, n: (jnp.sum(x), n))(batch["x"], batch["n"])[1]
@@ -70,7 +70,7 @@ def through_a_ref(batch: Any, **_: Any) -> Any:
 
 
 def in_a_loop(batch: Any, **_: Any) -> Any:
-    """From the rows by the second trip, and through two variables of the loop."""
+    """Depends on the rows from the second iteration, through two loop variables."""
 
     def body(carry: Any, _: Any) -> Any:
         count, seen, new = carry
@@ -203,13 +203,13 @@ def test_where_it_is_added_once_it_is_right(where: str):
     assert metrics.num_tokens == X.size
     expected = X.astype(np.float64).sum((0, 1)) / X.size
     np.testing.assert_allclose(-state.params["w"], expected, rtol=1e-6)
-    # What 0.1.0 did on 8 devices without a word.
+    # What version 0.1.0 did on 8 devices, without an error.
     assert abs(expected / 8 - expected).max() > 0.1
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_of_micro_batches_are_exact(way: str):
-    """A weight in the sum and, times the device's tokens, in the count."""
+    """The weight multiplies both the sum and the device's token count."""
 
     def loss_fn(w: Any, batch: Any) -> Any:
         tokens = batch["x"].size
@@ -261,7 +261,7 @@ def test_no_second_trace_of_a_loss_whose_count_is_its_own():
         return jnp.sum(batch["x"])
 
     trace("two programs", count)
-    assert len(traces) == 2  # one to look at, one to differentiate
+    assert len(traces) == 2  # one to inspect, one to differentiate
 
 
 def test_a_loss_for_one_number_of_rows_is_not_asked_about_another():

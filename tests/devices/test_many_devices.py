@@ -1,4 +1,4 @@
-"""Train step and window step over 8 devices, on meshes of both types of axes."""
+"""Train step and window step over 8 devices, on meshes of both axis types."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ from meshes import (
 from optax_tokenaccum import CollectiveReport, collectives
 
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-# What the window's reduction and the other way need of (layout, type of axes, way).
+# (layout, axis type, way) for `reduce_every="window"` and for "micro_batch".
 WINDOW = [
     *[(layout, kind, way) for layout in LAYOUTS for kind in TYPES for way in WAYS],
 ]
@@ -80,7 +80,7 @@ def test_mean_over_devices_of_means_is_another_gradient(devices: int):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["data parallel", "tensor parallel"])
 def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
-    """Sums are where the parameters are, and stay there."""
+    """Sums are placed like the parameters and stay there."""
     shape, specs = LAYOUTS[layout]
     mesh, batch = make_mesh(shape), make_batch(shape[0])
     options = {"mesh": None, "data_axes": None}
@@ -98,8 +98,8 @@ def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), 2)
 
 
-# An optimizer whose state is not shaped like its parameters: the compiler would place
-# it elsewhere than init did.
+# The state of this optimizer is not shaped like its parameters, so the compiler would
+# place it differently from `init`.
 FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
 
 
@@ -152,7 +152,7 @@ def test_compiled_ahead_no_call_compiles(kind: str, way: str):
 def reports(
     layout: str, kind: str, reduce_every: Any
 ) -> dict[str, tuple[CollectiveReport, Any]]:
-    """Of accumulate, close, and of a whole window: what is sent, and the memory."""
+    """Traffic and memory of accumulate, of close, and of a whole window."""
     shape, specs = LAYOUTS[layout]
     mesh, batch = make_mesh(shape, kind), make_batch(shape[0])
     step = make_step("two programs", ADAMW, mesh, reduce_every=reduce_every)
@@ -172,7 +172,7 @@ def reports(
 
 
 def gradients_sent(layout: str, kind: str, reduce_every: Any) -> list[float]:
-    """Over the data axis, in gradients that a device has: all but the gathers."""
+    """Traffic over the data axis except gathers, in units of a device's gradient."""
     shape, specs = LAYOUTS[layout]
     split = {name: 2 if "model" in spec else 1 for name, spec in specs.items()}
     sizes = {"embed": 32 * 16, "hidden": 16 * 16, "out": 16 * 32}
@@ -193,7 +193,7 @@ def test_gradients_meet_once_a_window(layout: str, kind: str):
     accumulate, close, window = gradients_sent(layout, kind, "window")
     assert accumulate < 0.01
     assert 1 <= close < 1.01
-    assert 1 <= window < 1.02  # with K losses and counts
+    assert 1 <= window < 1.02  # including K losses and counts
 
 
 @pytest.mark.parametrize("layout", ["data parallel", "fsdp"])
@@ -201,7 +201,7 @@ def test_sharded_sums_meet_in_every_micro_batch(layout: str):
     accumulate, close, window = gradients_sent(layout, "auto", "micro_batch")
     assert 1 <= accumulate < 1.01
     assert close < 0.01
-    assert K <= window < K + 0.02  # with K losses and counts
+    assert K <= window < K + 0.02  # including K losses and counts
 
 
 def test_plain_jit_sends_a_gradient_for_every_micro_batch():
@@ -228,14 +228,14 @@ def test_window_step_gathers_sharded_parameters_once():
 
 def test_close_scatters_only_what_tensor_parallelism_leaves_to_a_device():
     report, _ = reports("fsdp and tensor parallel", "auto", "window")["close"]
-    # "embed" is not split over "model", the others are.
+    # "embed" is not sharded over "model"; the others are.
     own = 4 * (32 * 16 + (16 * 16 + 16 * 32) // 2)
     assert report.bytes(kind="reduce-scatter") == own
     assert report.bytes(kind="all-gather") == 0
 
 
 def test_sums_live_in_place():
-    """Per device: its own sum, and no more; a part of one where sums are sharded."""
+    """A device stores only its own sum, or only a part of it if sums are sharded."""
     scalars = 64
     for reduce_every, own in (("window", GRADIENT), ("micro_batch", GRADIENT // 8)):
         _, memory = reports("data parallel", "auto", reduce_every)["accumulate"]
@@ -253,7 +253,7 @@ def test_inside_an_outer_jit(kind: str, way: str):
     outer = jax.jit(lambda state, batch: run(way, step, state, batch)[0])
     compiled = outer.lower(state, batch).compile()
     assert relative_error(applied(compiled(state, batch)), exact(4)) < 2e-6
-    # Where the shardings of parameters are not known, they are not taken for whole.
+    # Parameters whose shardings are unknown are not assumed to be replicated.
     gathered = collectives(compiled).bytes(kind="all-gather", axes="model")
     assert gathered < GRADIENT / 2
 

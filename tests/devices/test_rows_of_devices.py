@@ -1,4 +1,4 @@
-"""What of a batch is rows, to be spread over the devices, and what is not."""
+"""Which arrays of a batch are rows, to be sharded over devices, and which are not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ PARAMS = {"w": jnp.zeros((3, CLASSES))}
 
 
 def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """A cross entropy whose classes have weights: these are not rows."""
+    """A cross entropy with class weights, which are not rows."""
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(
         batch["x"] @ params["w"], batch["labels"]
     )
@@ -62,7 +62,7 @@ def on(mesh: Mesh, *spec: Any) -> Place:
 
 
 def given_to(way: str, batches: list[Any], place: Place, place_rows: Place) -> Any:
-    """The calls' batches, class weights and rows placed so."""
+    """Return the batch of each call, with class weights and rows placed as given."""
     if way == "window":
         batches = [jax.tree.map(lambda *xs: np.stack(xs), *batches)]
     return [
@@ -104,7 +104,7 @@ def test_what_is_placed_on_every_device_is_whole(way: str, kind: str, spread: bo
 
 
 def test_class_weights_that_are_cut_give_another_gradient():
-    """What 0.1.0 did: device d had those of classes 2d and 2d + 1, and clipped."""
+    """In 0.1.0 device d had the weights of classes 2d and 2d + 1, and clipped."""
     sums, tokens = jax.tree.map(jnp.zeros_like, PARAMS), 0.0
     for d, mine in enumerate(jnp.asarray(CLASS_WEIGHTS).reshape(8, 2)):
         rows = slice(d * ROWS // 8, (d + 1) * ROWS // 8)
@@ -128,7 +128,7 @@ def test_what_is_neither_rows_nor_placed_is_refused(way: str):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_batch_that_is_placed_on_every_device_is_spread(way: str):
-    """All of its arrays are: so they are rows, and none is counted 8 times."""
+    """Every array is replicated, so all are rows, and none is counted 8 times."""
     mesh = make_mesh((8,))
 
     def loss_of_rows(params: Any, batch: Any, class_weights: Any) -> Any:
@@ -149,7 +149,7 @@ def test_batch_that_is_placed_on_every_device_is_spread(way: str):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_may_be_rows_or_not_is_refused(way: str):
-    """As many class weights as rows, whole on every device."""
+    """The class weights have the length of the rows and are replicated."""
     mesh = make_mesh((8,))
     step = build(way, mesh)
     many = np.resize(CLASS_WEIGHTS, ROWS)
@@ -182,7 +182,7 @@ def test_in_an_outer_jit_types_say_what_is_whole(way: str):
                 state, _ = step(state, batch)
             return state
 
-        if kind == "auto":  # where they do not
+        if kind == "auto":  # its types do not say
             with pytest.raises(ValueError, match="as a keyword"):
                 jax.jit(in_turn).lower(state, batches)
             continue
@@ -217,7 +217,7 @@ def test_a_loss_that_sees_all_rows_may_have_anything(place: str):
     batches = given_to("two programs", window(), weights, as_given)
     got = applied("two programs", step, step.init(PARAMS), batches)
     assert relative_error(got, EXACT) < 2e-6
-    for n in (9, ROWS):  # not divided by the devices, or as many as the rows
+    for n in (9, ROWS):  # not divisible by the devices, or equal to the number of rows
         many = on(mesh)(np.resize(CLASS_WEIGHTS, n))
         step.accumulate.lower(step.init(PARAMS), window(many)[0])
 
@@ -231,7 +231,7 @@ def test_on_one_device_everything_is_whole():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_scalars_of_a_micro_batch_are_whole(way: str):
-    """A temperature, say, that the loss is multiplied by."""
+    """For example, a temperature that multiplies the loss."""
     scales = np.arange(1.0, K + 1, dtype=np.float32)
 
     def scaled(w: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Devices that hold different numbers of tokens, none at all, or what is rejected."""
+"""Devices with different numbers of tokens, with none, or with rejected rows."""
 
 from typing import Any
 
@@ -24,14 +24,17 @@ SGD = optax.sgd(1.0)
 
 
 def loss_fn(w: Any, x: Any) -> Any:
-    """Tokens are what is not 0. A mean of each row first: 0/0 where it has none."""
+    """A loss in which tokens are the nonzero numbers.
+
+    It takes the mean of each row first, which is 0/0 in a row without tokens.
+    """
     n = jnp.sum(x != 0, axis=-1)
     means = jnp.sum(w * x, axis=-1) / n
     return jnp.sum(jnp.where(n > 0, means * n, 0)), jnp.sum(n)
 
 
 def mean_first(w: Any, x: Any) -> Any:
-    """The gradient of a device without tokens is NaN."""
+    """A loss whose gradient is NaN on a device without tokens."""
     n = jnp.sum(x != 0)
     return jnp.sum(w * x) / n * n, n
 
@@ -53,7 +56,7 @@ def run(way: str, step: Any, state: Any, window: Any, **kwargs: Any) -> Any:
 
 
 def ragged(*, rows: int = DEVICES) -> np.ndarray:
-    """3 micro-batches `[rows, 4]` of numbers, 0 where there is no token."""
+    """Return 3 micro-batches `[rows, 4]` of numbers, 0 where there is no token."""
     rng = np.random.default_rng(0)
     window = rng.integers(1, 9, (3, rows, 4)).astype(np.float32)
     return np.where(np.arange(4) < rng.integers(1, 5, (3, rows, 1)), window, 0)
@@ -256,7 +259,7 @@ def test_open_window_goes_on_with_other_devices(before: str, after: str):
     steps = [make_step("two programs", loss, **layouts()[n]) for n in (before, after)]
     state, _ = steps[0](steps[0].init(params), window[0])
     like = steps[1].init(params)
-    saved = jax.device_get(state)  # as a checkpoint has it
+    saved = jax.device_get(state)  # as in a checkpoint
     for held in (saved, state):
         state = regroup_sums(held, like)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, state, like)

@@ -1,4 +1,4 @@
-"""Every row of docs/bad_input.md: the mistake is made, and the message compared."""
+"""Every row of docs/bad_input.md: make the mistake, and compare the message."""
 
 import pathlib
 import re
@@ -32,7 +32,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "bad_input.md"
 
 
 def rows_of_the_page() -> dict[str, str]:
-    """From every mistake to what the page says that you see."""
+    """Map every mistake to the message that the page shows."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     cells = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert {len(row) for row in cells} == {3}
@@ -40,7 +40,7 @@ def rows_of_the_page() -> dict[str, str]:
 
 
 def as_pattern(seen: str) -> str:
-    """What is in code is exact; an ellipsis stands for anything."""
+    """Match code exactly, and an ellipsis with any text."""
     return ".*".join(map(re.escape, seen.strip("`").split("…")))
 
 
@@ -71,7 +71,7 @@ def test_message_is_that_of_the_page_and_nothing_is_lost(
         kept.append(state)
         return state
 
-    if error is None:  # what happens instead of an error, `make` asserts itself
+    if error is None:  # `make` itself asserts what happens instead
         assert seen.startswith("No error: ")
         make(keep)
         return

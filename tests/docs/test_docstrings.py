@@ -1,4 +1,4 @@
-"""What every public name's docstring has."""
+"""What the docstring of every public name must contain."""
 
 import pytest
 

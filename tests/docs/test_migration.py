@@ -1,6 +1,6 @@
-"""The table of `docs/migration.md`: what their lines give on ragged data, and ours.
+"""The table of `docs/migration.md`: what both columns give on ragged data.
 
-The lines are taken from the page. The loss is a masked squared error of a linear model,
+The lines are read from the page. The loss is a masked squared error of a linear model,
 whose gradients are one NumPy line in float64.
 """
 
@@ -29,7 +29,7 @@ TOKENS = np.asarray([16, 3, 8, 1])
 
 
 def window(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Micro-batches with so many loss tokens, about different things each."""
+    """Micro-batches with `tokens` loss tokens, each from another distribution."""
     rng = np.random.default_rng(0)
     about = np.arange(K)[:, None, None] * np.ones(WIDTH)
     return {
@@ -43,7 +43,7 @@ WINDOW = window(TOKENS)
 
 
 def gradients_of_sums(data: dict[str, np.ndarray]) -> np.ndarray:
-    """`[K, WIDTH]`, in float64."""
+    """Summed gradients `[K, WIDTH]`, in float64."""
     x, y, mask = (np.asarray(data[name], np.float64) for name in ("x", "y", "mask"))
     errors = (x @ np.asarray(PARAMS, np.float64) - y) * mask
     return 2 * np.einsum("kl,klw->kw", errors, x)
@@ -89,7 +89,7 @@ NAMES = {
 def total_update(
     tx: Any, call: str, data: dict[str, np.ndarray] = WINDOW
 ) -> tuple[jax.Array, Any]:
-    """The sum of a window's updates, all of them zeros but the last, and the state."""
+    """Return the sum of a window's updates, zeros except the last, and the state."""
     state, total = tx.init(PARAMS), jnp.zeros(WIDTH)
     for i, batch in enumerate(micro_batches(data)):
         n, grads = batch["mask"].sum(), mean_gradient(PARAMS, batch)
@@ -114,7 +114,7 @@ def test_optax_lines_under_sgd(row: str, theirs_times: int):
     got, _ = total_update(ours, LINES[CALL][1])
     assert helpers.relative_error(-got, EXACT) < RTOL
 
-    # With as many tokens in each there is nothing to mend but the sum.
+    # With equal token counts, there is nothing to fix except the sum.
     even = window(np.full(K, LENGTH))
     got, _ = total_update(theirs, LINES[CALL][0], even)
     expected, _ = total_update(ours, LINES[CALL][1], even)
@@ -139,7 +139,7 @@ def test_apply_every_runs_the_inner_optimizer_for_every_micro_batch():
     assert state.inner_opt_state[0].count == 1
     one_step, _ = adam.update(jnp.float32(EXACT), adam.init(PARAMS))
     assert helpers.relative_error(exact, one_step) < RTOL
-    assert helpers.relative_error(update, one_step) > 1  # the sum of K of them
+    assert helpers.relative_error(update, one_step) > 1  # the sum of K steps
 
     state = behind.init(PARAMS)
     for i in range(K):

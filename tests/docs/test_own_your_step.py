@@ -1,7 +1,7 @@
 """The recipes of `docs/own_your_step.md`: what each form computes, and what ours does.
 
-The four forms stand here in the fewest lines that have the arithmetic of the original:
-what is averaged, in which dtype, divided by what. None of them is its code.
+Each of the four forms has the arithmetic of the original in the fewest lines: what it
+averages, in which dtype, and what it divides by. None of them is the original's code.
 """
 
 import functools
@@ -22,7 +22,7 @@ from optax_tokenaccum import split_batch, window_value_and_grad
 K = 8
 RTOL = helpers.RTOL["float32"]
 PARAMS, BATCH = helpers.init_params(0), helpers.ragged_batch(0)
-# Float weights: XLA makes a select of a product with bools, and a select stops a NaN.
+# Floats: XLA turns a product with bools into a select, and a select stops a NaN.
 BATCH["mask"] = BATCH["mask"].astype(np.float32)
 NUM_TOKENS = float(BATCH["mask"].sum())
 
@@ -33,7 +33,7 @@ def reference() -> Any:
 
 
 def masked_sum_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """Masked by multiplying, as the four of them do: a NaN survives it."""
+    """Masks by multiplying, like all four forms, which lets a NaN through."""
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(
         helpers.logits_of(params, batch["tokens"]), batch["labels"]
     )
@@ -43,7 +43,7 @@ def masked_sum_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
 def scanned(
     loss_fn: Callable[..., Any], params: Any, micro_batches: Any, sums_like: Any
 ) -> tuple[Any, jax.Array, int]:
-    """Gradients and counts added up, and the number of micro-batches."""
+    """Return summed gradients and counts, and the number of micro-batches."""
 
     def add(sums: Any, micro_batch: Any) -> tuple[Any, None]:
         added = jax.grad(loss_fn, has_aux=True)(params, micro_batch)
@@ -59,7 +59,7 @@ def divided(tree: Any, divisor: Any) -> Any:
 
 
 def hand_written(loss_fn: Any, params: Any, micro_batches: Any) -> Any:
-    """The mean of means, each over whatever tokens it had."""
+    """The mean of means, each over the tokens of its micro-batch."""
 
     def mean_fn(params: Any, batch: Any) -> Any:
         loss_sum, count = loss_fn(params, batch)
@@ -88,7 +88,7 @@ def axlearn(loss_fn: Any, params: Any, micro_batches: Any) -> Any:
 
 
 def levanter(loss_fn: Any, params: Any, micro_batches: Any) -> Any:
-    """The mean of means; a mean over nothing is replaced after its division."""
+    """The mean of means, where 0/0 is replaced after the division."""
 
     def mean_fn(params: Any, batch: Any) -> Any:
         loss_sum, count = loss_fn(params, batch)
@@ -115,7 +115,7 @@ def test_ours_is_the_full_batch_and_a_mean_of_means_is_not(form: Any):
     micro_batches = split_batch(BATCH, K)
     exact = program(ours)(PARAMS, micro_batches)
     assert helpers.relative_error(exact, reference()) < RTOL
-    # Uncut, every form is right: the arithmetic above is no straw man.
+    # On the uncut batch every form is right, so the arithmetic above is fair.
     uncut = program(form)(PARAMS, split_batch(BATCH, 1))
     assert helpers.relative_error(uncut, reference()) < RTOL
     theirs = program(form)(PARAMS, micro_batches)
@@ -168,13 +168,13 @@ def test_dropout_keys_differ_after_a_micro_batch_without_tokens():
     f = window_value_and_grad(loss_fn, has_aux=True)
     (_, (_, keys)), _ = f(jnp.float32(1), tokens, rng=key)
     assert len(np.unique(keys, axis=0)) == 4
-    # Folded with the tokens so far, as MaxText's are, two of them are the same.
+    # Folded with the token count so far, as in MaxText, two of the keys are equal.
     so_far = jnp.cumsum(tokens[:, 0]) - tokens[:, 0]
     theirs = jax.vmap(lambda n: jax.random.fold_in(key, n))(so_far.astype(jnp.int32))
     assert len(np.unique(jax.random.key_data(theirs), axis=0)) == 3
 
 
-# A small regression: what an auxiliary loss weighs does not depend on the model.
+# A small regression: the weight of an auxiliary loss does not depend on the model.
 WEIGHTS = {"w": jnp.asarray(np.linspace(0.5, 1.0, helpers.MAX_LENGTH), jnp.float32)}
 
 
@@ -184,12 +184,12 @@ def squares(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def penalty(params: Any, batch: Any) -> jax.Array:
-    """The same for every batch."""
+    """An auxiliary loss that does not depend on the batch."""
     return jnp.mean(params["w"] ** 2)
 
 
 def token_mean(params: Any, batch: Any) -> jax.Array:
-    """A mean over the tokens that the loss is summed over, as a z-loss is."""
+    """A mean over the tokens of the loss sum, like a z-loss."""
     outputs = (params["w"] * batch["tokens"]) ** 2
     return jnp.sum(outputs * batch["mask"]) / jnp.sum(batch["mask"])
 
@@ -217,7 +217,7 @@ def test_scale_of_an_auxiliary_loss(auxiliary: Any, k: int):
     expected = jax.tree.map(operator.add, without, share)
     assert helpers.relative_error(right, expected) < RTOL
     assert helpers.relative_error(wrong, expected) > 0.01
-    if auxiliary is penalty:  # too small by the tokens of a micro-batch
+    if auxiliary is penalty:  # too small by a factor of a micro-batch's tokens
         seen = jax.tree.map(operator.sub, wrong, without)
         seen = jax.tree.map(lambda x: x * (NUM_TOKENS / k), seen)
         assert helpers.relative_error(seen, share) < 1e-2
@@ -240,7 +240,7 @@ def test_evaluation_adds_sums_and_counts_and_divides_once():
 
 
 def test_partial_window_of_stacked_micro_batches_and_of_a_padded_batch():
-    k, rows = 4, 12  # of 16: the last of 4 micro-batches of 4 rows is missing
+    k, rows = 4, 12  # of 16 rows: the last of 4 micro-batches of 4 rows is missing
     batch = {name: leaf[:rows] for name, leaf in BATCH.items()}
     padded = {
         name: np.concatenate([leaf, np.zeros_like(leaf[:4])])
@@ -258,6 +258,6 @@ def test_partial_window_of_stacked_micro_batches_and_of_a_padded_batch():
         (_, (counted, _)), got = f(WEIGHTS, micro_batches, num_micro_batches=n)
         assert helpers.relative_error(got, expected) < RTOL
         assert float(counted) == num_tokens
-    # `split_batch` spreads the padding over all k: running fewer would drop real rows.
+    # `split_batch` spreads padding over all k, so running fewer would drop real rows.
     (_, (counted, _)), _ = f(WEIGHTS, split_batch(padded, k), num_micro_batches=3)
     assert float(counted) < num_tokens

@@ -1,4 +1,4 @@
-"""README and docs: every block of code runs, every public name has an entry."""
+"""README and docs: every code block runs, and every public name has an entry."""
 
 import ast
 import importlib
@@ -23,9 +23,9 @@ BLOCKS = [
     for language, code in BLOCK.findall(text)
 ]
 
-# What nobody runs: directives of the site, a difference, and an error that is shown.
+# Blocks that are not run: Sphinx directives, diffs, and errors.
 NOT_CODE = {"{eval-rst}", "{toctree}", "diff", "text"}
-# The lines of others, whose arithmetic test_own_your_step.py runs in their place.
+# Quoted code of other projects; test_own_your_step.py runs its arithmetic instead.
 QUOTED = {
     "gradient_accumulation_loss_and_grad(",
     "learner.forward_fn_transformation",
@@ -52,7 +52,7 @@ def test_python_runs_as_a_doctest_or_on_tunix():
 
 
 def commands() -> list[str]:
-    """Every command line of a block that starts a Python program of the repository."""
+    """Return the command lines of blocks that start a Python program of this repo."""
     blocks = [code for _, language, code in BLOCKS if language == "bash"]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = (re.search(r"\bpython (examples/|-m benchmarks).*", line) for line in lines)

@@ -1,4 +1,4 @@
-"""The figures of the pages are lines of the results that stand in the repository."""
+"""The figures on the pages are lines of the results in the repository."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Checkpoints by Orbax in the middle of a window, as in `docs/recipes`.
+"""Orbax checkpoints in the middle of a window, as in `docs/recipes`.
 
-`test_resumable.py` saves the state of a train step by k micro-batches, `test_grain.py`
-the iterator of planned micro-batches; here are other states and other iterators.
+`test_resumable.py` saves the state of a train step with a fixed k, and `test_grain.py`
+the iterator of planned micro-batches; this file has other states and iterators.
 """
 
 import itertools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 K = 4
 PARAMS = helpers.init_params(0)
 ROWS = helpers.ragged_batch(0)
-# The trace is what the gradients were, and is not rounded to the parameters' size.
+# The trace accumulates gradients, and is not rounded to the parameters' size.
 SGD = optax.sgd(1.0, momentum=0.9)
 SKIPS: Any = {"should_skip_update_fn": optax.skip_not_finite}
 
@@ -35,7 +35,7 @@ class Way(NamedTuple):
     step: Callable[[StepState, Any], StepState]
 
     def states(self, state: StepState, batches: Any) -> list[StepState]:
-        """The state before the first micro-batch, and behind every one."""
+        """Return the state before the first micro-batch and after each one."""
         result = [state]
         for batch in batches:
             result.append(self.step(result[-1], batch))
@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
 
 def by_train_step() -> Way:
-    # Where windows end, only the device knows.
+    # Only the device knows where windows end.
     step = make_train_step(helpers.loss_sum_fn, SGD, lambda _: K, donate=False, **SKIPS)
     return Way(step.init, lambda state, batch: step(state, batch)[0])
 
@@ -77,7 +77,7 @@ def trace_of(state: StepState) -> Any:
 
 
 def exact_trace(states: list[StepState]) -> Any:
-    """Of two windows, each of all rows, in float64."""
+    """The trace after two windows, each of all rows, in float64."""
     first, second = (
         helpers.float64_gradient(state.params, ROWS) for state in (states[0], states[K])
     )

@@ -27,18 +27,18 @@ pytestmark = pytest.mark.slow
 
 
 def loss_fn_of_marked(params: Any, batch: Any) -> Any:
-    """NaN where the micro-batch is marked as bad."""
+    """Return NaN for a micro-batch that is marked as bad."""
     loss_sum, n = helpers.loss_sum_fn(params, batch)
     return loss_sum * jnp.where(batch["bad"], jnp.nan, 1.0), n
 
 
-# Nine micro-batches of which the second is NaN: eight are left, and their rows.
+# Nine micro-batches, of which the second is NaN; GOOD has the rows of the other eight.
 MARKED = [m | {"bad": i == 1} for i, m in enumerate(MICRO_BATCHES[: K + 1])]
 GOOD = {
     name: np.concatenate([m[name] for m in MARKED if not m["bad"]])
     for name in BATCHES[0]
 }
-# The parameters after it are mostly its update.
+# Large, so that the parameters after one step are mostly the update.
 ONE_STEP = optax.sgd(100.0)
 
 

@@ -1,4 +1,4 @@
-"""Recipes for frameworks: their parameters through the step, against float64."""
+"""Recipes for frameworks: their parameters in our step, against float64."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ K = 8
 RTOL = helpers.RTOL["float32"]
 PARAMS, BATCH = helpers.init_params(0), helpers.ragged_batch(0)
 MICRO_BATCHES = helpers.cut(BATCH, K)
-# It keeps the gradient that it was given, see tests/core/test_exactness.py.
+# Keeps the gradient that it receives, see tests/core/test_exactness.py.
 SGD = optax.sgd(1.0, momentum=0.0)
 
 
@@ -73,7 +73,7 @@ class EquinoxModel(eqx.Module):
     embed: jax.Array
     hidden: jax.Array
     out: jax.Array
-    order: jax.Array  # integers: an array that is no parameter
+    order: jax.Array  # integers: an array that is not a parameter
     activation: Callable[[Any], jax.Array]
 
     def __call__(self, tokens: Any) -> jax.Array:

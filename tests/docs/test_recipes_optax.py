@@ -1,4 +1,4 @@
-"""The recipes of `docs/recipes/` for optax's own wrappers: inside, and around."""
+"""The recipes of `docs/recipes/` for optax's wrappers, inside and around ours."""
 
 import functools
 from collections.abc import Callable
@@ -80,8 +80,8 @@ def test_windows_are_full_batches_and_those_of_optax_are_not(name: str, way: Any
         assert error < RTOL, error
 
 
-# An optimizer around an accumulation, what it is on full batches, and whether the two
-# are the same.
+# An optimizer around an accumulation, its counterpart on full batches, and whether
+# both agree.
 AROUND: dict[str, tuple[Callable[[Any], Any], Any, bool]] = {
     "scale before": (
         lambda tx: optax.chain(optax.scale(0.5), tx(MOMENTUM)),
@@ -182,7 +182,7 @@ def test_around_an_accumulation(around: Any, full: Any, same: bool):
 
 @pytest.mark.parametrize("make", [exactly, naively])
 def test_windows_of_each_group_of_a_partition(make: Any):
-    """4 micro-batches for two groups and 8 for the third, which sees those move."""
+    """Two groups close every 4 micro-batches; the third, every 8, sees them move."""
     optimizer = optax.partition(
         {"slow": make(SGD, K), "fast": make(SGD, K // 2)}, LABELS
     )
@@ -245,7 +245,7 @@ def test_frozen_parameters_hold_no_sums(around: str):
 
 @pytest.mark.parametrize("i", [0, 3, K - 1])
 def test_learning_rate_changed_in_an_open_window(i: int):
-    """The update is that of the rate at the close, whatever it was before."""
+    """The update uses the rate at the close, whatever the rate was before."""
     step = make_train_step(
         helpers.loss_sum_fn, optax.inject_hyperparams(optax.sgd)(RATE), K
     )
@@ -319,7 +319,7 @@ def test_lookahead_around_takes_no_count(around: Any, message: str):
 
 
 def test_sums_of_a_lookahead():
-    """Of pairs they are twice as many, half of them of zeros."""
+    """With pairs there are twice as many sums, and half of them are zeros."""
     _, state = run(
         exactly(RECIPES["lookahead_of_pairs"].inner),
         recipe=RECIPES["lookahead_of_pairs"],
@@ -338,7 +338,7 @@ def test_both_forms_of_lookahead_are_the_same():
 
 
 def test_average_by_the_flag_on_the_device():
-    """And the one that is taken on every micro-batch is another."""
+    """An average that is updated on every micro-batch differs."""
 
     @jax.jit
     def average_where(updated: Any, params: Any, average: Any) -> Any:

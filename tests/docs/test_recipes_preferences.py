@@ -1,4 +1,4 @@
-"""The recipe of `docs/recipes/preference_loss.md`: pairs of sequences with weights."""
+"""The recipe of `docs/recipes/preference_loss.md`: weighted pairs of sequences."""
 
 import functools
 from collections.abc import Callable
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.slow
 K = 8
 RTOL = helpers.RTOL["float32"]
 PARAMS, REFERENCE = helpers.init_params(0), helpers.init_params(1)
-# It keeps the gradient that it was given, see tests/core/test_exactness.py.
+# Keeps the gradient that it receives, see tests/core/test_exactness.py.
 SGD = optax.sgd(1.0, momentum=0.0)
 
 
 def log_probs(params: Any, sequences: Any) -> jax.Array:
-    """Of each sequence, summed over its tokens."""
+    """Return the log-probability of each sequence, summed over its tokens."""
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(
         helpers.logits_of(params, sequences["tokens"]), sequences["labels"]
     )
@@ -31,7 +31,7 @@ def log_probs(params: Any, sequences: Any) -> jax.Array:
 
 
 def pairs(rows: int = helpers.ROWS) -> dict[str, Any]:
-    """Pairs of two ragged sequences, with a weight and a reference each."""
+    """Return pairs of ragged sequences, each with a weight and a reference."""
     chosen, rejected = (helpers.ragged_batch(seed, rows) for seed in (0, 1))
     reference = [np.asarray(log_probs(REFERENCE, x)) for x in (chosen, rejected)]
     return {
@@ -69,7 +69,7 @@ def divided_by_lengths(params: Any, batch: Any) -> Any:
 
 
 def mean_over_the_micro_batch(params: Any, batch: Any) -> Any:
-    """As KTO does: each pair is compared with what a micro-batch gains on average."""
+    """Compares each pair with the micro-batch's average gain, like KTO."""
     margin = gain(params, batch) - batch["reference"]
     return weighted(batch, jax.nn.sigmoid(0.1 * (jnp.mean(margin) - margin)))
 
@@ -98,7 +98,7 @@ def full_batch_gradient(loss_fn: Any) -> Any:
 
 
 def accumulated(loss_fn: Any, batch: Any, **loss_kwargs: Any) -> tuple[Any, Any]:
-    """The gradient that a window's update was made of, and its metrics."""
+    """Return the gradient behind a window's update, and the window's metrics."""
     step = make_train_step(loss_fn, SGD, K)
     state = step.init(PARAMS)
     for micro_batch in helpers.cut(batch, K):
@@ -146,7 +146,7 @@ def test_pairs_of_weight_0_change_nothing():
     garbage = jax.tree.map(lambda x: rng.permuted(x, axis=-1), batch)
     garbage["weight"] = np.zeros_like(batch["weight"])
     padded = jax.tree.map(lambda *xs: np.concatenate(xs), batch, garbage)
-    # Micro-batches in which pairs that count and pairs that do not are mixed.
+    # Micro-batches that mix pairs with and without weight.
     order = rng.permutation(2 * helpers.ROWS)
     padded = jax.tree.map(lambda x: x[order], padded)
     exact, metrics = accumulated(reference_in_the_batch, padded)

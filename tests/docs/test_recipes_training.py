@@ -25,11 +25,11 @@ PARAMS = helpers.init_params(0)
 K = 8
 WINDOWS = [helpers.ragged_batch(seed) for seed in range(3)]
 RTOL = helpers.RTOL["float32"]
-RATE = 25.0  # The parameters end where the updates take them: these do not drown.
+RATE = 25.0  # Large, so that updates are not lost to rounding in the parameters.
 
 
 def train(optimizer: Any, windows: list[Any], gradients: str = "sum") -> Any:
-    """Parameters after so many windows, by a loop around an optimizer."""
+    """Return the parameters after `windows`, by a loop around an optimizer."""
     is_mean = gradients == "mean"
     loss_fn = helpers.loss_mean_fn if is_mean else helpers.loss_sum_fn
     takes_count = not isinstance(optimizer, optax.MultiSteps)
@@ -49,7 +49,7 @@ def train(optimizer: Any, windows: list[Any], gradients: str = "sum") -> Any:
 
 
 def train_by_step(inner: Any, windows: list[Any], **schedule: Any) -> Any:
-    """The same by `make_train_step`, with the metrics of every micro-batch."""
+    """Train with `make_train_step`; also return the metrics of every micro-batch."""
     step = make_train_step(helpers.loss_sum_fn, inner, **schedule)
     state, seen = step.init(PARAMS), []
     for window in windows:
@@ -60,7 +60,7 @@ def train_by_step(inner: Any, windows: list[Any], **schedule: Any) -> Any:
 
 
 def full_batch(inner: Any, windows: list[Any]) -> Any:
-    """The inner optimizer on gradients of whole windows, all in float64."""
+    """Run the inner optimizer on gradients of whole windows, all in float64."""
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), PARAMS)
         state = inner.init(params)
@@ -71,7 +71,7 @@ def full_batch(inner: Any, windows: list[Any]) -> Any:
         return jax.tree.map(np.asarray, params)
 
 
-# Each leaves a part as it is: what is always clipped has no scale to get wrong.
+# Each leaves some gradients unclipped: where all are clipped, scale does not matter.
 CLIPS = {
     "global norm": optax.clip_by_global_norm(0.08),
     "element": optax.clip(1e-3),
@@ -100,7 +100,7 @@ def test_clipping_inside_is_the_full_batchs_and_outside_is_not(name: str):
 
 
 def table_of(text: str) -> list[list[str]]:
-    """The cells of the ways' lines, in a table of a page or in a printed one."""
+    """Return the cells of the ways' rows, from a table of a page or a printed one."""
     lines = [
         re.split(r"\s*\|\s*|\s{2,}", line.strip(" |")) for line in text.splitlines()
     ]
@@ -168,7 +168,7 @@ def test_schedules_count_updates():
 
 
 def test_schedules_of_windows_of_tokens():
-    """Small windows first; the rate follows the updates, the data their number."""
+    """Small windows first; window size and rate follow the number of updates."""
 
     def every_n_tokens(gradient_step: Any) -> Any:
         return jnp.where(gradient_step < 3, 300, 700)
@@ -193,7 +193,7 @@ def test_schedules_of_windows_of_tokens():
     assert helpers.relative_error(of_means, full_batch(inner, windows)) > 0.01
 
 
-# float16: gradients of parameters in float32, computed in half of the bits.
+# float16: float32 parameters, whose gradients are computed in half precision.
 
 Scaling = Any
 
@@ -208,7 +208,7 @@ def in_float16(loss_fn: Any) -> Any:
 
 
 def by_hand(scaling: Scaling, loss_fn: Any, params: Any, batch: Any) -> Any:
-    """The rule of the page, which grows sooner here."""
+    """The rule on the page, with faster growth."""
     scale, num_accepted = scaling
 
     def scaled_loss_fn(params: Any) -> Any:
@@ -243,10 +243,10 @@ MEAN_FN, SUM_FN = map(in_float16, (helpers.loss_mean_fn, helpers.loss_sum_fn))
 
 
 def accept_window(optimizer: Any, kind: str, scale: float, undo: bool = True) -> Any:
-    """One window, each micro-batch given until it is accepted.
+    """Run one window, repeating each micro-batch until it is accepted.
 
     Returns:
-      What was applied, the scale of each micro-batch, and how often one was rejected.
+      The applied update, the scale of each micro-batch, and the number of rejections.
     """
     gradients_of, start = SCALINGS[kind]
     takes_count = not isinstance(optimizer, optax.MultiSteps)

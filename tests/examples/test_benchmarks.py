@@ -1,4 +1,4 @@
-"""The benchmarks run, small, and every way in them is right or known to be wrong."""
+"""Small runs of the benchmarks; every way is right or known to be wrong."""
 
 import json
 import subprocess

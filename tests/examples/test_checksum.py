@@ -41,7 +41,7 @@ def test_one_bit_anywhere_matters(dtype):
 
 
 def linear_sums(x):
-    """What two elements of unlike place can leave as it is."""
+    """Sums that can stay equal when two elements swap places."""
     bits = np.asarray(x).view(np.uint32).ravel()
     places = np.arange(1, bits.size + 1, dtype=np.uint32)
     return bits.sum(dtype=np.uint32), (bits * places).sum(dtype=np.uint32)
@@ -49,7 +49,7 @@ def linear_sums(x):
 
 def test_places_matter_where_sums_of_bits_times_places_do_not_see_them():
     x = jnp.ones((ROWS, COLUMNS)).at[0, 0].set(2)
-    # Powers of two differ in their upper bits alone, as do places far apart.
+    # Powers of two differ only in their upper bits, and so do distant places.
     swapped = jnp.ones((ROWS, COLUMNS)).at[2, 0].set(2)
     assert linear_sums(x) == linear_sums(swapped)
     assert checksum(x) != checksum(swapped)

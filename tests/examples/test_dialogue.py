@@ -1,4 +1,4 @@
-"""The data of the example: the corpus, a file of your own, and what is left out."""
+"""The data of the example: the corpus, a user's own file, and what is left out."""
 
 import io
 import json
@@ -147,7 +147,7 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path):
     console = finetune.Console(file=out, width=200)
     train, validation = finetune.load(file, 9, console)
     lengths = sorted(len(sequence.inputs) for sequence in train + validation)
-    assert lengths == [4, 5, 6, 7, 8, 9]  # up to and with --max-length
+    assert lengths == [4, 5, 6, 7, 8, 9]  # up to and including --max-length
     assert "8 pairs of prompt and completion: left out 2 of over 9 tokens" in (
         out.getvalue()
     )

@@ -1,4 +1,4 @@
-"""Tests of `examples/finetune.py` and of the files beside it."""
+"""Tests of `examples/finetune.py` and of the files next to it."""
 
 import json
 import os
@@ -33,14 +33,14 @@ PLANNED = set(planned.PLANNED)
 
 
 def ragged_sequences(number):
-    """Encoded pairs whose completions have 1, 4, 7... bytes, all of them different."""
+    """Return encoded pairs with distinct completions of 1, 4, 7... bytes."""
     return [
         batches.encode(Pair(f"prompt {i}", "x" * (1 + 3 * i))) for i in range(number)
     ]
 
 
 def rows_of(*parts):
-    """The real tokens of every row, so that padding does not matter."""
+    """Return the real tokens of every row, so that padding does not matter."""
     return sorted(
         tuple(row[row != batches.PAD].tolist()) for part in parts for row in part.inputs
     )
@@ -147,7 +147,7 @@ def test_a_later_token_does_not_change_earlier_logits(params):
 
 
 def test_positions_matter():
-    # One layer: the last position of a second one would see the order without them.
+    # One layer: a second one would reveal the order at the last position without them.
     params = transformer.init(jax.random.key(0), vocabulary=9, d_model=32, layers=1)
     tokens = jnp.array([[5, 6, 7, 8], [6, 5, 7, 8]])
     first, second = transformer.forward(params, tokens)[:, -1]
@@ -207,7 +207,7 @@ def test_an_adapter_adds_the_scaled_product_of_its_matrices(params, rank):
 
 
 def drive(loop):
-    """The parameters after each update, and the programs that the loop returns."""
+    """Return the parameters after each update, and the programs of the loop."""
     updates = []
     while True:
         try:
@@ -224,14 +224,14 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
     params, frozen = finetune.make_parameters(setting)
     k, rows, length = 4, 2, 48
     windows = batches.make_windows(
-        4 * ragged_sequences(12)[::6],  # two lengths: few shapes to compile
+        4 * ragged_sequences(12)[::6],  # two lengths, so that few shapes are compiled
         updates=3,
         accumulation_steps=k,
         micro_batch_size=rows,
         lengths=[length],
         seed=0,
     )
-    inner = optax.sgd(0.1, momentum=0.9)  # its state has the size of what is trained
+    inner = optax.sgd(0.1, momentum=0.9)  # its state is as large as `params`
     updates, programs = {}, {}
     loops = methods.METHODS | planned.PLANNED
     for method in {"full-batch", "optax.MultiSteps"} | EXACT | PLANNED:
@@ -256,8 +256,8 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
         assert distance(method) < 1e-5, method
         assert naive > max(100 * distance(method), 1e-4), method
 
-    # How many trees of the adapters' size are an argument, besides batch and frozen:
-    # parameters, momentum and, where it lasts from call to call, the sum.
+    # Arguments of the adapters' size, in addition to batch and frozen: parameters,
+    # momentum and, if it persists between calls, the sum.
     copies = {
         "full-batch": {"train_step": 2},
         "optax.MultiSteps": {"train_step": 3},
@@ -292,7 +292,7 @@ def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
             )
             if name != "close_window":
                 given -= batch + base
-                # Compiled programs drop the arguments that they do not read.
+                # Compiled programs drop arguments that they do not read.
                 read = program.compile().memory_analysis().argument_size_in_bytes
                 assert read > 4 * base, (method, name)
             scalars = given - copies[method][name] * adapters
@@ -383,7 +383,7 @@ def test_bad_data_ends_the_command_without_a_traceback(tmp_path, content, messag
 
 
 def interrupted_after(line, *words, **variables):
-    """Sends what Ctrl-C sends, after a line of the command; what is said then."""
+    """Send SIGINT after a line of output; return what the command prints then."""
     with subprocess.Popen(
         [sys.executable, finetune.__file__, *map(str, words)],
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
-"""Tests of `finetune.py --checkpoint-dir`: a run that is killed, and what is refused.
+"""Tests of `finetune.py --checkpoint-dir`: killed runs, and what is refused.
 
-`KILLS=50 pytest -m slow tests/examples/test_interruption.py -rP` kills fifty times, and
+`KILLS=50 pytest -m slow tests/examples/test_interruption.py -rP` kills fifty times and
 prints where.
 """
 
@@ -72,7 +72,7 @@ class Command(NamedTuple):
             )
 
     def run(self, directory, *more):
-        """Runs to the end; the exit status and all that was printed."""
+        """Run to the end; return the exit status and everything printed."""
         log = directory.with_suffix(".log")
         status = self.start(log, directory, *more).wait(timeout=300)
         return status, log.read_text()
@@ -92,7 +92,7 @@ def command(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(command):
-    """The directory of a run that nothing interrupted."""
+    """Return the directory of a run that nothing interrupted."""
     directory = command.data.with_name("uninterrupted")
     status, printed = command.run(directory)
     assert status == 0, printed
@@ -108,12 +108,12 @@ def uninterrupted(command):
 
 @pytest.fixture
 def copy(uninterrupted, tmp_path):
-    """A copy of that directory, to be spoiled."""
+    """Return a copy of that directory, for a test to damage."""
     return Path(shutil.copytree(uninterrupted, tmp_path / "copy"))
 
 
 class Setting(NamedTuple):
-    """What `resume` is given for a run of the command."""
+    """What `resume` receives for a run of the command."""
 
     settings: dict
     step: object
@@ -135,7 +135,7 @@ def assert_same_end(command, directory, expected):
     assert got.micro_batches == want.micro_batches == MICRO_BATCHES
     assert want.state.opt_state.gradient_step == UPDATES
     chex.assert_trees_all_equal(got.state, want.state)
-    # To the last bit, where a comparison of numbers lets -0.0 be 0.0.
+    # To the last bit: comparing numbers would accept -0.0 for 0.0.
     assert checksum(got.state) == checksum(want.state)
     metrics = (directory / "metrics.jsonl").read_bytes()
     assert metrics == (expected / "metrics.jsonl").read_bytes()
@@ -147,7 +147,7 @@ def number_of_lines(directory):
 
 
 def where_it_begins(printed):
-    """Micro-batches done, `gradient_step` and `mini_step`, as printed."""
+    """Return the printed micro-batches done, `gradient_step` and `mini_step`."""
     place = re.search(
         r"after (\d+) of \d+ micro-batches: gradient_step (\d+), mini_step (\d+)",
         printed,
@@ -156,7 +156,7 @@ def where_it_begins(printed):
 
 
 def kill(command, directory, log, *more, after, in_a_save, delay, cached):
-    """Kills the command: in a save, or some time after its checkpoint `after`.
+    """Kill the command: during a save, or some time after its checkpoint `after`.
 
     Returns:
       Where the process began, and whether it left an unfinished save.
@@ -167,7 +167,7 @@ def kill(command, directory, log, *more, after, in_a_save, delay, cached):
         saves = unfinished_saves(directory) - before
         complete = checkpoints(directory)
         begun = [int(name.partition(".")[0]) for name, _ in saves]
-        # The lines of a checkpoint are on disk before it is.
+        # A checkpoint's metric lines are on disk before the checkpoint.
         assert number_of_lines(directory) >= max([0, *complete, *begun])
         if max(complete, default=0) < after or not where_it_begins(log.read_text()):
             return False
@@ -202,13 +202,13 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_had_been(
             command,
             directory,
             log,
-            # The metrics do not depend on it, and long ways between saves are hit too.
+            # Metrics do not depend on it, and kills also hit long gaps between saves.
             *("--save-every", random.choice([1, 3, 5, 14])),
             # The kills are spread over the run.
             after=min(kills, KILLS - 1) * (MICRO_BATCHES // (KILLS + 1)),
             in_a_save=kills % 2 == 0,
             delay=random.uniform(0, 0.2),
-            # The first process compiles what the others find in the cache.
+            # The first process compiles, and the others find the programs in the cache.
             cached=kills > 0,
         )
         assert began == (done, *divmod(done, K))
@@ -229,7 +229,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_had_been(
 
 
 def interrupt(process, log, is_due):
-    """Sends what Ctrl-C sends, when it is due, and returns what was printed."""
+    """Send SIGINT once `is_due`, and return what was printed."""
     deadline = time.monotonic() + 300
     while not is_due(log.read_text()):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -279,7 +279,7 @@ def test_ctrl_c_in_a_terminal_shows_the_cursor_that_the_bar_hides(command, tmp_p
             [*map(str, words)], stdin=end, stdout=end, stderr=end
         )
         os.close(end)
-        with contextlib.suppress(OSError):  # How Linux ends it.
+        with contextlib.suppress(OSError):  # how Linux ends a terminal
             while text := screen.read(4096):
                 printed += text
                 if b"compiling 1/" in printed:

@@ -32,8 +32,8 @@ pytestmark = pytest.mark.slow
 K, ROWS, UPDATES, SAVE_EVERY = 4, 6, 6, 5
 MICRO_BATCHES = K * UPDATES
 STOPPED = 10  # a checkpoint in the middle of a window
-ALONE = (((), {}),)  # a process without words or variables of its own
-# Its threads write at once, and so cut each other's lines in two.
+ALONE = (((), {}),)  # a process without extra words or variables
+# Gloo's threads write at the same time, and cut each other's lines in two.
 OF_GLOO = re.compile(r"\[Gloo\]|peer ranks|^\s*\d*\s*$")
 
 
@@ -41,7 +41,7 @@ class Command(NamedTuple):
     """`finetune.py` on a small data set.
 
     Attributes:
-      folder: for the data, and for what is printed.
+      folder: for the data and the logs.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Command(NamedTuple):
 
     @contextlib.contextmanager
     def start(self, directory, processes, devices):
-        """Processes, each with words and variables of its own; killed at the end."""
+        """Start processes with their own words and variables; kill them at the end."""
         variables = os.environ.copy()
         variables["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
         started = []
@@ -80,7 +80,7 @@ class Command(NamedTuple):
                 process.wait()
 
     def run(self, directory, processes=ALONE, devices=4):
-        """Runs to the end; the exit statuses, and what each process printed."""
+        """Run to the end; return the exit statuses and each process's output."""
         with self.start(directory, processes, devices) as started:
             statuses = [process.wait(timeout=150) for process in started]
         numbers = range(len(started))
@@ -90,7 +90,7 @@ class Command(NamedTuple):
         return self.folder / f"{directory.name}.{number}.log"
 
     def printed(self, directory, number):
-        """All but what gloo, which connects CPUs, says of itself."""
+        """Return the output without the messages of gloo, which connects CPUs."""
         lines = self.log(directory, number).read_text().splitlines()
         return " ".join(line.strip() for line in lines if not OF_GLOO.search(line))
 
@@ -118,7 +118,7 @@ def two_on_slurm():
 
 
 def state_of(directory, number=MICRO_BATCHES):
-    """The arrays of a checkpoint, as they were saved."""
+    """Return the arrays of a checkpoint, as they were saved."""
     path, reader = directory / str(number) / "state", ocp.PyTreeCheckpointer()
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     tree = reader.metadata(path).item_metadata.tree
@@ -130,7 +130,7 @@ def lines_of(directory):
 
 
 def assert_alike(directory, expected):
-    """The end of the same run on other devices: the same but for rounding."""
+    """Compare the end of a run with one on other devices, up to rounding."""
     got, want = (state_of(path)["params"] for path in (directory, expected))
     assert relative_error(got, want) < RTOL["float32"]
     for line, like in zip(lines_of(directory), lines_of(expected), strict=True):
@@ -155,7 +155,7 @@ def command(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(command):
-    """The directory of a run on two processes."""
+    """Return the directory of a run on two processes."""
     directory = command.folder / "uninterrupted"
     statuses, (first, second) = command.run(directory, two_by_hand())
     assert statuses == [0, 0], (first, second)
@@ -189,7 +189,7 @@ def test_the_mean_over_devices_of_their_means_is_another_answer(command, on_one_
     windows = batches.make_windows(
         train,
         updates=UPDATES,
-        # Each of six devices had a row of each micro-batch.
+        # On six devices, each had one row of each micro-batch.
         accumulation_steps=K * ROWS,
         micro_batch_size=1,
         lengths=[chosen.max_length],
@@ -205,7 +205,7 @@ def test_the_mean_over_devices_of_their_means_is_another_answer(command, on_one_
 
 @pytest.fixture(scope="module")
 def killed(command):
-    """The directory of a run of which one process was killed, and the other ended."""
+    """Return the directory of a run that ended because one process was killed."""
     directory = command.folder / "killed"
     with command.start(directory, two_by_hand(), devices=4) as (first, second):
         deadline = time.monotonic() + 150

@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_numbers_are_those_of_pytorch():
-    """As `torch.manual_seed(0)` is followed by in PyTorch."""
+    """The numbers that follow `torch.manual_seed(0)` in PyTorch."""
     uniform = llama.TorchRandom(0).uniform(3)
     np.testing.assert_allclose(uniform, [0.4963, 0.7682, 0.0885], atol=5e-5)
     normal = llama.TorchRandom(0).normal(2, 16)
@@ -38,7 +38,7 @@ def test_arithmetic_fixtures_are_exact(name, exact, naive):
 
 
 def rows_in_docs():
-    """The cells of the table of fixtures in `docs/why.md`."""
+    """Yield the cells of the table of fixtures in `docs/why.md`."""
     lines = (DOCS / "why.md").read_text(encoding="utf-8").splitlines()
     start = lines.index("| published by | quantity | right | exact | wrong | naive |")
     for line in lines[start + 2 :]:
@@ -48,7 +48,7 @@ def rows_in_docs():
 
 
 def holds(published, value):
-    """Whether a value is the published one, to its four decimals, or within a bound."""
+    """Whether a value matches the published one, to four decimals or within a bound."""
     sign, number = re.fullmatch(r"([<>]?) ?(\S+)", published).groups()
     numerator, _, denominator = number.partition("/")
     expected = float(numerator) / float(denominator or 1)
@@ -74,7 +74,7 @@ def test_the_command(tmp_path):
     for row in content["errors"] + content["spread"]:
         assert len(row["naive"]) == len(row["exact"]) == 2
         assert max(row["exact"]) < RTOL["float32"], row
-    # Each seed on its own: more micro-batches, and then more spread, are farther off.
+    # For each seed, more micro-batches and a larger spread increase the error.
     two, eight, thirty_two = (np.array(row["naive"]) for row in content["errors"])
     assert (two > 1e-3).all()
     assert (eight > 2 * two).all()

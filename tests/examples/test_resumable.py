@@ -1,4 +1,4 @@
-"""Tests of the loop in `examples/resumable.py`, on a problem that compiles at once."""
+"""Tests of the loop in `examples/resumable.py`, on a problem that compiles fast."""
 
 import json
 import os
@@ -26,7 +26,7 @@ DATA = np.random.default_rng(0).normal(size=(14, 8, 24)).astype(np.float32)
 
 
 def make_step(optimizer, devices=None, **options):
-    """Over so many devices, or without a mesh."""
+    """Return a step over the first `devices` devices, or without a mesh."""
     if devices:
         mesh = Mesh(jax.devices()[:devices], ("data",))
         options |= {"mesh": mesh, "data_axes": "data"}
@@ -59,12 +59,12 @@ def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, first):
     position = resumable.resume(parts, SETTINGS, STEP, PARAMS)
     assert position.micro_batches == first
     assert position.state.opt_state.mini_step == first % 4
-    # What a process leaves that was killed after it wrote lines, in one and in a save.
+    # What a killed process leaves: a line too many, half a line and half a save.
     with (parts / "metrics.jsonl").open("ab") as log:
         log.write(b'{"micro_batch": 98}\n{"micro_ba')
     (parts / "99.orbax-checkpoint-tmp").mkdir()
     assert resumable.fingerprint(run(parts, save_every=5)) == resumable.fingerprint(end)
-    # Orbax waits for its clearing of leftovers before a save, and not without one.
+    # Orbax waits for its cleanup of leftovers only before a save.
     assert first == len(DATA) or not unfinished_saves(parts)
     ends = [resumable.resume(path, SETTINGS, STEP, PARAMS) for path in (parts, whole)]
     chex.assert_trees_all_equal(*ends)
@@ -87,7 +87,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_a_run_goes_on_in_the_middle_of_a_window_on_other_devices(tmp_path, case):
-    # Small gradients would drown in what AdamW makes of them.
+    # SGD, because AdamW amplifies the rounding of small gradients.
     before, after = (make_step(optax.sgd(0.01), n) for n in LAYOUTS[case])
     whole = run(tmp_path / "whole", DATA[:8], step=before)
     run(tmp_path / "parts", DATA[:6], step=before)
@@ -138,7 +138,7 @@ def test_a_run_does_not_go_on_with_other_settings(tmp_path, name):
     before = snapshot(tmp_path)
     with pytest.raises(resumable.CheckpointError, match=f"{name} is .*and other was"):
         run(tmp_path, settings=SETTINGS | {name: "other"})
-    # A checkpoint of another run, put where the settings are right.
+    # A checkpoint of another run, next to settings that match.
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps(SETTINGS | {name: "other"}))
     with pytest.raises(resumable.CheckpointError, match=f"{name} is .*/14, and other"):
@@ -207,7 +207,7 @@ def run_without_room(directory):
 
 
 def in_a_process(name, directory):
-    """Calls a function of this file."""
+    """Call a function of this file in a new process."""
     code = "import sys, pathlib, test_resumable as test\n"
     code += f"test.{name}(pathlib.Path(sys.argv[1]))"
     return subprocess.run(
@@ -243,7 +243,7 @@ DAMAGES = {
 
 
 def damage_every_file(directory):
-    """Spoils each file of the last checkpoint in every way; prints what came of it."""
+    """Damage each file of the last checkpoint in every way, and print the outcomes."""
     intact = resumable.resume(directory, SETTINGS, STEP, PARAMS)
     last = directory / str(intact.micro_batches)
     paths = [path for path in sorted(last.rglob("*")) if path.is_file()]
@@ -259,7 +259,7 @@ def damage_every_file(directory):
                 assert "the same command goes on from 12, the" in str(error), error
                 outcome = "refused"
             else:
-                # Orbax writes some files that it does not need in order to read.
+                # Orbax does not need every file to restore.
                 chex.assert_trees_all_equal(position, intact)
                 outcome = "unharmed"
             assert snapshot(directory) == before, path
@@ -270,7 +270,7 @@ def damage_every_file(directory):
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_or_restored_exactly(tmp_path):
     run(tmp_path / "run")
-    # In a process of its own: the reads that Orbax drops end when they like.
+    # In a separate process: reads that Orbax abandons end at unknown times.
     done = in_a_process("damage_every_file", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

@@ -30,7 +30,7 @@ EACH_TIME = ON_DATA | {"reduce_every": "micro_batch"}
 
 
 class Program(NamedTuple):
-    """How a way is written: mesh, parameters' places, what the step is told."""
+    """How a way is written: mesh axes, parameter specs, options of the step."""
 
     axes: tuple[str, ...]
     specs: dict[str, P]
@@ -50,7 +50,7 @@ PROGRAMS = {
         ("replicas", "shards"), IN_SHARDS, {"data_axes": "replicas"}
     ),
 }
-# One all-reduce over both axes there, of as many bytes as that over the shards here.
+# There, one all-reduce covers both axes; its bytes equal those over shards here.
 OTHERWISE_COMPILED = {"HSDP"} if jax.__version_info__ < (0, 10) else set()
 
 
@@ -60,7 +60,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
 
 
 def with_whole_moments(state: Any) -> Any:
-    """As from a checkpoint of a run that did not spread them."""
+    """Replicate the moments, as in a checkpoint of a run that did not shard them."""
     shardings = jax.tree.map(lambda x: x.sharding, state.params)
     inner = optax.tree_map_params(
         ADAM, jax.device_put, state.opt_state.inner_opt_state, shardings
@@ -69,7 +69,7 @@ def with_whole_moments(state: Any) -> Any:
 
 
 def compile_way(way: str, dtype: Any = jnp.float32) -> Any:
-    """What the two programs of a window send, and the bytes of the sums on a device."""
+    """Return the traffic of a window's programs, and the bytes of a device's sums."""
     axes, specs, told, has_whole_moments = PROGRAMS[way]
     sizes = tuple(CASE.axes[axis] for axis in axes)
     mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -82,7 +82,7 @@ def compile_way(way: str, dtype: Any = jnp.float32) -> Any:
     state = step.init(params)
     if has_whole_moments:
         state = with_whole_moments(state)
-    # More rows than parameters: otherwise XLA would rather gather these.
+    # More rows than parameters; otherwise XLA would gather the rows.
     rows = np.ones((2048, 16), np.float32)
     batch = jax.device_put({"x": rows, "y": rows}, NamedSharding(mesh, P(axes)))
     reports = {
@@ -99,7 +99,7 @@ def compiled() -> dict[str, Any]:
 
 
 def sent(report: Any) -> dict[tuple[str, str], int]:
-    """Bytes by kind and axis, without those of scalars, alone or in a gradient's."""
+    """Return bytes by kind and axis, without scalars, separate or with a gradient."""
     total: dict[tuple[str, str], int] = {}
     for entry in report.entries:
         key = entry.kind, "+".join(entry.axes)
@@ -114,8 +114,8 @@ def on_paper(way: str, program: str) -> dict[tuple[str, str], float]:
     for operation in getattr(scaling.WAYS[way], program):
         kind = operation.kind
         if program == "micro_batch" and kind == "reduce-scatter":
-            # What jit writes as one a CPU does by an all-reduce, and keeps its part.
-            # The close scatters by itself, on a CPU too.
+            # A CPU runs jit's reduce-scatter as an all-reduce and keeps its part.
+            # The close is a reduce-scatter on a CPU, too.
             kind = "all-reduce"
         key = kind, operation.over
         total[key] = total.get(key, 0) + scaling.bytes_of(operation, CASE)

@@ -1,4 +1,4 @@
-"""The Linen `TrainState`: the full batch exactly, with statistics and dropout."""
+"""The Linen `TrainState` gives the full batch exactly, with statistics and dropout."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ BATCH = helpers.ragged_batch(0)
 
 
 class Model(nn.Module):
-    """Embedding, hidden layer, logits; dropout and batch statistics on demand."""
+    """Embedding, hidden layer, logits; optional dropout and batch statistics."""
 
     dropout: float = 0.0
     batch_norm: bool = False
@@ -78,7 +78,7 @@ def mean_gradient(state: Any, batch: Any) -> Any:
 
 
 def applied(state: Any) -> Any:
-    """The last gradient that SGD was given: parameters would round their difference."""
+    """Return the last gradient given to SGD; parameter differences are rounded."""
     return state.opt_state.inner_opt_state[0].trace
 
 
@@ -148,7 +148,7 @@ def test_batch_statistics_move_in_every_micro_batch_as_without_accumulation():
 
 
 def test_dropout_with_a_key_of_both_counters():
-    """`step` alone stands still within a window: every mask of it would be the same."""
+    """`step` does not change within a window, so masks made from it would be equal."""
     state = new(token_accumulation(SGD, K), dropout=0.5)
     micro_batch = helpers.cut(BATCH, K)[0]
 
@@ -185,7 +185,7 @@ class StateWithAnotherField(TrainState):
 
 @pytest.mark.parametrize("kind", [TrainState, StateWithAnotherField])
 def test_scales_of_8_bit_floats_are_overwritten_when_the_window_closes(kind: Any):
-    """Flax keeps them in the parameters and their successors in the gradients."""
+    """Flax keeps scales in the parameters and their successors in the gradients."""
     params = {
         "params": {"w": jnp.zeros(2)},
         OVERWRITE_WITH_GRADIENT: {"s": jnp.ones(1)},
@@ -212,7 +212,7 @@ def test_scales_of_8_bit_floats_are_overwritten_when_the_window_closes(kind: Any
     for w, s, n in [(nan, nan, 2), (4.0, 5.0, 2), (nan, 9.0, 3), (4.0, 3.0, 2)]:
         state = apply(state, w, s, n)
         assert scale(state) == 1
-    opened = apply(state, nan, nan, 0)  # the third: it has no tokens
+    opened = apply(state, nan, nan, 0)  # the third, without tokens
     assert scale(opened) == 5 and opened.step == 1
     chex.assert_trees_all_equal(opened.params["params"], {"w": jnp.full(2, -2.0)})
     assert scale(apply(state, 1.0, 7.0, 1)) == 7
@@ -220,7 +220,7 @@ def test_scales_of_8_bit_floats_are_overwritten_when_the_window_closes(kind: Any
     assert scale(apply(state, nan, 7.0, 1, close_window=True)) == 5
     closed = jax.jit(kind.close_window)(state)
     assert scale(closed) == 5 and closed.step == 1
-    # Smaller values of the next window count, those of the last are forgotten.
+    # The maximum starts over in each window, so smaller values count again.
     state = closed
     for s in (0.5, 0.25, 0.125):
         state = apply(state, 1.0, s, 1)
@@ -230,7 +230,7 @@ def test_scales_of_8_bit_floats_are_overwritten_when_the_window_closes(kind: Any
 
 
 def test_scales_in_a_state_of_before():
-    """A checkpoint of 0.1.0 has no maximum of its open window."""
+    """A checkpoint of version 0.1.0 lacks the maximum of its open window."""
     params = {"params": {"w": jnp.zeros(2)}, OVERWRITE_WITH_GRADIENT: jnp.ones(1)}
     state = TrainState.create(
         apply_fn=None, params=params, tx=token_accumulation(SGD, 2)
@@ -288,7 +288,7 @@ def test_the_count_reaches_every_form_of_tx(tx: Any, last: str):
     if last == "partial":
         assert state.step == 0
         state = state.close_window()
-    mean = -3.0 if last == "by schedule" else -2.0  # of means: -14/3
+    mean = -3.0 if last == "by schedule" else -2.0  # a mean of means would be -14/3
     chex.assert_trees_all_equal(
         state.params, jax.tree.map(lambda p: jnp.full_like(p, mean), PARAMS)
     )

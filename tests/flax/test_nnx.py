@@ -1,4 +1,4 @@
-"""The NNX train step: the full batch exactly, by models with state of their own."""
+"""The NNX train step gives the full batch exactly, for models with state."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ SGD = optax.sgd(1.0, momentum=0.0)
 
 
 class Model(nnx.Module):
-    """Embedding, hidden layer, logits; dropout and batch statistics on demand."""
+    """Embedding, hidden layer, logits; optional dropout and batch statistics."""
 
     def __init__(self, rngs: nnx.Rngs, dropout: float = 0.0, batch_norm: bool = False):
         size, width = helpers.VOCABULARY, helpers.WIDTH
@@ -55,7 +55,7 @@ def params_of(model: Model, wrt: Any = nnx.Param) -> Any:
 
 
 def applied(optimizer: nnx.Optimizer) -> Any:
-    """The last gradient that SGD was given: parameters would round their difference."""
+    """Return the last gradient given to SGD; parameter differences are rounded."""
     trace = optimizer.opt_state.inner_opt_state[0].trace
     return jax.tree.map(np.asarray, nnx.to_pure_dict(trace))
 

@@ -1,5 +1,7 @@
-"""What the NNX step does with the variables of a model: what they hold, what they were
-before a rejected micro-batch, where their arrays are and who else holds them."""
+"""How the NNX step treats the variables of a model.
+
+This covers their values, rollback of rejected micro-batches, placement and aliasing.
+"""
 
 import contextlib
 from typing import Any
@@ -22,7 +24,7 @@ K = 4
 SGD = optax.sgd(1.0)
 BATCH = helpers.ragged_batch(0)
 MICRO_BATCHES = helpers.cut(BATCH, K)
-# Later versions of flax have modes in which modules are plain pytrees.
+# Newer versions of flax have modes in which modules are plain pytrees.
 MODES = {"graph": contextlib.nullcontext}
 if hasattr(nnx, "set_graph_mode"):
     MODES["tree"] = lambda: nnx.set_graph_mode(False)
@@ -36,7 +38,7 @@ def _mode(request: pytest.FixtureRequest) -> Any:
 
 
 class Model(nnx.Module):
-    """Statistics, random streams, a count and a key of its own."""
+    """A model with statistics, random streams, a count and a key."""
 
     def __init__(self, rngs: nnx.Rngs):
         size, width = helpers.VOCABULARY, helpers.WIDTH
@@ -57,7 +59,7 @@ class Model(nnx.Module):
 
 
 class Cyclic(nnx.Module):
-    """What flax allows and jax's trees do not, with an array in no variable."""
+    """Has a cycle, which flax allows but jax does not, and arrays in no variable."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.inner = Model(rngs)
@@ -87,7 +89,7 @@ def optimizer_of(model: Any, inner: Any = SGD, **options: Any) -> nnx.Optimizer:
 
 
 def held(node: Any, kind: Any = ...) -> list[np.ndarray]:
-    """Copies of what the variables hold, keys as numbers."""
+    """Return copies of the variables' values, with keys as numbers."""
 
     def read(x: Any) -> np.ndarray:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -97,14 +99,14 @@ def held(node: Any, kind: Any = ...) -> list[np.ndarray]:
 
 
 class Scaled(nnx.Param):
-    """Reads as a tenth of what it holds, like a parameter with a scale."""
+    """Reads as a tenth of its stored value, like a parameter with a scale."""
 
     def get_value(self, **index: Any) -> Any:
         return super().get_value(**index) / 10
 
 
 class Stored(Scaled):
-    """Likewise, and is written as it reads."""
+    """Reads like `Scaled`, and its setter undoes the scale."""
 
     def set_value(self, value: Any, **index: Any) -> None:
         super().set_value(value * 10, **index)
@@ -130,7 +132,7 @@ def test_variables_that_read_as_something_else_keep_what_they_hold():
         chex.assert_trees_all_equal(held(model, nnx.Param), before)
         step(model, optimizer, micro_batch)
     got = helpers.difference(before, held(model, nnx.Param))
-    # The parameters are ten thousand times the gradient, and round their difference.
+    # Parameters are 10,000 times the gradient, so their difference is rounded.
     assert helpers.relative_error(got, expected) < 1e-3
 
 
@@ -269,14 +271,14 @@ def test_on_a_mesh_each_program_is_compiled_once(spec: P, inner: Any, late: bool
     rows = NamedSharding(MESH, P("data"))
     micro_batch = jax.device_put(MICRO_BATCHES[0], rows)
     step = make_train_step(loss_fn)
-    step(model, optimizer, micro_batch)  # places what was never placed
+    step(model, optimizer, micro_batch)  # places arrays that had no placement
     with helpers.count_compilations() as compilations:
         for _ in range(2 * K):
             step(model, optimizer, micro_batch)
         for _ in range(2):
             metrics = step.close_window(model, optimizer)
     assert metrics.gradient_step == 3
-    assert len(compilations) == 1  # of the close
+    assert len(compilations) == 1  # the close
     kernel = model.hidden.kernel.get_raw_value()
     sums = optimizer.opt_state.acc_grads.hidden.kernel.get_raw_value()
     for x in (kernel, sums):

@@ -1,4 +1,4 @@
-"""Random streams, bit for bit: where windows close, what is rejected, what partial."""
+"""Random streams, bit for bit: window closes, rejections, partial windows."""
 
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class MicroBatch(NamedTuple):
 
 
 def stream_of(counts: list[int]) -> list[MicroBatch]:
-    """Another gradient at every place of the stream."""
+    """Return micro-batches with a different gradient at every position."""
     x = np.random.default_rng(0).normal(size=(len(counts), 4)).astype(np.float32)
     n = np.array(counts, np.float32)
     return [MicroBatch(*pair) for pair in zip(x * n[:, None], n, strict=True)]
@@ -51,7 +51,7 @@ gradient_of = jax.jit(jax.grad(loss_fn, has_aux=True))
 
 
 def what_matters(tree: Any) -> Any:
-    """Without the sums of an empty window, and without the last decision."""
+    """Drop the sums of an empty window, and the last decision."""
 
     def of_node(node: Any) -> Any:
         if not isinstance(node, TokenAccumulationState):
@@ -73,7 +73,7 @@ def assert_same(got: Any, expected: Any) -> None:
 def run_transformation(
     optimizer: Any, stream: list[MicroBatch], closes: list[Any]
 ) -> list[Any]:
-    """Parameters and state after every micro-batch."""
+    """Return parameters and state after every micro-batch."""
     params, state, passed = PARAMS, optimizer.init(PARAMS), []
     for batch, flag in zip(stream, closes, strict=True):
         gradient, n = gradient_of(params, batch)
@@ -157,7 +157,7 @@ def test_the_step_of_k_is_its_two_halves(counts: list[int], k: int):
 def test_a_closed_partial_window_is_a_window_that_short(
     counts: list[int], following: list[int]
 ):
-    """And the window after it starts anew."""
+    """The window after it starts from zero."""
     short = [False] * (len(counts) - 1) + [True]
     rest = [False] * (len(following) - 1) + [True]
     stream = stream_of(counts + following)
@@ -193,7 +193,7 @@ WINDOW_STEPS = {
 
 
 def run_window_step(kind: str, stream: list[MicroBatch]) -> tuple[Any, Any]:
-    """As one window; behind it stands what must never be read."""
+    """Run the stream as one window, followed by NaNs that must never be read."""
     unread = [MicroBatch(np.full(4, np.nan, np.float32), np.float32(1))]
     padded = stream + unread * (MOST - len(stream))
     step = WINDOW_STEPS[kind]
@@ -223,7 +223,7 @@ def test_a_partial_window_of_the_window_step_is_a_window_that_short(counts: list
 def with_bad(
     counts: list[int], bad: list[bool]
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """A stream in which some are NaN, and the stream without these."""
+    """Return a stream with NaN micro-batches, and the stream without these."""
     pairs = list(zip(stream_of(counts), bad, strict=False))
     stream = [
         batch._replace(x=batch.x * np.float32(np.nan)) if is_bad else batch

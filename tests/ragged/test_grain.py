@@ -1,4 +1,4 @@
-"""Grain pipelines: windows are their full batches, and none is lost or merged."""
+"""Grain pipelines: windows equal their full batches, and none is lost or merged."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ from optax_tokenaccum.grain import PlannedMicroBatch
 
 PARAMS = helpers.init_params(0)
 SGD = optax.sgd(1.0, momentum=0.0)
-# Old states stay alive: every one of them is resumed from.
+# Not donated, because every old state is resumed from.
 STEP = make_train_step(helpers.loss_sum_fn, optax.adam(0.1), donate=False)
 
 
@@ -81,7 +81,7 @@ def test_each_window_is_its_full_batch_and_a_mean_of_means_is_not():
 
 
 class OnceOnly(grain.DatasetIterator):
-    """Its state is the very dict that it counts in; it ends once and no more."""
+    """Counts in its state dict itself, and must not be called after its end."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ def test_orbax_saves_it_beside_the_state(tmp_path):
 
 
 def check_workers() -> None:
-    """Workers before the windows keep the order; behind them they are refused."""
+    """Workers before the windows keep the order; workers after them are refused."""
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=2)
     whole = list(planned())
     before = iter(planned(DATA.to_iter_dataset().mp_prefetch(options)))
@@ -234,7 +234,7 @@ def check_workers() -> None:
 
 @pytest.mark.slow
 def test_workers():
-    # In a process of its own, which parses Grain's flags.
+    # In a separate process, which parses Grain's flags.
     code = "import sys, absl.flags, test_grain\n"
     code += "absl.flags.FLAGS(sys.argv[:1]); test_grain.check_workers()"
     done = subprocess.run(
@@ -249,7 +249,7 @@ def test_workers():
 
 
 def test_a_whole_window_as_one_element():
-    """Nothing to mark or to resume within: any Grain pipeline does."""
+    """Needs no marks and no resuming within a window, so any Grain pipeline works."""
     pad = functools.partial(pad_window, pad_values=PADS, max_sequences=WINDOW, **PLAN)
     windows = thread(DATA.batch(WINDOW, batch_fn=pad).to_iter_dataset())
     step, by_micro_batches = (

@@ -1,4 +1,4 @@
-"""What would merge or lose windows of a Grain pipeline is an error that says what."""
+"""A Grain pipeline that would merge or lose windows raises an error that says why."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ class Flatten(grain.experimental.FlatMapTransform):
 
 
 def test_grain_alone_merges_windows_of_other_settings():
-    """What the settings in the state are for: this goes wrong without a word."""
+    """The reason for the settings in the state: without them, this fails silently."""
 
     def pipeline(max_tokens: int) -> grain.DatasetIterator:
         def plan(window: list[Any]) -> list[list[int]]:

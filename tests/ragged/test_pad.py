@@ -1,4 +1,4 @@
-"""A planned micro-batch holds its sequences, and padding that weighs nothing."""
+"""A planned micro-batch holds its sequences, and padding without weight."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ PADS = {"ids": -1, "deep": (7, {"mask": False, "score": -2.0})}
 
 
 def sequences_of(lengths: list[int]) -> list[Any]:
-    """Trees with two features a token, and a number for the whole sequence."""
+    """Return trees with two features per token, and a number per sequence."""
     random = np.random.default_rng(len(lengths))
     return [
         {

@@ -23,7 +23,7 @@ from optax_tokenaccum import PlannedWindow, pad_micro_batch, pad_window, plan_wi
     st.integers(0, 5),
     st.sampled_from([1, 2, 3]),
 )
-# The plan ends with its longest shape, which has the fewest tokens for what is left.
+# This plan ends with its longest shape, which holds the rest in the fewest tokens.
 @hypothesis.example([1] * 6, [4, 16], 20, 0, 1)
 def test_every_micro_batch_of_the_plan_is_there_once(
     lengths: list[int], buckets: list[int], tokens: int, room: int, multiple: int

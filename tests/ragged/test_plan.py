@@ -1,4 +1,4 @@
-"""Plans hold every sequence once, keep their limits, and are the cheapest there are."""
+"""Plans hold every sequence once, keep their limits, and have the lowest cost."""
 
 import functools
 import itertools
@@ -47,7 +47,7 @@ def test_every_sequence_once_and_limits_kept(
 
 
 def sort_and_chop(window: list[int], shapes: list[tuple[int, int]]) -> int:
-    """Each micro-batch is filled with the longest left, in the least bucket for it."""
+    """Cost of filling micro-batches longest first, in the smallest bucket that fits."""
     left, total = sorted(window, reverse=True), 0
     while left:
         num_rows, length = next(s for s in shapes if s[1] >= left[0])
@@ -87,7 +87,7 @@ def test_no_assignment_to_the_shapes_is_cheaper(
 
 
 def test_left_overs_ride_in_another_shape():
-    """Two short ones beside the long one, instead of a micro-batch of their own."""
+    """Two short sequences join the long one instead of another micro-batch."""
     plans = plan_window([100, 3, 4], max_tokens=300, length_buckets=[4, 100])
     assert [(plan.num_rows, plan.length) for plan in plans] == [(3, 100)]
     assert sort_and_chop([100, 100, 100, 4], [(75, 4), (3, 100)]) == 600

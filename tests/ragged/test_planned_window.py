@@ -77,7 +77,7 @@ def test_in_double_precision():
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     with jax.enable_x64(True):
         gradient, _ = by_window_step(jax.tree.map(jnp.asarray, wide), sequences)
-        # The loss is in float32, whatever the logits.
+        # The loss is float32, whatever the dtype of the logits.
         assert {g.dtype for g in jax.tree.leaves(gradient)} == {np.dtype("float64")}
         assert helpers.relative_error(gradient, reference) < helpers.RTOL["float32"]
 
@@ -108,7 +108,7 @@ def test_labels_that_are_ignored_weigh_nothing_and_zeros_would():
 
 
 def test_a_number_for_each_sequence_is_a_row_of_its_own():
-    """Sequences weighted by a scalar leaf; missing rows would weigh 1."""
+    """Sequences are weighted by a scalar leaf; missing rows would have weight 1."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         weights = jnp.where(batch["mask"], batch["weight"][:, None], 0)
@@ -167,7 +167,7 @@ def test_one_program_for_all_windows_and_one_per_shape():
         jax.tree.map(lambda x: np.full(x.shape, True), params),
     )
     error = helpers.relative_error(window_state.params, state.params)
-    assert error < 1e-4  # Adam enlarges the rounding of gradients that are nearly zero
+    assert error < 1e-4  # Adam amplifies the rounding of tiny gradients
 
 
 def small_window() -> tuple[list[Any], PlannedWindow]:

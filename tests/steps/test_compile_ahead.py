@@ -1,4 +1,4 @@
-"""`compile`: every program of a run before it begins, and none after."""
+"""`compile` builds every program of a run in advance, so that the run builds none."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def loss_fn(params: Any, x: Any, *, rng: Any, frozen: Any, scale: str) -> Any:
 
 KWARGS: dict[str, Any] = {"rng": KEY, "frozen": FROZEN, "scale": "one"}
 
-# The schedule, and the programs that there are for each shape besides one close.
+# Schedules, as options of `make_train_step`.
 SCHEDULES: dict[str, Any] = {
     "halves": {},
     "int k": {"every_k_schedule": 2},

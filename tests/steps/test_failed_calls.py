@@ -1,4 +1,4 @@
-"""A call that fails while it is traced or compiled loses nothing of the open window."""
+"""A call that fails during tracing or compilation loses nothing of the open window."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ ON_MESH = {"one device": {}} | {
 
 
 class Failing:
-    """A schedule that raises when it is traced for the first time."""
+    """A schedule that raises when it is first traced."""
 
     def __init__(self, error: BaseException):
         self.errors = [error]
@@ -37,7 +37,7 @@ class Failing:
 
 
 def run(step: Any, batches: Any, retries: Any = ()) -> Any:
-    """Calls the step again wherever it fails: what it was given must be alive."""
+    """Repeat each failed call, whose arguments must still be alive."""
     state, failures = step.init(ways_in.PARAMS), 0
     for batch in batches:
         try:
@@ -65,7 +65,7 @@ def test_an_error_in_the_optimizer_leaves_the_window_open(options: Any, error: A
 def test_an_interrupted_compilation_leaves_the_window_open(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of the second program, a long one, when the sums are there already."""
+    """Interrupts the long compilation of the second program, when sums exist."""
     step = make_train_step(ways_in.loss_fn, ways_in.SGD, 2)
     compile_ = jax.stages.Lowered.compile
 
@@ -102,7 +102,7 @@ def _refuse_vectors(updates: Any, params: Any) -> Any:
 
 @pytest.mark.parametrize("way", ways_in.WAYS[2:])
 def test_an_optimizer_that_takes_no_value(way: Callable[..., Any]):
-    """Every other update of `sam` only looks around."""
+    """Every other update of `sam` only moves to an adversarial point."""
     inner = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
     windows = [BATCHES[:2], BATCHES[2:], BATCHES[1:3], BATCHES[:2]]
     got = way(ways_in.loss_fn, inner, 2)(ways_in.PARAMS, windows)

@@ -1,4 +1,4 @@
-"""Flax's 8-bit floats: scales are overwritten once a window, as by the full batch."""
+"""Flax's 8-bit floats: scales are overwritten once per window, as by a full batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +25,8 @@ from optax_tokenaccum import (
 from optax_tokenaccum.linen import TrainState
 
 K, ROWS, WINDOWS = 2, 8, 3
-# Without a state: each window is compared from where the one before ended. And the loss
-# is linear: rounding to 8 bits would enlarge differences of rounding to 32.
+# Stateless, because each window is compared from where the last one ended. The loss is
+# linear, because rounding to 8 bits would amplify float32 rounding differences.
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(0.1)
 )
@@ -48,7 +48,7 @@ def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def make_window(seed: int) -> list[Any]:
-    """Micro-batches with unlike numbers of tokens; the first has the largest inputs."""
+    """Return micro-batches of unequal counts; the first has the largest inputs."""
     rng = np.random.default_rng(seed)
     return [
         {
@@ -77,7 +77,7 @@ def without_scales(tree: Any) -> Any:
 
 @jax.jit
 def full_batch(params: Any, batch: Any) -> Any:
-    """A step of flax's own `TrainState`, whose batch fits."""
+    """A step of flax's own `TrainState` on the whole batch."""
     gradient, n = jax.grad(loss_fn, has_aux=True)(params, batch)
     mean = jax.tree.map(lambda g: g / n, without_scales(gradient))
     trained = without_scales(params)
@@ -173,7 +173,7 @@ def test_sums_that_are_narrow_leave_the_scales_as_wide_as_they_are():
 
 @pytest.mark.parametrize("options", [{}, OVER], ids=["one device", "8 devices"])
 def test_what_adds_nothing_leaves_no_trace_in_the_scales(options: Any):
-    """A rejected micro-batch, and one without tokens, whose activations are NaN."""
+    """A rejected micro-batch, and one without tokens, both with NaN activations."""
     window = DATA[0]
     rejected = window[0] | {"x": np.full_like(window[0]["x"], np.nan)}
     empty = rejected | {"mask": np.zeros_like(rejected["mask"])}

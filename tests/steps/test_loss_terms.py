@@ -1,4 +1,4 @@
-"""Several losses with denominators of their own, in one window."""
+"""Several losses with different denominators in one window."""
 
 import operator
 from typing import Any
@@ -17,7 +17,7 @@ BALANCE, PENALTY = 0.3, 0.05
 
 
 def terms_fn(params: Any, batch: Any) -> dict[str, jax.Array]:
-    """Per token, per sequence, per micro-batch, and divided by a constant."""
+    """Terms per token, per sequence, per micro-batch, and divided by a constant."""
     token_sum, _ = helpers.loss_sum_fn(params, batch)
     logits = helpers.logits_of(params, batch["tokens"])
     z = jax.nn.logsumexp(logits, axis=-1)
@@ -165,7 +165,7 @@ def test_window_step_with_several_losses():
 
 
 def test_needs_one_accumulator_of_the_parameters_size():
-    # Parameters that are large beside what a micro-batch of one row needs.
+    # Parameters that are large compared with what a micro-batch of one row needs.
     params = {
         "embed": jnp.ones((helpers.VOCABULARY, 512)),
         "hidden": jnp.ones((512, 512)),
@@ -186,7 +186,7 @@ def test_needs_one_accumulator_of_the_parameters_size():
         return jax.tree.map(lambda *grads: sum(grads), *sums.values())
 
     def temporary_bytes(f: Any) -> int:
-        # As users compile it, whatever the suite is run with.
+        # As users compile it, whatever the options of the test suite.
         optimized = {"xla_backend_optimization_level": 3}
         compiled = jax.jit(f).lower(params, window).compile(optimized)
         return compiled.memory_analysis().temp_size_in_bytes

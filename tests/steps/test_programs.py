@@ -1,4 +1,4 @@
-"""What the train step compiles to: how many programs, how much memory, no waiting."""
+"""What the train step compiles to: number of programs, memory, no blocking."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ def test_loss_is_traced_once():
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for every array whose value the host fetches."""
+    """Collect one entry for every array whose value the host fetches."""
     seen: list[int] = []
     value = ArrayImpl._value
 
@@ -140,7 +140,7 @@ def _gradients_alone() -> Any:
 
 
 def _optimizer_alone(inner: Any) -> Any:
-    """A donating optimizer step on given sums, with no window around it."""
+    """Compile a donating optimizer step on given sums, without a window around it."""
 
     def apply(params: Any, inner_opt_state: Any, sums: Any, n: Any) -> Any:
         norm = optax.tree.norm(sums) / n
@@ -161,7 +161,7 @@ def test_accumulate_needs_no_gradient_sized_temporary():
 
 
 def test_transformation_needs_no_more_memory_than_the_train_step():
-    """Its zeros are made where they are read, its updates lie in place of the sums."""
+    """Zeros are created where they are read, and updates reuse the sums' buffers."""
     optimizer = token_accumulation(optax.adamw(1e-3), 4)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -172,7 +172,7 @@ def test_transformation_needs_no_more_memory_than_the_train_step():
     params = new_params()
     jitted = jax.jit(step, donate_argnums=(0, 1))
     compiled = jitted.lower(params, optimizer.init(params), BATCH).compile()
-    # There the updates are applied inside of the conditional, and never leave it.
+    # The train step applies updates inside the conditional, so they never leave it.
     train_step = make_train_step(loss_fn, optax.adamw(1e-3), every_n_tokens=8)
     outer = jax.jit(train_step, donate_argnums=0)
     other = outer.lower(train_step.init(params), BATCH).compile()
@@ -180,7 +180,7 @@ def test_transformation_needs_no_more_memory_than_the_train_step():
 
 
 def test_close_works_in_place():
-    """Parameters and moments of one shape: pairing them wrongly copies them all."""
+    """Parameters and moments have one shape; a wrong pairing would copy them all."""
     inner = optax.adamw(1e-3)
     step = make_train_step(loss_fn, inner, 4)
     compiled = step.close_window.lower(step.init(new_params())).compile()
@@ -233,7 +233,7 @@ def test_window_needs_no_more_memory_than_a_scan_written_by_hand():
         jax.jit(f).lower(new_params(), micro_batches).compile()
         for f in (window_value_and_grad(loss_fn), by_hand)
     )
-    counters = 1024  # of the window, scalars
+    counters = 1024  # scalars of the window
     assert _net_bytes(ours) <= _net_bytes(theirs) + counters
 
 

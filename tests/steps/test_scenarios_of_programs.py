@@ -1,4 +1,4 @@
-"""What somebody got wrong in a program; the index is in `test_scenarios.py`."""
+"""Mistakes of other projects in a program; `test_scenarios.py` has the index."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ POLYAK = optax.polyak_sgd(max_learning_rate=10.0)
     ids=["transformation", "MultiSteps"],
 )
 def test_count_lost_in_a_chain_of_plain_transformations(ours: Any):
-    """optax: `MultiSteps.gradient_transformation()` is one that takes no extras."""
+    """optax: `MultiSteps.gradient_transformation()` takes no extra arguments."""
     theirs = optax.chain(optax.MultiSteps(POLYAK, 2).gradient_transformation())
     with pytest.raises(TypeError, match="missing .* 'value'"):
         theirs.update(GRADS, theirs.init(PARAMS), PARAMS, value=1.0)
@@ -45,7 +45,7 @@ def test_count_lost_in_a_chain_of_plain_transformations(ours: Any):
         gradient = jax.tree.map(lambda g, mean=mean: mean * g, GRADS)
         updates, state = update(gradient, state, PARAMS, num_tokens=n, value=value)
     assert has_updated(state)
-    gradient = jax.tree.map(lambda g: 9.2 * g, GRADS)  # of means it would be 6, and 2
+    gradient = jax.tree.map(lambda g: 9.2 * g, GRADS)  # with means: 6, and 2
     expected, _ = POLYAK.update(gradient, POLYAK.init(PARAMS), PARAMS, value=1.2)
     assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
 
@@ -57,7 +57,7 @@ INTEGERS = [3, np.int64(3), np.int32(3), np.uint8(3), np.array(3), jnp.asarray(3
     "k", INTEGERS, ids=["int", "int64", "int32", "uint8", "numpy array", "jax array"]
 )
 def test_numpy_integer_k_was_not_callable(k: Any):
-    """optax 0.2.8: what is not an `int` is called."""
+    """optax 0.2.8 calls every k that is not an `int`."""
     theirs = optax.MultiSteps(SGD, k)
     if not isinstance(k, int):
         with pytest.raises(TypeError, match="not callable"):
@@ -74,7 +74,7 @@ def test_numpy_integer_k_was_not_callable(k: Any):
 
 @pytest.mark.parametrize("k", [0, -1])
 def test_k_of_0_and_below_never_updated(k: int):
-    """optax 0.2.8: accepted, and no window of it ever closes."""
+    """optax 0.2.8 accepts such a k, and no window ever closes."""
     theirs = optax.MultiSteps(SGD, k)
     state = theirs.init(PARAMS)
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_k_of_0_and_below_never_updated(k: int):
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_did_not_fit_in_a_cond(param_dtype: Any, grad_dtype: Any):
-    """optax 377, 1038, 1039, 1122: branches that return another dtype each."""
+    """optax 377, 1038, 1039, 1122: the branches return different dtypes."""
     seen: set[Any] = set()
 
     def watch(updates: Any, state: Any, params: Any = None) -> Any:
@@ -123,7 +123,7 @@ def test_dtypes_did_not_fit_in_a_cond(param_dtype: Any, grad_dtype: Any):
 
 
 def test_k_of_1_took_the_memory_of_accumulation():
-    """optax 472 and 320, EasyLM 36, t5x 1253: sums and two inner states for nothing."""
+    """optax 472 and 320, EasyLM 36, t5x 1253: needless sums and two inner states."""
     width, inner = 128, optax.adamw(1e-3)
     params = [jnp.full((width, width), 0.01) for _ in range(4)]
     batch, gradient_bytes = np.ones((2, width), np.float32), 4 * 4 * width**2
@@ -134,7 +134,7 @@ def test_k_of_1_took_the_memory_of_accumulation():
         return jnp.sum(x**2), x.shape[0]
 
     def peak(compiled: Any) -> float:
-        """Gradient-sized buffers at once, arguments among them."""
+        """Return peak memory with arguments, in units of the gradients' size."""
         m = compiled.memory_analysis()
         size = m.argument_size_in_bytes + m.temp_size_in_bytes
         size += m.output_size_in_bytes - m.alias_size_in_bytes
@@ -161,7 +161,7 @@ def test_k_of_1_took_the_memory_of_accumulation():
 
 
 def test_python_int_count_retraced():
-    """Tunix: a 0 in the first state, an array in the second."""
+    """Tunix: the first state holds a Python 0, the second an array."""
     counting = optax.GradientTransformation(
         lambda _: {"count": 0},
         lambda grads, state, params=None: (
@@ -189,7 +189,7 @@ def test_python_int_count_retraced():
 
 @pytest.mark.parametrize("ours", [token_accumulation, MultiSteps])
 def test_first_call_with_unplaced_state_compiled_twice(ours: Any):
-    """Tunix: parameters have a place, and the counters beside them have none."""
+    """Tunix: the parameters are placed on a device, but the counters are not."""
     params = jax.device_put(PARAMS, jax.devices()[0])
 
     def compilations(optimizer: Any, **count: Any) -> int:

@@ -1,4 +1,4 @@
-"""What somebody got wrong over a run; the index is in `test_scenarios.py`."""
+"""Mistakes of other projects over a run; `test_scenarios.py` has the index."""
 
 from typing import Any
 
@@ -27,12 +27,12 @@ STREAM = [
 ]
 GRADS = {"w": jnp.ones(4)}
 NAN_GRADS = {"w": jnp.full(4, jnp.nan)}
-RATE = 0.0625  # a power of two, and small: no parameter runs away
+RATE = 0.0625  # a power of two, and small: parameters do not diverge
 INNER = optax.sgd(RATE)
 
 
 def sgd_over(windows: Any) -> Any:
-    """Float64 parameters after one step of SGD on the exact gradient of each window."""
+    """Return float64 parameters after one exact SGD step per window."""
     params = jax.tree.map(lambda w: np.asarray(w, np.float64), PARAMS)
     for window in windows:
         gradient = exact(params, *window)
@@ -45,7 +45,7 @@ def is_exact(params: Any, expected: Any) -> bool:
 
 
 def test_has_updated_was_true_after_a_skip_at_the_start_of_a_window():
-    """optax 0.2.8: it asks whether `mini_step` is 0 and `gradient_step` is not."""
+    """optax 0.2.8 only checks that `mini_step` is 0 and `gradient_step` is not."""
 
     def told(optimizer: Any, **count: Any) -> Any:
         update, state = jax.jit(optimizer.update), optimizer.init(PARAMS)
@@ -81,7 +81,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     "key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"]
 )
 def test_every_micro_batch_drew_the_same_dropout_mask(kind: str, key: Any):
-    """t5x: the key of the step for all; an empty micro-batch has one of its own too."""
+    """t5x reuses the step's key; here even an empty micro-batch gets a new key."""
     step = new_step(kind, masks_of, SGD, 2, has_aux=True)
     state, ours, theirs = step.init(PARAMS), [], []
     empty = batch_of(0, [0.0] * 4)
@@ -93,7 +93,7 @@ def test_every_micro_batch_drew_the_same_dropout_mask(kind: str, key: Any):
 
 
 def test_mask_was_another_after_a_rejection():
-    """A key folded with the number of the call: what was rejected has an effect."""
+    """A key folded with the call number depends on rejected micro-batches."""
     skips = {"should_skip_update_fn": optax.skip_not_finite}
     step = make_train_step(masks_of, SGD, 9, has_aux=True, **skips)
     bad = STREAM[0] | {"y": np.full(4, np.nan, np.float32)}
@@ -109,7 +109,7 @@ def test_mask_was_another_after_a_rejection():
 
 
 def test_window_ran_across_an_epoch_boundary(kind: str):
-    """OpenRLHF 1337: a counter that runs on, over epochs of 3 and windows of 2."""
+    """OpenRLHF 1337: the counter continues over epochs of 3 with windows of 2."""
     first, second = STREAM[:3], STREAM[:0:-1]
     across = [first[:2], [first[2], second[0]], second[1:]]
     within = [first[:2], first[2:], second[:2], second[2:]]
@@ -131,7 +131,7 @@ def test_window_ran_across_an_epoch_boundary(kind: str):
 
 @pytest.mark.parametrize("way", ["function", "flag"])
 def test_partial_last_window_was_dropped(way: str):
-    """torchtune, mlx-lm: the optimizer steps at every k-th micro-batch and no other."""
+    """torchtune, mlx-lm: the optimizer steps only at every k-th micro-batch."""
     tx = token_accumulation(INNER, 2)
     gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
     after = {}
@@ -152,7 +152,7 @@ def test_partial_last_window_was_dropped(way: str):
 
 
 def test_resume_in_mid_window_lost_micro_batches(kind: str):
-    """OneTrainer 1465: parameters and optimizer are saved, the open window is not."""
+    """OneTrainer 1465 saves parameters and optimizer, but not the open window."""
     step = new_step(kind, loss_fn, INNER, 4)
     state = step.init(PARAMS)
     for batch in STREAM[:2]:
@@ -175,7 +175,7 @@ def test_resume_in_mid_window_lost_micro_batches(kind: str):
 
 
 def test_counters_counted_micro_steps(kind: str):
-    """EasyLM 108, MaxText 812: schedules and logs on a TrainState's step."""
+    """EasyLM 108, MaxText 812: schedules and logs use the step of a TrainState."""
     theirs = TrainState.create(
         apply_fn=None, params=PARAMS, tx=optax.MultiSteps(INNER, 2)
     )

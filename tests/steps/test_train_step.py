@@ -1,4 +1,4 @@
-"""What `make_train_step` promises."""
+"""The promises of `make_train_step`."""
 
 import dataclasses
 from typing import Any
@@ -229,7 +229,7 @@ def test_parameters_that_are_one_leaf_and_no_array_are_named(kind: str):
 
 
 def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
-    """Frozen weights are arguments; a bool or a string, NumPy's too, stays as it is."""
+    """Frozen weights are arguments; bools and strings, also NumPy's, do not change."""
 
     def loss(params: Any, batch: Any, *, frozen: Any, train: bool, mode: Any) -> Any:
         assert train is True and mode["name"] == "sum" and mode["act"] is jnp.tanh
@@ -250,7 +250,7 @@ def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
 
 @dataclasses.dataclass
 class ScaledLoss:
-    """A function with a value of its own: no hash, and no answer to `==`."""
+    """A callable that holds an array, so it has no hash and no usable `==`."""
 
     scale: np.ndarray
 
@@ -283,7 +283,7 @@ def test_value_reaches_the_inner_optimizer(kind: str):
     )
     updates, _ = inner.update(grads, inner.init(params), params, value=value)
     applied = helpers.difference(state.params, params)
-    # Parameters of size 0.2 round updates of size 1e-2 at about 1e-6.
+    # Parameters of size 0.2 round updates of size 1e-2 by about 1e-6.
     assert helpers.relative_error(applied, updates) < 5 * helpers.RTOL["float32"]
 
 
@@ -343,7 +343,7 @@ def test_bfloat16_parameters_keep_their_dtype_and_float32_sums(kind: str):
     ids=["schedule_free", "mechanize", "dowg", "lbfgs", "prodigy", "add_noise"],
 )
 def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(inner: Any):
-    """Parameters, an array twice, a captured key: a buffer can be given only once."""
+    """Parameters, an array twice, a captured key: a buffer is donated only once."""
     step = make_train_step(loss_fn, inner, 2)
     for _ in range(2):
         state = step.init(PARAMS)
@@ -363,7 +363,7 @@ def test_parameters_that_share_an_array_are_parameters_of_their_own(kind: str):
 
 
 def test_a_used_step_goes_through_cloudpickle(kind: str):
-    """To workers of other processes, for which standard pickle has no functions."""
+    """For workers in other processes; standard pickle does not support functions."""
     step = with_schedule(kind, 2)
     state = step.init(PARAMS)
     for batch in batches(1, 2, 3):

@@ -272,7 +272,7 @@ def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
     assert split["x"].shape == (3, 4, 2) and split["y"].shape == (3, 4)
     assert sorted(np.asarray(split["y"]).ravel().tolist()) == list(range(12))
     np.testing.assert_array_equal(split["x"][..., 0], 2 * np.asarray(split["y"]))
-    # The first half of the rows is the first half of every micro-batch.
+    # The first half of the rows becomes the first half of every micro-batch.
     assert np.asarray(split["y"])[:, :2].max() < 6
     assert isinstance(split["x"], np.ndarray)
     jitted = jax.jit(split_batch, static_argnums=1)(batch, 3)
@@ -337,17 +337,17 @@ WITH_WINDOWS = {
 
 @pytest.mark.parametrize("run", WITH_WINDOWS.values(), ids=WITH_WINDOWS)
 def test_batch_that_was_not_split(run: Any):
-    """The error is that of the loss, with a note on what it was given."""
+    """The loss raises the error, with a note on the shapes that it was given."""
     batch = {"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)}
     with pytest.raises((ValueError, TypeError)) as raised:
         run(jnp.zeros(3), batch)
-    notes = "".join(raised.value.__notes__)  # jax adds some of its own
+    notes = "".join(raised.value.__notes__)  # jax adds notes, too
     assert notes.count("split_batch(batch, k)") == 1
     assert "got shape (3,) at ['x'], () at ['y']." in notes
 
 
 def test_batch_that_was_not_split_among_devices():
-    """Its second axis is taken for the rows."""
+    """The second axis is taken for the rows."""
     step = window_step_on(jax.sharding.Mesh(jax.devices(), "data"))
     with pytest.raises(ValueError, match="rows .* multiple of the 8") as raised:
         step(step.init(jnp.zeros(3)), {"x": np.ones((8, 3)), "y": np.ones(8)})
