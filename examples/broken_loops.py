@@ -262,7 +262,7 @@ GALLERY = {
         stale_window,
         "begins with an epoch's left-over",
         Verdict.UNKNOWN,
-        "no sum of these micro-batches",
+        "not a sum of these micro-batches",
     ),
 }
 

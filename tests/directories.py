@@ -27,3 +27,7 @@ def unfinished_saves(directory):
 
 def cut_to_half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def largest_file(directory):
+    return max(directory.rglob("*"), key=lambda path: path.stat().st_size)

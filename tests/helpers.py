@@ -43,6 +43,11 @@ def cut(batch: Any, k: int) -> list[Any]:
     return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
 
 
+def stacked(batch: Any, k: int) -> Any:
+    """The micro-batches of `cut` in one tree, leaves `[k, micro, ...]`."""
+    return jax.tree.map(lambda *xs: np.stack(xs), *cut(batch, k))
+
+
 def init_params(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     rng = np.random.default_rng(seed)
     shapes = {

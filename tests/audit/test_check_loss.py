@@ -136,8 +136,8 @@ def loss_without_mask(params: Any, batch: Any) -> Any:
     [
         (already_mean, "already a mean"),
         (mean_over_rows, "already a mean"),
-        (auxiliary, "no sum over tokens"),
-        (zero_by_accident, "no sum over tokens"),
+        (auxiliary, "not a sum over tokens"),
+        (zero_by_accident, "not a sum over tokens"),
         (batch_statistics, "depends on the other rows"),
         (constant_count, "the count is not a sum"),
         (mean_count, "the count is not a sum"),

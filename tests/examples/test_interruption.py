@@ -27,7 +27,13 @@ import processes
 import pytest
 import resumable
 from checksum import checksum
-from directories import checkpoints, cut_to_half, snapshot, unfinished_saves
+from directories import (
+    checkpoints,
+    cut_to_half,
+    largest_file,
+    snapshot,
+    unfinished_saves,
+)
 from helpers import relative_error
 from jax.sharding import Mesh
 from rich.console import Console
@@ -366,10 +372,6 @@ def test_a_resume_that_drops_the_open_window_ends_elsewhere(command, copy):
         for name, opt_state in naive.items():
             got = go_on(StepState(state.params, opt_state))
             assert relative_error(got.params, end.params) > 1e-4, name
-
-
-def largest_file(directory):
-    return max(directory.rglob("*"), key=lambda path: path.stat().st_size)
 
 
 REFUSED = {

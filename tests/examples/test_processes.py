@@ -23,7 +23,7 @@ import optax
 import options
 import orbax.checkpoint as ocp
 import pytest
-from directories import checkpoints, cut_to_half, snapshot
+from directories import checkpoints, cut_to_half, largest_file, snapshot
 from helpers import RTOL, relative_error
 from rich.console import Console
 
@@ -269,10 +269,6 @@ def test_after_a_kill_fewer_devices_go_on_in_the_middle_of_the_window(
     embedding = state_of(directory)["opt_state"]["acc_grads"]["embedding"]
     assert embedding.shape == (4, batches.VOCABULARY, 32)
     assert_alike(directory, on_one_device)
-
-
-def largest_file(directory):
-    return max(directory.rglob("*"), key=lambda path: path.stat().st_size)
 
 
 def test_what_one_process_refuses_ends_both(command, killed, tmp_path):

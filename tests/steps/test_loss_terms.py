@@ -68,10 +68,6 @@ def float64_loss_gradient(params: Any, batch: Any) -> Any:
     )
 
 
-def stacked(batch: Any, k: int) -> Any:
-    return jax.tree.map(lambda *xs: np.stack(xs), *helpers.cut(batch, k))
-
-
 @pytest.mark.parametrize("k", KS)
 def test_gradient_is_that_of_the_full_batch_and_one_denominator_is_not(k: int):
     f = jax.jit(window_value_and_grad(terms_fn, count_fn=count_fn))
@@ -87,7 +83,7 @@ def test_gradient_is_that_of_the_full_batch_and_one_denominator_is_not(k: int):
     for seed in range(5):
         params, batch = helpers.init_params(seed), helpers.ragged_batch(seed)
         reference = float64_loss_gradient(params, batch)
-        (loss, (counts, _)), grads = f(params, stacked(batch, k))
+        (loss, (counts, _)), grads = f(params, helpers.stacked(batch, k))
         value, full_grads = full_batch(params, batch)
         np.testing.assert_allclose(loss, value, rtol=2e-6)
         errors.append(helpers.relative_error(grads, reference))
@@ -99,7 +95,7 @@ def test_gradient_is_that_of_the_full_batch_and_one_denominator_is_not(k: int):
             k,
         ]
     assert np.median(errors) <= 2 * np.median(full_errors)
-    _, naive = one_denominator(params, stacked(batch, k))
+    _, naive = one_denominator(params, helpers.stacked(batch, k))
     assert helpers.relative_error(naive, reference) > 0.01
 
 
@@ -107,7 +103,7 @@ def test_partial_window_divides_by_the_counts_of_what_ran():
     params, batch = helpers.init_params(0), helpers.ragged_batch(0)
     f = jax.jit(
         lambda n: window_value_and_grad(terms_fn, count_fn=count_fn)(
-            params, stacked(batch, 8), num_micro_batches=n
+            params, helpers.stacked(batch, 8), num_micro_batches=n
         )
     )
     for n in (1, 5, 8):
@@ -156,7 +152,7 @@ def test_window_step_with_several_losses():
         loss_fn, optax.sgd(1.0, momentum=0.0), has_aux=True, count_fn=count_fn
     )
     params, batch = helpers.init_params(0), helpers.ragged_batch(0)
-    state, metrics = step(step.init(params), stacked(batch, 4), scale=1.0)
+    state, metrics = step(step.init(params), helpers.stacked(batch, 4), scale=1.0)
     given = optax.tree.get(state.opt_state, "trace")
     reference = float64_loss_gradient(params, batch)
     assert helpers.relative_error(given, reference) < helpers.RTOL["float32"]
@@ -171,7 +167,7 @@ def test_needs_one_accumulator_of_the_parameters_size():
         "hidden": jnp.ones((512, 512)),
         "out": jnp.ones((512, helpers.VOCABULARY)),
     }
-    window = stacked(helpers.ragged_batch(0, rows=8), 8)
+    window = helpers.stacked(helpers.ragged_batch(0, rows=8), 8)
 
     def total(params: Any, batch: Any) -> Any:
         terms = terms_fn(params, batch).values()

@@ -23,10 +23,6 @@ KS = [1, 2, 4, 8, 16, 32]
 full_batch = jax.jit(jax.value_and_grad(helpers.loss_mean_fn, has_aux=True))
 
 
-def stacked(batch: Any, k: int) -> Any:
-    return jax.tree.map(lambda *xs: np.stack(xs), *helpers.cut(batch, k))
-
-
 @pytest.fixture(params=["jit", "eager"])
 def maybe_jit(request: pytest.FixtureRequest) -> Any:
     return jax.jit if request.param == "jit" else lambda f: f
@@ -43,7 +39,7 @@ def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(
     for seed in range(seeds):
         params, batch = helpers.init_params(seed), helpers.ragged_batch(seed)
         reference = helpers.float64_gradient(params, batch)
-        (loss, (num_tokens, aux)), grads = f(params, stacked(batch, k))
+        (loss, (num_tokens, aux)), grads = f(params, helpers.stacked(batch, k))
         (full_loss, _), full_grads = full_batch(params, batch)
         np.testing.assert_allclose(loss, full_loss, rtol=1e-6)
         assert float(num_tokens) == batch["mask"].sum()
@@ -62,7 +58,7 @@ def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(
 
 def test_partial_windows_of_every_size_are_one_compilation():
     k, params, batch = 8, helpers.init_params(1), helpers.ragged_batch(1)
-    micro_batches = jax.device_put(stacked(batch, k))
+    micro_batches = jax.device_put(helpers.stacked(batch, k))
     inner = optax.sgd(1.0, momentum=0.0)
     step = make_window_step(helpers.loss_sum_fn, inner)
     f = jax.jit(
@@ -193,7 +189,9 @@ def test_step_takes_the_update_of_the_train_step():
     train_step = make_train_step(helpers.loss_sum_fn, inner, 8)
     window_state, state = window_step.init(params), train_step.init(params)
     for _ in range(3):
-        window_state, window_metrics = window_step(window_state, stacked(batch, 8))
+        window_state, window_metrics = window_step(
+            window_state, helpers.stacked(batch, 8)
+        )
         for micro_batch in helpers.cut(batch, 8):
             state, metrics = train_step(state, micro_batch)
     assert (
