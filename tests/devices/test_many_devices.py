@@ -244,6 +244,7 @@ def test_sums_live_in_place():
         assert outputs < GRADIENT / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", TYPES)
 def test_inside_an_outer_jit(kind: str, way: str):

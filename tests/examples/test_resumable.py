@@ -51,7 +51,9 @@ def run(directory, micro_batches=DATA, save_every=3, settings=SETTINGS, step=STE
     )
 
 
-@pytest.mark.parametrize("first", [0, 1, 6, 8, 13, 14])
+@pytest.mark.parametrize(
+    "first", [0, 6, 14, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8, 13))]
+)
 def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, first):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     end = run(whole)

@@ -160,6 +160,7 @@ def test_window_step_with_several_losses():
     assert metrics.aux.shape == (4,) and bool(metrics.updated)
 
 
+@pytest.mark.slow
 def test_needs_one_accumulator_of_the_parameters_size():
     # Parameters that are large compared with what a micro-batch of one row needs.
     params = {
