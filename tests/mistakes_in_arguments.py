@@ -129,7 +129,7 @@ BUILDING: list[Row] = [
         updated(token_accumulation(SGD, 2, should_skip_update_fn=two_bools), **N),
     ),
     (
-        "`accumulator_dtype` that is no floating dtype",
+        "`accumulator_dtype` that is not a floating dtype",
         ValueError,
         constructed(SGD, 2, accumulator_dtype=jnp.int32),
     ),

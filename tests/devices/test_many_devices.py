@@ -29,6 +29,7 @@ from meshes import (
 
 from optax_tokenaccum import CollectiveReport, collectives
 
+SLOW = pytest.mark.slow
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 # (layout, axis type, way) for `reduce_every="window"` and for "micro_batch".
 WINDOW = [
@@ -103,14 +104,13 @@ def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
 FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("layout", "kind", "optimizer", "reduce_every"),
     [
-        ("data parallel", "auto", ADAMW, "window"),
-        ("data parallel", "auto", ADAMW, "micro_batch"),
-        ("tensor parallel", "explicit", FACTORED, "window"),
+        pytest.param("data parallel", "auto", ADAMW, "window", marks=SLOW),
+        pytest.param("data parallel", "auto", ADAMW, "micro_batch", marks=SLOW),
+        pytest.param("tensor parallel", "explicit", FACTORED, "window", marks=SLOW),
         ("fsdp and tensor parallel", "auto", FACTORED, "window"),
     ],
     ids=["data parallel", "ZeRO-2", "explicit", "fsdp"],
