@@ -12,7 +12,7 @@ from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.sums import check_only_gradients
+from optax_tokenaccum._core.sums import check_only_gradients, zeros_of
 from optax_tokenaccum._core.trees import Gradients, Params
 from optax_tokenaccum._devices.axes import LocalSums, as_names
 
@@ -270,7 +270,7 @@ class Transformation:
         )
         in_place = jax.tree.map(_holds, sums, shapes)
         empty = jax.tree.map(
-            lambda fits, acc, u: acc if fits else arrays.zeros_of(u),
+            lambda fits, acc, u: acc if fits else zeros_of(u),
             in_place,
             sums,
             shapes,

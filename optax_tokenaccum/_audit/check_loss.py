@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_tokenaccum._audit.check_count import RTOL, Measure, check_count, rows_of
 from optax_tokenaccum._core import checks, trees
+from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.loss_fn import LossFn, unpack
 from optax_tokenaccum._core.trees import Batch, Params
 
@@ -131,7 +132,7 @@ def check_loss_fn(
 
     batch = batches[int(np.argmax(sizes))]
     _, (num_tokens, _) = unpack(jitted(params, batch), False)
-    checks.as_num_tokens(num_tokens)
+    as_num_tokens(num_tokens)
     program = str(jax.make_jaxpr(jitted)(params, batch))
     rtol = 1e-2 if re.search(r"\b(b?f16|f8_\w+)\[", program) else RTOL
     measure = at(params)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum._core import arrays, checks, trees
+from optax_tokenaccum._core import arrays, trees
+from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn, sums_and_gradient
-from optax_tokenaccum._core.sums import kinds_of
+from optax_tokenaccum._core.sums import is_float0, kinds_of
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
@@ -137,7 +138,7 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
     @jax.jit
     def sums(params: Params, batch: Batch) -> tuple[jax.Array, Any]:
         (_, (n, _)), g = sums_and_gradient(loss_fn, False, params, batch, {}, Layout())
-        return checks.as_num_tokens(n), g
+        return as_num_tokens(n), g
 
     def token_sums(
         params: Params, micro_batches: list[Any]
@@ -191,7 +192,7 @@ def numbers(tree: Any) -> list[np.ndarray]:
 
 
 def _numbers_of(leaf: Any) -> np.ndarray:
-    if arrays.is_float0(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if is_float0(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return np.zeros(0)
     flat = np.asarray(leaf).ravel()
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -211,7 +212,7 @@ def _reading_optimizer(
         updates: Gradients, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, jax.Array]:
         def step(g: Any) -> Any:
-            if arrays.is_float0(g):
+            if is_float0(g):
                 return g
             return jnp.where(state == which, -scale * g, 0).astype(g.dtype)
 

@@ -6,11 +6,11 @@ Nothing here knows a mesh, a plan or `jit`. Read in this order:
 2. `schedule.py`: when a window closes.
 3. `loss_fn.py`: one forward and backward pass, `(loss_sum, num_tokens)` and a gradient.
 4. `contribution.py`: what that micro-batch adds, checked, weighted, rejected or not.
-5. `sums.py`: how the sum of each parameter adds up.
+5. `sums.py`: how the sum of each parameter adds up, and in which dtype.
 6. `accumulation.py`: `add` and `close`, which every way into the library shares.
 7. `layout.py`: where the sums live. Other layouts, for several devices, are in
    `_devices/`.
 
-`arrays.py` (dtypes, donation), `trees.py` (paths of leaves) and `checks.py` (errors
-about arguments) help them.
+`trees.py` (looking into trees and states), `arrays.py` (donation) and `checks.py`
+(errors about constructors' arguments) help them.
 """

@@ -1,4 +1,4 @@
-"""What every way in shares: add a micro-batch, close a window, divide once."""
+"""What every way into the library shares: add a micro-batch, close, divide once."""
 
 import functools
 from collections.abc import Callable
@@ -9,43 +9,31 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import arrays, checks, trees
+from optax_tokenaccum._core import arrays, checks, sums, trees
 from optax_tokenaccum._core.contribution import SkipFn, make_contribution
 from optax_tokenaccum._core.layout import Layout, Reduced
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.sums import SUM, Kind, kinds_of, only_gradients
+from optax_tokenaccum._core.sums import SUM, Kind, kinds_of
 from optax_tokenaccum._core.trees import Gradients, Params
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """What every way into the library shares: `add` a micro-batch, `close` a window.
-
-    Attributes:
-      inner: the optimizer run once per window.
-      schedule: when a window closes.
-      gradients: what the gradients are of, a `"sum"` or a `"mean"` over tokens.
-      should_skip_update_fn: optax's protocol, or `None`.
-      accumulator_dtype: dtype of the sums, `None` for float32 or wider.
-      token_mean: `False` hands over the plain sum of what was given, undivided.
-      layout: where the sums live.
-    """
+    """A window's arithmetic: `add` a micro-batch, `close` the window."""
 
     inner: optax.GradientTransformationExtraArgs
     schedule: Schedule
-    gradients: Literal["sum", "mean"]
+    gradients: Literal["sum", "mean"]  # of the loss over the tokens
     should_skip_update_fn: SkipFn | None
-    accumulator_dtype: Any
-    token_mean: bool
+    accumulator_dtype: Any  # `None`: float32 or wider
+    token_mean: bool  # `False`: sums are handed over undivided
     layout: Layout
 
     def with_layout(self, layout: Layout) -> "Accumulation":
-        """The same accumulation, with its sums elsewhere."""
         return replace(self, layout=layout)
 
     def init(self, params: Params) -> TokenAccumulationState:
-        """The state before the first micro-batch, the inner optimizer's within."""
         return self.empty_window(params, self.init_inner(params))
 
     def init_inner(self, params: Params) -> Any:
@@ -62,17 +50,16 @@ class Accumulation:
     def empty_window(
         self, params: Params, inner_opt_state: Any = None
     ) -> TokenAccumulationState:
-        """A state whose window holds nothing, with sums of the parameters' shapes."""
         dtypes = jax.tree.map(
             lambda p, kind: (
-                arrays.accumulator_dtype_of(p, self.accumulator_dtype)
+                sums.accumulator_dtype_of(p, self.accumulator_dtype)
                 if kind.is_gradient
                 else jnp.result_type(p)
             ),
             params,
             kinds_of(params),
         )
-        value_dtype = arrays.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
+        value_dtype = sums.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
         zero = jnp.zeros((), value_dtype).real
         gradient_step = jnp.zeros((), jnp.int32)
         skip_state = ()
@@ -108,7 +95,7 @@ class Accumulation:
         Over several devices the counters, tokens and losses are those of all devices,
         and a micro-batch that one device rejects is added on none.
         """
-        checks.check_state(state, TokenAccumulationState)
+        trees.check_state(state, TokenAccumulationState)
         layout = self.layout.bound()
         totals = layout.opened(state.acc_grads)
         trees.check_same_tree(
@@ -117,7 +104,7 @@ class Accumulation:
             "Gradients must have the tree and shapes of the parameters given to init",
         )
         new = make_contribution(
-            jax.tree.map(arrays.without_float0, updates, totals),
+            jax.tree.map(_without_float0, updates, totals),
             state,
             params,
             num_tokens,
@@ -176,26 +163,26 @@ class Accumulation:
         finish: Callable[[Gradients, TokenAccumulationState], Any],
         otherwise: Any,
     ) -> tuple[Any, TokenAccumulationState]:
-        """Ends the window where `closes`, with an update if it holds any token.
+        """If `closes`, ends the window, with an update if it holds any token.
 
         Args:
           state: as `add` left it.
           closes: whether the window ends now.
-          like: the window's gradient takes the dtypes of this tree.
-          params: what the inner optimizer is given.
-          extra_args: likewise.
-          finish: called, where there is an update, on the inner optimizer's updates
-            and on the state with the sums of all devices in place of each one's.
-          otherwise: the result where there is no update.
+          like: the window's gradient has the dtypes of this tree.
+          params: passed to the inner optimizer, as are `extra_args`.
+          extra_args: keywords.
+          finish: if there is an update, makes the result, from the inner optimizer's
+            updates and the state with the sums over all devices.
+          otherwise: the result if there is no update.
 
         Returns:
-          What `finish` returned, or `otherwise`, and the new state.
+          The result and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def update() -> tuple[Any, Any]:
             whole = state._replace(acc_grads=self.layout.total(state.acc_grads))
-            gradient = only_gradients(self.window_gradient(whole, like))
+            gradient = sums.only_gradients(self.window_gradient(whole, like))
             of_window = {"grad": gradient} if "grad" in extra_args else {}
             updates, inner_opt_state = self.inner.update(
                 gradient, state.inner_opt_state, params, **(extra_args | of_window)
@@ -218,9 +205,9 @@ class Accumulation:
     def window_so_far(
         self, state: TokenAccumulationState
     ) -> tuple[jax.Array, jax.Array]:
-        """Token-mean loss and tokens of the open window, both 0 where it has none."""
+        """Token-mean loss and tokens of the open window; both are 0 without tokens."""
         tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
-        loss = arrays.divide(state.acc_value, self._divisor(state))
+        loss = sums.divide(state.acc_value, self._divisor(state))
         return jnp.where(tokens > 0, loss, 0), tokens
 
     def window_gradient(
@@ -228,21 +215,21 @@ class Accumulation:
     ) -> Gradients:
         """`sum g / sum n` in the dtypes of `like`, divided before the one cast.
 
-        The gradient of an integer parameter has no numbers and is handed on as it is.
-        That of a parameter to be overwritten is its next value.
+        A float0 leaf of `like` stays float0. The "gradient" of a parameter to be
+        overwritten is its next value.
         """
 
         def of_leaf(acc: jax.Array, g: Any, kind: Kind) -> Any:
-            if arrays.is_float0(g):
-                return arrays.zeros_of(g)
+            if sums.is_float0(g):
+                return sums.zeros_of(g)
             if not kind.is_gradient:
                 return acc.astype(jnp.result_type(g))
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
             # first, and then stores the divided gradient for its several readers.
-            return arrays.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
+            return sums.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
 
-        sums = state.acc_grads
-        return jax.tree.map(of_leaf, sums, like, kinds_of(sums))
+        kinds = kinds_of(state.acc_grads)
+        return jax.tree.map(of_leaf, state.acc_grads, like, kinds)
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -252,11 +239,11 @@ class Accumulation:
         """
         dtype = state.acc_value.dtype
         wide = jax.tree.map(
-            lambda acc: acc.astype(arrays.common_dtype(acc.dtype, dtype)),
-            only_gradients(state.acc_grads),
+            lambda acc: acc.astype(sums.common_dtype(acc.dtype, dtype)),
+            sums.only_gradients(state.acc_grads),
         )
         norm = optax.tree.norm(wide).astype(dtype)
-        return arrays.divide(norm, self._divisor(state))
+        return sums.divide(norm, self._divisor(state))
 
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:
         tokens = state.acc_tokens
@@ -304,11 +291,12 @@ def make_accumulation(
     )
 
 
-def _branch(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
-    """`jax.lax.cond`, or a plain `if` where the predicate is known.
+def _without_float0(x: Any, like: jax.Array) -> Any:
+    return jnp.zeros_like(like) if sums.is_float0(x) else x
 
-    Eagerly a `cond` over new closures would be compiled again on every call.
-    """
+
+def _branch(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+    """`jax.lax.cond`, or a plain `if`: an eager `cond` would compile in every call."""
     if trees.is_concrete(pred):
         return on_true() if pred else on_false()
     return jax.lax.cond(pred, on_true, on_false)

@@ -10,53 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from optax_tokenaccum._core.trees import Params, is_concrete
 
 
-def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
-    """The dtype of a parameter's sum: `dtype`, made complex if the parameter is.
-
-    With `dtype=None` it is float32, or the parameter's dtype if that is wider.
-    """
-    given = jnp.result_type(param)
-    if dtype is None:
-        return at_least_float32(given)
-    if jnp.issubdtype(given, jnp.complexfloating):
-        return common_dtype(dtype, jnp.complex64)
-    return dtype
-
-
-def common_dtype(*dtypes: Any) -> Any:
-    """The dtype that `dtypes` promote to, even under strict dtype promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*dtypes)
-
-
-def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """`x / divisor` in the dtype that both promote to, at least float32."""
-    dtype = common_dtype(at_least_float32(x.dtype), divisor.dtype)
-    return x.astype(dtype) / divisor.astype(dtype)
-
-
-def at_least_float32(dtype: Any) -> Any:
-    """`dtype`, or float32 if `dtype` is narrower or an integer."""
-    # 8-bit floats and 4-bit integers have no implicit promotion: compare bits.
-    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
-    return jnp.dtype(dtype if is_wide else jnp.float32)
-
-
-def is_float0(x: Any) -> bool:
-    """Whether `x` is the gradient of an integer, which has a shape but no values."""
-    return getattr(x, "dtype", None) == jax.dtypes.float0
-
-
-def without_float0(x: Any, like: jax.Array) -> Any:
-    """`x`, or zeros like `like` if `x` is the gradient of an integer."""
-    return jnp.zeros_like(like) if is_float0(x) else x
-
-
-def zeros_of(shape: Any) -> Any:
-    """Zeros with the shape and dtype of `shape`; the dtype may be float0."""
-    return (np if is_float0(shape) else jnp).zeros(shape.shape, shape.dtype)
-
-
 def stable(params: Params, state: Any) -> Any:
     """`state` as strongly typed arrays on the devices of `params`.
 
@@ -94,11 +47,7 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def owned(tree: Any) -> Any:
-    """Copies every leaf, so that donating the copies keeps the caller's arrays alive.
-
-    Raises:
-      TypeError: a leaf is not an array.
-    """
+    """Copies every leaf: donating the copies keeps the caller's arrays alive."""
     originals, structure = jax.tree_util.tree_flatten_with_path(tree)
     copies = []
     # Copy one leaf at a time and drop each original as soon as it is copied, so that

@@ -5,11 +5,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_tokenaccum._core import arrays, checks, trees
+from optax_tokenaccum._core import sums, trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.sums import only_gradients
 from optax_tokenaccum._core.trees import Gradients, Params
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
@@ -17,27 +17,18 @@ SkipFn = Callable[..., tuple[Any, Any]]
 
 
 class Contribution(NamedTuple):
-    """What one micro-batch adds to its window.
-
-    Attributes:
-      gradients: the gradients of this device's rows.
-      num_tokens: the tokens of this device's rows; 0 if the given number is not usable.
-      value: the loss, a sum or a mean like the gradients.
-      is_weighted: whether gradients and loss are means that `num_tokens` has to weight.
-      skipped: whether any device rejected the micro-batch.
-      skip_state: what the skip function returned.
-    """
+    """What one micro-batch adds to its window, on this device."""
 
     gradients: Gradients
-    num_tokens: jax.Array  # shape=()
-    value: jax.Array  # shape=()
-    is_weighted: bool
-    skipped: jax.Array  # shape=(), dtype=bool
+    num_tokens: jax.Array  # shape=(); 0 if the given number is not usable
+    value: jax.Array  # shape=(); the loss, a sum or a mean like the gradients
+    is_weighted: bool  # gradients and loss are means that `num_tokens` has to weight
+    skipped: jax.Array  # shape=(), dtype=bool; whether any device rejected it
     skip_state: Any
 
     def weighted(self, x: Any, dtype: Any) -> jax.Array:
         """A gradient or the loss as a sum over tokens, in `dtype` or float32."""
-        x = jnp.asarray(x).astype(arrays.at_least_float32(dtype))
+        x = jnp.asarray(x).astype(sums.at_least_float32(dtype))
         return x * self.num_tokens.astype(x.dtype) if self.is_weighted else x
 
 
@@ -55,29 +46,21 @@ def make_contribution(
 ) -> Contribution:
     """Checks a micro-batch, and asks `should_skip_update_fn` about it.
 
-    Args:
-      gradients: a tree like the parameters.
-      state: the open window.
-      params: what the skip function is given.
-      num_tokens: a real scalar.
-      value: a real scalar, or `None`.
-      layout: of the sums.
-      of: whether `gradients` and `value` are of a sum or of a mean over tokens.
-      token_mean: whether the window is divided by its tokens.
-      should_skip_update_fn: a function of optax's protocol, or `None`.
+    `gradients` and `value` are those of a sum or of a mean over tokens, as `of` says.
     """
     dtype = state.acc_tokens.dtype
     is_weighted = token_mean and of == "mean"
-    num_tokens = checks.as_num_tokens(num_tokens, dtype=dtype)
+    num_tokens = as_num_tokens(num_tokens, dtype=dtype)
     if not trees.is_zero(num_tokens):
         layout.check_tokens(gradients, num_tokens, is_mean=is_weighted)
-    value = checks.as_value(0.0 if value is None else value, dtype)
+    value = _as_real_scalar(0.0 if value is None else value, "value", dtype)
     is_usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
     num_tokens = jax.lax.select(is_usable, num_tokens, jnp.zeros_like(num_tokens))
     skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
     if should_skip_update_fn is not None:
         mean = gradients if of == "mean" else _per_token(gradients, num_tokens, layout)
-        asked = should_skip_update_fn(only_gradients(mean), state.gradient_step, params)
+        mean = sums.only_gradients(mean)
+        asked = should_skip_update_fn(mean, state.gradient_step, params)
         skipped, skip_state = _decision(*asked, state.skip_state, num_tokens > 0)
         skipped, skip_state = layout.agree(skipped, skip_state)
     return Contribution(gradients, num_tokens, value, is_weighted, skipped, skip_state)
@@ -88,7 +71,7 @@ def _per_token(gradients: Gradients, num_tokens: jax.Array, layout: Layout) -> A
 
     def divided(g: jax.Array) -> jax.Array:
         n = layout.tokens_of(layout.reduced(g), num_tokens)
-        mean = arrays.divide(g, jnp.where(n > 0, n, 1))
+        mean = sums.divide(g, jnp.where(n > 0, n, 1))
         return mean.astype(jnp.result_type(g))
 
     return jax.tree.map(divided, gradients)
@@ -97,7 +80,7 @@ def _per_token(gradients: Gradients, num_tokens: jax.Array, layout: Layout) -> A
 def _decision(
     should_skip: Any, skip_state: Any, old_skip_state: Any, is_usable: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """What the skip function returned, checked; without tokens it does not count."""
+    """What the skip function returned, checked; ignored for no tokens."""
     trees.check_same_tree(
         old_skip_state,
         skip_state,
@@ -109,4 +92,57 @@ def _decision(
         old_skip_state,
         skip_state,
     )
-    return checks.as_skip_decision(should_skip) & is_usable, skip_state
+    should_skip = jnp.asarray(should_skip)
+    if (should_skip.dtype, should_skip.shape) != (jnp.bool_, ()):
+        raise ValueError(
+            "should_skip_update_fn must return (a bool scalar, a tree): got "
+            f"{should_skip.dtype} of shape {should_skip.shape} as the first."
+        )
+    return should_skip & is_usable, skip_state
+
+
+def as_num_tokens(
+    num_tokens: Any, name: str = "num_tokens", dtype: Any = jnp.float32
+) -> jax.Array:
+    """The weight of a micro-batch as a scalar of `dtype`; errors call it `name`."""
+    if num_tokens is None:
+        raise TypeError(
+            "update() needs num_tokens, the number of loss tokens (or the sum of "
+            "weights) behind these gradients: got None. Write optimizer.update(grads, "
+            "state, params, num_tokens=n). If you did, something in between dropped "
+            "it: a wrapper that is a plain optax.GradientTransformation (use "
+            "GradientTransformationExtraArgs), optax.chain or the like around a "
+            "MultiSteps (give it MultiSteps(...).gradient_transformation()), or flax's "
+            "linen TrainState (use optax_tokenaccum.linen.TrainState)."
+        )
+    return _as_real_scalar(num_tokens, name, dtype, non_negative=True)
+
+
+def _as_real_scalar(
+    x: Any, name: str, dtype: Any, *, non_negative: bool = False
+) -> jax.Array:
+    try:
+        given = jnp.result_type(x)
+    except TypeError:
+        given = None
+    if given is None or not (
+        jnp.issubdtype(given, jnp.integer) or jnp.issubdtype(given, jnp.floating)
+    ):
+        raise TypeError(
+            f"{name} must be a real number: got {given or type(x).__name__}."
+        )
+    if jnp.shape(x) != ():
+        raise ValueError(
+            f"{name} must be a scalar, one number for the whole micro-batch: got shape "
+            f"{jnp.shape(x)}. Sum it over the micro-batch first."
+        )
+    if non_negative and trees.is_concrete(x):
+        # Use NumPy: inside a trace, jnp would trace the comparison of a known array.
+        with np.errstate(over="ignore"):
+            number = np.asarray(x).astype(dtype)
+        if not (np.isfinite(number) and number >= 0):
+            raise ValueError(
+                f"{name} must be finite, in {jnp.dtype(dtype)}, and at least 0: got "
+                f"{x}."
+            )
+    return jnp.asarray(x, dtype)

@@ -15,10 +15,9 @@ Reduced = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """One sum for each parameter, of its shape and placed like it.
+    """The layout on one device: a sum for each parameter, of its shape, placed like it.
 
-    This layout is that of a single device. Others override these methods for sums that
-    each of several devices adds to.
+    The layouts over several devices override these methods.
     """
 
     def bound(self) -> Self:
@@ -60,9 +59,7 @@ class Layout:
     def contributes(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
         """Whether this device adds such a value, so that it is counted once in all.
 
-        Args:
-          reduced: the axes along which the value is the same on every device.
-          num_tokens: its tokens on this device; 0 where it must not count.
+        `num_tokens` are its tokens on this device; 0 where it must not count.
         """
         return num_tokens > 0
 
@@ -79,11 +76,8 @@ class Layout:
     ) -> None:
         """Raises `ValueError` if a count is not of the rows of this device alone.
 
-        Args:
-          of_rows: a function of a batch and a key. It returns counts by name, and
-            everything else that is computed from the batch.
-          batch: the rows of this device.
-          rng: the key of this device.
+        `of_rows(batch, rng)` returns counts by name, and everything else that is
+        computed from the batch.
         """
 
     def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:

@@ -37,20 +37,8 @@ class Schedule:
     ) -> bool | jax.Array:
         """Whether the window, including its newest micro-batch, closes now.
 
-        Args:
-          mini_step: micro-batches in the window, int32 scalar.
-          tokens: tokens in the window, floating scalar; read only if `mini_step > 0`.
-          gradient_step: updates so far, int32 scalar; the argument of a schedule.
-          close_window: the caller's request: `None`, a bool, or a traced bool scalar.
-
-        Returns:
-          A Python bool if no schedule is set and `close_window` is `False`, otherwise
-          a bool scalar array.
-
-        Raises:
-          ValueError: no schedule is set and `close_window` is missing, or a schedule
-            returned less than 1.
-          TypeError: `close_window` is not a bool scalar.
+        `tokens` are those of the window, read only if `mini_step > 0`. The result is a
+        Python bool only if no schedule is set and `close_window` is `False`.
         """
         asked = _as_flag(close_window)
         if self.every_k is not None:
@@ -73,7 +61,6 @@ class Schedule:
 
 
 def make_schedule(every_k_schedule: Any = None, every_n_tokens: Any = None) -> Schedule:
-    """Checks the two schedule arguments of the constructors and builds a `Schedule`."""
     if every_k_schedule is not None and every_n_tokens is not None:
         raise ValueError(
             "At most one schedule may close a window: got every_k_schedule="

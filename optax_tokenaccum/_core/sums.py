@@ -1,4 +1,4 @@
-"""How the sum of each parameter adds up: a sum of gradients, or a maximum."""
+"""How the sum of each parameter adds up, and in which dtype."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_tokenaccum._core.trees import Params
 
@@ -16,20 +17,12 @@ COLLECTION = "_overwrite_with_gradient"
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to combine the gradients of one parameter over a window.
+    """A way to combine the gradients of one parameter over a window."""
 
-    Attributes:
-      is_gradient: whether the optimizer sees the result, divided by the window's
-        tokens. If not, the result is the parameter's next value.
-      nothing: the value before the first micro-batch.
-      combine: combines the value so far with that of a micro-batch.
-      reduce: the same along an axis, `reduce(x, axis)`, for the values of devices.
-    """
-
-    is_gradient: bool
-    nothing: float
-    combine: Callable[[Any, Any], Any]
-    reduce: Callable[[Any, int], Any]
+    is_gradient: bool  # otherwise the result is the parameter's next value, undivided
+    nothing: float  # the value before the first micro-batch
+    combine: Callable[[Any, Any], Any]  # (value so far, value of a micro-batch)
+    reduce: Callable[[Any, int], Any]  # the same along an axis, over devices
 
 
 SUM = Kind(True, 0.0, jnp.add, jnp.sum)
@@ -49,11 +42,11 @@ def kinds_of(tree: Any) -> Any:
 
 def only_gradients(tree: Any) -> Any:
     """`tree` with zeros for the leaves that are not gradients."""
-    return jax.tree.map(
-        lambda x, kind: x if kind.is_gradient else jnp.zeros_like(x),
-        tree,
-        kinds_of(tree),
-    )
+
+    def keep(x: Any, kind: Kind) -> Any:
+        return x if kind.is_gradient else jnp.zeros_like(x)
+
+    return jax.tree.map(keep, tree, kinds_of(tree))
 
 
 def check_only_gradients(params: Params) -> None:
@@ -66,3 +59,42 @@ def check_only_gradients(params: Params) -> None:
             "or keep the collection out of the optimizer's parameters, and overwrite "
             "it yourself with the maximum over the window."
         )
+
+
+def accumulator_dtype_of(param: jax.Array, dtype: Any) -> Any:
+    """The dtype of a parameter's sum: `dtype`, made complex if the parameter is."""
+    given = jnp.result_type(param)
+    if dtype is None:
+        return at_least_float32(given)
+    if jnp.issubdtype(given, jnp.complexfloating):
+        return common_dtype(dtype, jnp.complex64)
+    return dtype
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """The dtype that `dtypes` promote to, even under strict dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
+def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`x / divisor` in the dtype that both promote to, at least float32."""
+    dtype = common_dtype(at_least_float32(x.dtype), divisor.dtype)
+    return x.astype(dtype) / divisor.astype(dtype)
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """`dtype`, or float32 if `dtype` is narrower or an integer."""
+    # 8-bit floats and 4-bit integers have no implicit promotion: compare bits.
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    return jnp.dtype(dtype if is_wide else jnp.float32)
+
+
+def is_float0(x: Any) -> bool:
+    """Whether `x` is the gradient of an integer, which has a shape but no values."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def zeros_of(shape: Any) -> Any:
+    """Zeros with the shape and dtype of `shape`; the dtype may be float0."""
+    return (np if is_float0(shape) else jnp).zeros(shape.shape, shape.dtype)

@@ -1,4 +1,4 @@
-"""Inspects trees of arrays, with errors that name the leaf."""
+"""Looks into trees of arrays and states, with errors that name the leaf."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ Batch = Any  # the batch argument of a loss; leaves [rows, ...]
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the value of `x` is known, that is, `x` is not traced."""
+    """Whether `x` is not traced."""
     return not isinstance(x, jax.core.Tracer)
 
 
@@ -30,12 +30,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def leading_axis(tree: Any, name: str) -> int:
-    """The size of the leading axis that all leaves share.
-
-    Raises:
-      ValueError: there are no leaves, a leaf has no leading axis or an empty one, or
-        the sizes differ.
-    """
+    """The size of the leading axis that all leaves must share, at least 1."""
     shapes = [(path, jnp.shape(leaf)) for path, leaf in named_leaves(tree)]
     if not shapes:
         raise ValueError(f"{name} must hold at least one array: got {tree!r}.")
@@ -82,3 +77,24 @@ def check_same_tree(got: Any, expected: Any, rule: str) -> None:
 
 def _describe(shape: tuple[int, ...] | None) -> str:
     return "no leaf" if shape is None else f"shape {shape}"
+
+
+def check_state(state: Any, kind: type, name: str = "The state") -> None:
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{name} must be the {kind.__name__} that init or the last call returned: "
+            f"got {type(state).__name__}. Restore a checkpoint into jax.eval_shape("
+            "init, params); take a run of optax.MultiSteps over with "
+            "from_multi_steps_state."
+        )
+
+
+def check_alive(tree: Any) -> None:
+    """Raises `ValueError` if a leaf of `tree`, a part of a state, was donated."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if any(is_concrete(x) and x.is_deleted() for x in leaves):
+        raise ValueError(
+            "The state must not have been given to an earlier call: its buffers were "
+            "donated to that call and are gone. Continue with the state that it "
+            "returned, or build the step with donate=False to keep old ones."
+        )

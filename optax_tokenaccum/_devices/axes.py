@@ -22,21 +22,15 @@ class LocalSums(Layout):
 
     `shard_map` marks in the type of a value the axes along which it may differ. With
     `check_vma=False`, and under `pmap` and `vmap`, there are no marks, and every value
-    is assumed to belong to this device alone.
-
-    Attributes:
-      names: the axes over which rows are spread.
-      marked: the axes that types can mark, set by `bound`.
-      copies: the indices of the leaves of a batch that are the same on all devices.
+    is assumed to belong to this device alone. `copies` are the same on all devices.
     """
 
-    names: tuple[str, ...]
-    marked: tuple[str, ...] | None = None
-    copies: frozenset[int] = frozenset()
+    names: tuple[str, ...]  # the axes over which rows are spread
+    marked: tuple[str, ...] | None = None  # those that types can mark, set by `bound`
+    copies: frozenset[int] = frozenset()  # indices of leaves of a batch
 
     @property
     def are_bound(self) -> bool:
-        """Whether this is called under a map over the axes."""
         try:
             jax.lax.axis_index(self.names)
         except NameError:
@@ -44,11 +38,6 @@ class LocalSums(Layout):
         return True
 
     def bound(self) -> Self:
-        """The layout with `marked` set for the map around this call.
-
-        Raises:
-          ValueError: the call is not inside a map over the axes.
-        """
         if not self.are_bound:
             raise ValueError(
                 f"{', '.join(map(repr, self.names))} must be axes of a shard_map (or "
@@ -111,12 +100,6 @@ class LocalSums(Layout):
     def check_tokens(
         self, gradients: Gradients, num_tokens: Any, *, is_mean: bool
     ) -> None:
-        """Raises if gradients and `num_tokens` cannot belong to the same tokens.
-
-        Raises:
-          ValueError: a gradient differs from device to device and `num_tokens` does
-            not, or a gradient of a mean was reduced already.
-        """
         for path, g in named_leaves(gradients):
             varying, reduced = self.varying(g), self.reduced(g)
             lacking = [name for name in varying if name not in self.varying(num_tokens)]
@@ -168,7 +151,6 @@ class LocalSums(Layout):
         return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
 
     def _as_varying(self, x: jax.Array) -> jax.Array:
-        """Casts `x` to the type of a value that differs from device to device."""
         names = self.bound().marked
         if not names:
             return x
@@ -179,12 +161,7 @@ class LocalSums(Layout):
 
 
 def as_names(axes: Any, argument: str) -> tuple[str, ...]:
-    """Converts one axis name, or several, to a tuple of names.
-
-    Raises:
-      TypeError: `axes` is not a name or a sequence of names.
-      ValueError: `axes` is empty or has a name twice.
-    """
+    """One axis name, or several, as a tuple of names."""
     rule = f"{argument} must be the name of a mesh axis or several different ones"
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):

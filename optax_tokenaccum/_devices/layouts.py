@@ -28,15 +28,8 @@ from optax_tokenaccum._devices.shardings import (
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDevices(Layout):
-    """Sums that are spread over devices.
-
-    Attributes:
-      devices: the devices over which the sums are spread.
-      shardings: the shardings of the parameters, if known.
-    """
-
     devices: DataParallel
-    shardings: Any = None
+    shardings: Any = None  # of the parameters, if known
 
 
 class StackedSums(_OnDevices):
@@ -109,7 +102,6 @@ class ShardedSums(_OnDevices):
         return self._constrained(params, lambda x, s: entries_of(s, x.ndim))
 
     def _constrained(self, tree: Any, spec_of: Callable[[Any, Any], list[Any]]) -> Any:
-        """Constrains each leaf to `spec_of(leaf, sharding of its parameter)`."""
         leaves, structure = jax.tree.flatten(tree)
         if self.shardings is None or all(map(trees.is_concrete, leaves)):
             return tree

@@ -29,11 +29,7 @@ ReduceEvery = Literal["window", "micro_batch"]
 
 
 class SumOverAll(OneDevice):
-    """One sum of each gradient, spread over the devices: `reduce_every="micro_batch"`.
-
-    Args:
-      devices: the mesh, and the axes over which rows are spread.
-    """
+    """One sum, spread over the devices: `reduce_every="micro_batch"`."""
 
     keeps_sums_apart = False
 
@@ -117,9 +113,8 @@ class SumOnEach(SumOverAll):
         copies = frozenset(i for i, is_whole in enumerate(rows.is_whole) if is_whole)
         layout = LocalSums(devices.names, copies=copies)
         everywhere: Any = P()
-        state = TokenAccumulationState(
-            *[everywhere] * len(TokenAccumulationState._fields)
-        )._replace(acc_grads=P(devices.entry))
+        fields = [everywhere] * len(TokenAccumulationState._fields)
+        state = TokenAccumulationState(*fields)._replace(acc_grads=P(devices.entry))
         return devices.map(
             functools.partial(f, layout),
             in_specs=(
@@ -139,12 +134,7 @@ class SumOnEach(SumOverAll):
 
 
 def make_mode(mesh: Any, data_axes: Any, reduce_every: Any) -> OneDevice:
-    """Checks what steps are told about devices.
-
-    Raises:
-      TypeError: `mesh` is not a mesh, or `data_axes` are not names.
-      ValueError: one without the other; axes that the mesh does not have.
-    """
+    """Checks the arguments of steps about devices."""
     if reduce_every not in ("window", "micro_batch"):
         raise ValueError(
             "reduce_every must be 'window' or 'micro_batch', when the devices' sums "

@@ -10,7 +10,8 @@ from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
-# Returns a state, values that are the same on all devices, and values of each device.
+# Returns a state, values that are the same on all devices, and values of each device,
+# `layout.stacked` along the axis of the rows.
 RowsFn = Callable[..., tuple[Any, Any, Any]]
 
 
@@ -33,11 +34,7 @@ class OneDevice:
         return params, init(params)
 
     def layout(self, shardings: Any = None) -> Layout:
-        """The layout of the sums outside of `map_rows`.
-
-        Args:
-          shardings: of the parameters, where known.
-        """
+        """The layout of the sums outside of `map_rows`."""
         return Layout()
 
     def map_rows(
@@ -45,23 +42,15 @@ class OneDevice:
     ) -> tuple[Any, Any, Any]:
         """`f(layout, opt_state, batch, *shared)`, on the rows of every device.
 
-        Args:
-          f: returns a state, values that are the same on all devices, and values of
-            each device, `layout.stacked` along the axis of the rows.
-          shardings: of the parameters, where known.
-          opt_state: a `TokenAccumulationState`, or `None`.
-          rows: from `spread`.
-          *shared: passed whole to every device.
+        `shardings` are those of the parameters, where known. `rows` come from `spread`;
+        every device gets all of `shared`. `opt_state` may be `None`.
         """
         return f(Layout(), opt_state, rows, *shared)
 
     def auto(self, f: RowsFn, shardings: Any, axis: int = 0) -> RowsFn:
         """`f`, with the compiler choosing shardings on an Explicit mesh too.
 
-        Args:
-          f: returns a state, metrics, and values of each device, as `map_rows` does.
-          shardings: of that state, where known.
-          axis: of the rows.
+        `shardings` are those of the state that `f` returns, where known.
         """
         return f
 

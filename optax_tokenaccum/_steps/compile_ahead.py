@@ -1,6 +1,7 @@
 """Compiles every program of a run before the run begins."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,15 +10,16 @@ import jax
 Progress = Callable[[list[Any]], Iterable[Any]]
 
 
-def distinct(batches: Any, name: str) -> list[Any]:
-    """Returns one of the `batches` for each distinct `signature`.
+def compile_all(
+    lower: Callable[[Any], jax.stages.Lowered],
+    batches: Any,
+    name: str,
+    progress: Progress,
+    *others: Callable[[], jax.stages.Lowered],
+) -> None:
+    """Compiles `lower(batch)` for all shapes of batches, called `name` in errors.
 
-    Args:
-      batches: a list of batches, or of their shapes.
-      name: the name of this argument in errors.
-
-    Raises:
-      TypeError: `batches` is not a list.
+    Later calls of `jit` find the programs. `others` are compiled last.
     """
     is_one = isinstance(batches, Mapping) or hasattr(batches, "dtype")
     if is_one or not isinstance(batches, Iterable):
@@ -25,15 +27,9 @@ def distinct(batches: Any, name: str) -> list[Any]:
             f"{name} must be a list, one for each shape of the run: got "
             f"{type(batches).__name__}. Put a single one into a list."
         )
-    return list({signature(batch): batch for batch in batches}.values())
-
-
-def compile_all(
-    programs: list[Callable[[], jax.stages.Lowered]], progress: Progress
-) -> None:
-    """Compiles the programs one by one; later calls of `jit` find them."""
-    for lower in progress(programs):
-        lower().compile()
+    distinct = {signature(batch): batch for batch in batches}.values()
+    for program in progress([*(partial(lower, x) for x in distinct), *others]):
+        program().compile()
 
 
 def signature(tree: Any) -> Any:
@@ -43,6 +39,6 @@ def signature(tree: Any) -> Any:
 
 
 def _placement(x: Any) -> Any:
-    """The sharding to which `x` is bound, or `None`; `jit` compiles for each one."""
+    """The sharding to which `x` is bound, or `None`."""
     is_placed = isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False)
     return x.sharding if is_placed else None

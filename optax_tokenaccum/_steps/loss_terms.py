@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core.arrays import divide
-from optax_tokenaccum._core.checks import as_num_tokens
+from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.sums import divide
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._steps.micro_batches import Group
 

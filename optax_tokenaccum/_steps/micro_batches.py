@@ -14,27 +14,15 @@ from optax_tokenaccum._ragged.planned_window import PlannedWindow
 
 
 class Group(NamedTuple):
-    """Consecutive micro-batches of the same shape.
-
-    Attributes:
-      start: the index of the first micro-batch in the window.
-      stop: the index after the last one.
-      pick: returns the micro-batch at an index, which may be traced.
-    """
+    """Consecutive micro-batches of the same shape, from index `start` to `stop`."""
 
     start: Any
     stop: Any
-    pick: Callable[[Any], Any]
+    pick: Callable[[Any], Any]  # the micro-batch at an index, which may be traced
 
 
 def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
-    """Returns the number of micro-batches that the window has room for.
-
-    Raises:
-      ValueError: leading axes differ or are 0; `num_micro_batches` is out of range and
-        not an array; or `num_micro_batches` is given with a `PlannedWindow`.
-      TypeError: `num_micro_batches` is not an integer.
-    """
+    """The number of micro-batches that the window has room for."""
     if isinstance(micro_batches, PlannedWindow):
         if num_micro_batches is not None:
             raise ValueError(
@@ -58,12 +46,7 @@ def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
 
 @contextlib.contextmanager
 def explained(micro_batches: Batch, given: Any) -> Iterator[None]:
-    """Adds a note with the shapes of micro-batches to any error raised inside.
-
-    Args:
-      micro_batches: the micro-batches of a window; a `PlannedWindow` gets no note.
-      given: the part of the micro-batches that is used inside.
-    """
+    """Adds a note with the shapes of `given`, a part of a stacked window, to errors."""
     try:
         yield
     except Exception as error:
@@ -84,13 +67,10 @@ def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[G
     micro_batches = jax.tree.map(jnp.asarray, micro_batches)
     if isinstance(micro_batches, PlannedWindow):
         window, stops = micro_batches, jnp.cumsum(micro_batches.counts)
+        picks = [functools.partial(window.micro_batch, shape=s) for s in window.shapes]
         return capacity, [
-            Group(
-                stops[n] - window.counts[n],
-                stops[n],
-                functools.partial(window.micro_batch, shape=shape),
-            )
-            for n, shape in enumerate(window.shapes)
+            Group(stops[n] - window.counts[n], stops[n], pick)
+            for n, pick in enumerate(picks)
         ]
 
     def pick(i: Any) -> Any:
@@ -98,17 +78,12 @@ def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[G
             lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), micro_batches
         )
 
-    is_whole = num_micro_batches is None
-    stop = capacity if is_whole else _as_bound(num_micro_batches, capacity)
-    return capacity, [Group(0, stop, pick)]
-
-
-def _as_bound(num_micro_batches: Any, k: int) -> jax.Array:
-    """Converts the bound to an array, so that all numbers share one program."""
-    bound = jnp.asarray(num_micro_batches)
+    if num_micro_batches is None:
+        return capacity, [Group(0, capacity, pick)]
+    bound = jnp.asarray(num_micro_batches)  # all numbers share one program
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
         raise TypeError(
             "num_micro_batches must be an integer scalar: got "
             f"{bound.dtype} of shape {bound.shape}."
         )
-    return jnp.clip(bound.astype(jnp.int32), 0, k)
+    return capacity, [Group(0, jnp.clip(bound.astype(jnp.int32), 0, capacity), pick)]

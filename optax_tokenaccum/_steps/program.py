@@ -1,8 +1,9 @@
 """A jitted function of a step's state that leaves every array where it was."""
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -11,22 +12,17 @@ from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._devices.shardings import sharding_of
 from optax_tokenaccum._steps.compile_ahead import signature
-from optax_tokenaccum._steps.memo import ArrayMemo
 from optax_tokenaccum._steps.state import StepMetrics, StepState, key_array
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call besides the state.
+    """The arguments of a call besides the state."""
 
-    Attributes:
-      traced: the arguments that `jit` traces, in the order of the body's parameters.
-      loss_kwargs: the keywords of the loss, or `None` if the body takes none.
-    """
-
-    traced: tuple[Any, ...] = ()
-    loss_kwargs: dict[str, Any] | None = None
+    traced: tuple[Any, ...] = ()  # by `jit`, in the order of the body's parameters
+    loss_kwargs: dict[str, Any] | None = None  # `None` if the body takes none
 
 
 class Program(Generic[P]):
@@ -46,11 +42,11 @@ class Program(Generic[P]):
         takes keywords, their arrays follow `traced`, and `static` is the rest of them.
       arguments: checks a state and the other arguments of a call, and returns
         `Arguments`. The call and `lower` have its signature.
-      split: `split(state) -> (donated, kept)`.
+      split: `split(state) -> (donated, kept)`; by default all of it is donated.
       join: `join(donated, old_state) -> state`, where `donated` is from the body.
       mode: how the step runs on its devices.
       shardings: the cache that all programs of a step share.
-      donate: whether buffers are donated.
+      donate: whether `jit` donates the first argument.
       shared: returns those arguments of a call that must be the same in all processes,
         see `OneDevice.agree`.
       row_axis: the axis of the rows, along which the devices' `aux` are concatenated.
@@ -60,8 +56,8 @@ class Program(Generic[P]):
         self,
         body: Callable[..., tuple[Any, StepMetrics, Any]],
         arguments: Callable[Concatenate[StepState, P], Arguments],
-        split: Callable[[StepState], tuple[Any, Any]],
-        join: Callable[[Any, StepState], StepState],
+        split: Callable[[StepState], tuple[Any, Any]] = lambda state: (state, ()),
+        join: Callable[[Any, StepState], StepState] = lambda state, _: state,
         *,
         mode: OneDevice,
         shardings: "ShardingCache",
@@ -116,11 +112,10 @@ class Program(Generic[P]):
             self._compiled.add(key)
 
     def stay_ready(self, state: StepState) -> None:
-        """Notes that the program is compiled for states like this one."""
         self._is_ready.remember(key_array(state), True)
 
     def _prepare(self, state: StepState, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The shardings of a state, and what the jitted function is given."""
+        """The shardings of a state, and the arguments of the jitted function."""
         traced, loss_kwargs = self._arguments(state, *args, **kwargs)
         static = None
         if loss_kwargs is not None:
@@ -149,23 +144,16 @@ class Program(Generic[P]):
 
 
 class StateShardings:
-    """The shardings of a state over several devices.
-
-    Attributes:
-      state: a tree like the state; `None` where the compiler may choose.
-      is_concrete: whether the state is there, and not traced.
-    """
+    """The shardings of a state over several devices."""
 
     def __init__(self, structure: Any, shardings: tuple[Any, ...], is_concrete: bool):
+        # A tree like the state; `None` where the compiler may choose.
         self.state = jax.tree.unflatten(structure, shardings)
         self.is_concrete = is_concrete
 
 
 class ShardingCache:
-    """The shardings of the states that a step was given.
-
-    There is one `StateShardings` for each, so that `is` compares them.
-    """
+    """The shardings of a step's states, one object for each, so that `is` compares."""
 
     def __init__(self) -> None:
         self._memo: ArrayMemo[StateShardings] = ArrayMemo()
@@ -188,9 +176,33 @@ class ShardingCache:
         return self._known.setdefault(made, StateShardings(*made))
 
     def remember(self, state: StepState, shardings: StateShardings | None) -> None:
-        """Notes the shardings of a state that a program returned."""
         if shardings is not None:
             self._memo.remember(key_array(state), shardings)
+
+
+class ArrayMemo(Generic[T]):
+    """Stores a value for each array, by identity, with a weak reference to the array.
+
+    An attribute of the step object would be wrong as soon as a caller returns to an
+    older state, or trains two states with one step.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # pickled empty: array identities do not survive
+
+    def get(self, array: Any) -> T | None:
+        known = self._known.get(id(array))
+        return known[1] if known is not None and known[0]() is array else None
+
+    def remember(self, array: Any, value: T) -> None:
+        if not isinstance(array, jax.Array) or not is_concrete(array):
+            return
+        key = id(array)
+        ref = weakref.ref(array, lambda _: self._known.pop(key, None))
+        self._known[key] = (ref, value)
 
 
 class StaticPart(NamedTuple):

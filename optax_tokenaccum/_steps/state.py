@@ -3,8 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Params
 
@@ -14,8 +15,9 @@ class StepState(NamedTuple):
 
     Attributes:
       params: the parameters.
-      opt_state: the state of the accumulation, which contains the inner optimizer's; in
-        a window step, the inner optimizer's state alone.
+      opt_state: in a train step, a `TokenAccumulationState`: the open window and the
+        inner optimizer's state. In a window step, which has no open window between
+        calls, the inner optimizer's state itself.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -45,7 +47,8 @@ class StepMetrics(NamedTuple):
       updated: whether this call closed its window with an update.
       skipped: whether this micro-batch was rejected.
       mini_step: micro-batches in the open window after the call.
-      gradient_step: number of updates so far, including this call.
+      gradient_step: number of updates so far, including this call; in a window step,
+        whose state has no counter, the number of updates in this call, 0 or 1.
       aux: the `aux` that `loss_fn` returned for this micro-batch; `None` without.
 
     Example:
@@ -72,6 +75,21 @@ class StepMetrics(NamedTuple):
     aux: Any = None
 
 
+def metrics_of(
+    opt_state: TokenAccumulationState, loss: jax.Array, num_tokens: jax.Array
+) -> StepMetrics:
+    """The metrics of an open window."""
+    return StepMetrics(
+        loss=loss,
+        num_tokens=num_tokens,
+        grad_norm=jnp.zeros_like(loss),
+        updated=jnp.zeros((), jnp.bool_),
+        skipped=jnp.zeros((), jnp.bool_),
+        mini_step=opt_state.mini_step,
+        gradient_step=opt_state.gradient_step,
+    )
+
+
 def key_array(state: StepState) -> Any:
     """The array whose identity is the key to what the host knows about a state."""
     if isinstance(state.opt_state, TokenAccumulationState):
@@ -88,7 +106,7 @@ def require_step_state(state: Any, *, accumulates: bool) -> None:
         )
     if accumulates:
         name = "The opt_state of a train step"
-        checks.check_state(state.opt_state, TokenAccumulationState, name)
+        trees.check_state(state.opt_state, TokenAccumulationState, name)
     # A call donates all of these arrays, so checking one is enough.
     donated = state.opt_state.mini_step if accumulates else state.params
-    checks.check_alive(jax.tree.leaves(donated)[:1])
+    trees.check_alive(jax.tree.leaves(donated)[:1])

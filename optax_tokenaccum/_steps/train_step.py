@@ -1,6 +1,5 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,17 +15,16 @@ from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Gradients, Params, is_concrete
 from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
-from optax_tokenaccum._steps.compile_ahead import Progress, compile_all, distinct
-from optax_tokenaccum._steps.memo import MiniStepMemo
-from optax_tokenaccum._steps.program import (
-    Arguments,
-    Program,
-    ShardingCache,
-    StaticPart,
-    join_arrays,
+from optax_tokenaccum._steps import program
+from optax_tokenaccum._steps.compile_ahead import Progress, compile_all
+from optax_tokenaccum._steps.program import Arguments, Program
+from optax_tokenaccum._steps.state import (
+    StepMetrics,
+    StepState,
+    metrics_of,
+    require_step_state,
 )
-from optax_tokenaccum._steps.state import StepMetrics, StepState, require_step_state
-from optax_tokenaccum._steps.update import close_and_apply, metrics_of
+from optax_tokenaccum._steps.update import close_and_apply
 
 
 class TrainStep:
@@ -65,26 +63,33 @@ class TrainStep:
         self._accumulation = accumulation
         self._has_aux = has_aux
         self._mode = mode
-        self._memo = MiniStepMemo()
-        common: Any = {"mode": mode, "shardings": ShardingCache(), "donate": donate}
+        # The values of `mini_step` arrays, so that no call waits for the device.
+        self._counts: program.ArrayMemo[int] = program.ArrayMemo()
+        common: Any = {
+            "mode": mode,
+            "shardings": program.ShardingCache(),
+            "donate": donate,
+        }
         self.accumulate = Program(
             self._accumulate,
             self._micro_batch_arguments,
-            _split_parameters,
+            lambda state: (
+                state.opt_state._replace(inner_opt_state=None),
+                state.params,
+            ),
             self._join_accumulated,
             shared=_batch_alone,
             **common,
         )
         self.close_window = Program(
-            self._close, _no_arguments, _split_sums, self._join_closed, **common
+            self._close,
+            _no_arguments,
+            lambda state: (_with_sums(state, None), state.opt_state.acc_grads),
+            self._join_closed,
+            **common,
         )
         self._accumulate_and_close = Program(
-            self._whole,
-            self._micro_batch_arguments,
-            lambda state: (state, ()),
-            lambda state, _: state,
-            shared=_batch_alone,
-            **common,
+            self._whole, self._micro_batch_arguments, shared=_batch_alone, **common
         )
 
     def init(self, params: Params) -> StepState:
@@ -102,12 +107,11 @@ class TrainStep:
           TypeError: a leaf of `params` is not an array.
           ValueError: an array of `params` is on a mesh other than the step's.
         """
-        params = arrays.owned(params)
-        accumulation = self._accumulation.with_layout(self._mode.layout())
-        params, opt_state = self._mode.init(params, accumulation.init)
+        init = self._accumulation.with_layout(self._mode.layout()).init
+        params, opt_state = self._mode.init(arrays.owned(params), init)
         # An optimizer may return an array that it keeps: optax.add_noise, its key.
         state = StepState(params, arrays.owned(opt_state))
-        self._memo.remember(state.opt_state.mini_step, 0)
+        self._counts.remember(state.opt_state.mini_step, 0)
         return state
 
     def __call__(
@@ -150,14 +154,18 @@ class TrainStep:
         # Compile the close before `accumulate` donates the sums: after an error in the
         # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
         self.close_window.make_ready(state)
-        is_last = self._memo.read(state.opt_state.mini_step) + 1 >= k
+        counter = state.opt_state.mini_step
+        count = self._counts.get(counter)
+        if count is None:  # after a restore: the device is read once
+            count = int(counter)
+            self._counts.remember(counter, count)
         state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
-        if not is_last:
-            self.close_window.stay_ready(state)
-            return state, added
-        state, closed = self.close_window(state)
+        metrics = added
+        if count + 1 >= k:
+            state, closed = self.close_window(state)
+            metrics = closed._replace(skipped=added.skipped, aux=added.aux)
         self.close_window.stay_ready(state)
-        return state, closed._replace(skipped=added.skipped, aux=added.aux)
+        return state, metrics
 
     def compile(
         self,
@@ -200,13 +208,13 @@ class TrainStep:
         require_step_state(state, accumulates=True)
         has_schedule = self._accumulation.schedule.is_set
         is_whole = has_schedule and self._host_known_k(state) is None
-        program = self._accumulate_and_close if is_whole else self.accumulate
-        programs = [
-            functools.partial(program.lower, state, batch, rng=rng, **loss_kwargs)
-            for batch in distinct(batches, "batches")
-        ]
+        first = self._accumulate_and_close if is_whole else self.accumulate
         compile_all(
-            [*programs, functools.partial(self.close_window.lower, state)], progress
+            lambda batch: first.lower(state, batch, rng=rng, **loss_kwargs),
+            batches,
+            "batches",
+            progress,
+            lambda: self.close_window.lower(state),
         )
 
     def _micro_batch_arguments(
@@ -218,8 +226,7 @@ class TrainStep:
         **loss_kwargs: Any,
     ) -> Arguments:
         require_step_state(state, accumulates=True)
-        rows = self._mode.spread(batch)
-        return Arguments((rows, rng), loss_kwargs)
+        return Arguments((self._mode.spread(batch), rng), loss_kwargs)
 
     def _accumulate(
         self,
@@ -229,13 +236,12 @@ class TrainStep:
         rows: Batch,
         rng: jax.Array | None,
         traced: list[Any],
-        static: StaticPart,
+        static: program.StaticPart,
     ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
         """The program for every micro-batch.
 
-        It only reads the parameters, and does not take the inner optimizer's state as
-        an argument. The sums are donated, and each gradient is added to them as soon as
-        it is computed.
+        It only reads the parameters, and is not given the inner optimizer's state. It
+        donates the sums, and adds each gradient to them as soon as that is computed.
         """
         self._mode.check_layout(opt_state.acc_grads, params)
 
@@ -248,7 +254,7 @@ class TrainStep:
             traced: list[Any],
         ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
             accumulation = self._accumulation.with_layout(layout)
-            loss_kwargs = join_arrays(traced, static) | key_at(
+            loss_kwargs = program.join_arrays(traced, static) | key_at(
                 rng, layout, opt_state.gradient_step, opt_state.mini_step
             )
             (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
@@ -257,7 +263,7 @@ class TrainStep:
             opt_state, skipped = accumulation.add(
                 gradient, opt_state, params, num_tokens, loss_sum
             )
-            metrics = metrics_of(accumulation, opt_state)
+            metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
             return opt_state, metrics._replace(skipped=skipped), layout.stacked(aux)
 
         return self._mode.map_rows(add, shardings, opt_state, rows, params, rng, traced)
@@ -265,13 +271,11 @@ class TrainStep:
     def _join_accumulated(
         self, opt_state: TokenAccumulationState, old: StepState
     ) -> StepState:
-        known = self._memo.get(old.opt_state.mini_step)
-        if known is not None and self._accumulation.should_skip_update_fn is None:
-            self._memo.remember(opt_state.mini_step, known + 1)
-        inner_opt_state = old.opt_state.inner_opt_state
-        return StepState(
-            old.params, opt_state._replace(inner_opt_state=inner_opt_state)
-        )
+        count = self._counts.get(old.opt_state.mini_step)
+        if count is not None and self._accumulation.should_skip_update_fn is None:
+            self._counts.remember(opt_state.mini_step, count + 1)
+        inner = old.opt_state.inner_opt_state
+        return StepState(old.params, opt_state._replace(inner_opt_state=inner))
 
     def _close(
         self, shardings: Any, state: StepState, acc_grads: Gradients
@@ -279,13 +283,12 @@ class TrainStep:
         """The program for every update; it only reads the sums."""
         params, opt_state = _with_sums(state, acc_grads)
         self._mode.check_layout(acc_grads, params)
-        state, metrics = self._update(
-            shardings, opt_state.mini_step > 0, params, opt_state
-        )
+        closes = opt_state.mini_step > 0
+        state, metrics = self._update(shardings, closes, params, opt_state)
         return _with_sums(state, None), metrics, None
 
     def _join_closed(self, state: StepState, old: StepState) -> StepState:
-        self._memo.remember(state.opt_state.mini_step, 0)
+        self._counts.remember(state.opt_state.mini_step, 0)
         return _with_sums(state, old.opt_state.acc_grads)
 
     def _whole(
@@ -419,14 +422,6 @@ def _batch_alone(batch: Batch, **_: Any) -> tuple[Batch]:
 def _no_arguments(state: StepState) -> Arguments:
     require_step_state(state, accumulates=True)
     return Arguments()
-
-
-def _split_parameters(state: StepState) -> tuple[TokenAccumulationState, Params]:
-    return state.opt_state._replace(inner_opt_state=None), state.params
-
-
-def _split_sums(state: StepState) -> tuple[StepState, Gradients]:
-    return _with_sums(state, None), state.opt_state.acc_grads
 
 
 def _with_sums(state: StepState, acc_grads: Gradients) -> StepState:

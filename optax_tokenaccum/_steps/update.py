@@ -1,4 +1,4 @@
-"""Closes a window: applies its update to the parameters, and makes metrics."""
+"""Closes a window and applies its update to the parameters."""
 
 from typing import Any
 
@@ -11,23 +11,7 @@ from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import kinds_of
 from optax_tokenaccum._core.trees import Gradients, Params
-from optax_tokenaccum._steps.state import StepMetrics
-
-
-def metrics_of(
-    accumulation: Accumulation, opt_state: TokenAccumulationState
-) -> StepMetrics:
-    """The metrics of the open window in `opt_state`."""
-    loss, num_tokens = accumulation.window_so_far(opt_state)
-    return StepMetrics(
-        loss=loss,
-        num_tokens=num_tokens,
-        grad_norm=jnp.zeros_like(loss),
-        updated=jnp.zeros((), jnp.bool_),
-        skipped=jnp.zeros((), jnp.bool_),
-        mini_step=opt_state.mini_step,
-        gradient_step=opt_state.gradient_step,
-    )
+from optax_tokenaccum._steps.state import StepMetrics, metrics_of
 
 
 def close_and_apply(
@@ -38,7 +22,7 @@ def close_and_apply(
 ) -> tuple[Any, TokenAccumulationState, StepMetrics]:
     """If `closes`, closes the window and applies its update to `params`."""
     checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
-    metrics = metrics_of(accumulation, opt_state)
+    metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
 
     def finish(
         updates: Gradients, whole: TokenAccumulationState
@@ -66,16 +50,13 @@ def close_and_apply(
             "of your own, with token_accumulation; or leave out the line search, "
             "optax.lbfgs(1.0, linesearch=None)."
         ) from error
-    return (
-        params,
-        opt_state,
-        metrics._replace(
-            grad_norm=grad_norm,
-            updated=opt_state.has_updated,
-            mini_step=opt_state.mini_step,
-            gradient_step=opt_state.gradient_step,
-        ),
+    metrics = metrics._replace(
+        grad_norm=grad_norm,
+        updated=opt_state.has_updated,
+        mini_step=opt_state.mini_step,
+        gradient_step=opt_state.gradient_step,
     )
+    return params, opt_state, metrics
 
 
 def _apply(params: Params, updates: Gradients, sums: Any) -> Any:

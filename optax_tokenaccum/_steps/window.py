@@ -107,12 +107,7 @@ def window_value_and_grad(
         **loss_kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
         state, num_tokens, _, aux = window.run(
-            Layout(),
-            micro_batches,
-            params,
-            rng,
-            num_micro_batches,
-            loss_kwargs,
+            Layout(), micro_batches, params, rng, num_micro_batches, loss_kwargs
         )
         loss, _ = window.accumulation.window_so_far(state)
         gradient = window.accumulation.window_gradient(state, like=params)
@@ -201,7 +196,7 @@ class Window:
 
 
 def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:
-    """The shapes of `aux`. It is stacked, so they must not depend on the length."""
+    """The shapes of `aux`."""
     first, *others = [
         jax.eval_shape(functools.partial(aux_of_first, group.pick)) for group in groups
     ]

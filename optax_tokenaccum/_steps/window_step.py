@@ -1,6 +1,5 @@
 """A train step that runs one window per call."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,16 +17,11 @@ from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
-from optax_tokenaccum._steps.compile_ahead import Progress, compile_all, distinct
+from optax_tokenaccum._steps import program
+from optax_tokenaccum._steps.compile_ahead import Progress, compile_all
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.micro_batches import check_micro_batches, explained
-from optax_tokenaccum._steps.program import (
-    Arguments,
-    Program,
-    ShardingCache,
-    StaticPart,
-    join_arrays,
-)
+from optax_tokenaccum._steps.program import Arguments, Program
 from optax_tokenaccum._steps.state import StepMetrics, StepState, require_step_state
 from optax_tokenaccum._steps.update import close_and_apply
 from optax_tokenaccum._steps.window import Window
@@ -55,10 +49,8 @@ class WindowStep:
         self._program = Program(
             self._run,
             self._arguments,
-            lambda state: (state, ()),
-            lambda state, _: state,
             mode=mode,
-            shardings=ShardingCache(),
+            shardings=program.ShardingCache(),
             donate=donate,
             shared=_known_shapes,
             row_axis=1,
@@ -77,9 +69,8 @@ class WindowStep:
           TypeError: a leaf of `params` is not an array.
           ValueError: an array of `params` is on a mesh other than the step's.
         """
-        params = arrays.owned(params)
         init = self._window.accumulation.init_inner
-        params, inner_opt_state = self._mode.init(params, init)
+        params, inner_opt_state = self._mode.init(arrays.owned(params), init)
         return StepState(params, arrays.owned(inner_opt_state))
 
     def __call__(
@@ -155,18 +146,11 @@ class WindowStep:
           >>> print(state.params, metrics.num_tokens)
           -1.0 12.0
         """
+        kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
         compile_all(
-            [
-                functools.partial(
-                    self.lower,
-                    state,
-                    window,
-                    rng=rng,
-                    num_micro_batches=num_micro_batches,
-                    **loss_kwargs,
-                )
-                for window in distinct(windows, "windows")
-            ],
+            lambda window: self.lower(state, window, **kwargs),
+            windows,
+            "windows",
             progress,
         )
 
@@ -181,10 +165,8 @@ class WindowStep:
     ) -> Arguments:
         require_step_state(state, accumulates=False)
         check_micro_batches(micro_batches, num_micro_batches)
-        return Arguments(
-            (_spread(self._mode, micro_batches), rng, num_micro_batches),
-            loss_kwargs,
-        )
+        rows = _spread(self._mode, micro_batches)
+        return Arguments((rows, rng, num_micro_batches), loss_kwargs)
 
     def _run(
         self,
@@ -195,7 +177,7 @@ class WindowStep:
         rng: jax.Array | None,
         num_micro_batches: Any,
         traced: list[Any],
-        static: StaticPart,
+        static: program.StaticPart,
     ) -> tuple[StepState, StepMetrics, Any]:
         def run(
             layout: Layout,
@@ -212,7 +194,7 @@ class WindowStep:
                 params,
                 rng,
                 num_micro_batches,
-                join_arrays(traced, static),
+                program.join_arrays(traced, static),
             )
             return state, (num_tokens, any_skipped), aux
 
@@ -313,11 +295,6 @@ def _known_shapes(
 
 
 def _spread(mode: OneDevice, micro_batches: Batch) -> Any:
-    """Spreads the rows of the micro-batches over the devices of `mode`.
-
-    Raises:
-      ValueError: the devices do not divide the rows equally.
-    """
     is_planned = isinstance(micro_batches, PlannedWindow)
     if is_planned and micro_batches.parts % mode.num_devices:
         raise ValueError(
