@@ -65,18 +65,11 @@ class TrainStep:
         self._mode = mode
         # The values of `mini_step` arrays, so that no call waits for the device.
         self._counts: program.ArrayMemo[int] = program.ArrayMemo()
-        common: Any = {
-            "mode": mode,
-            "shardings": program.ShardingCache(),
-            "donate": donate,
-        }
+        common: Any = dict(mode=mode, shardings=program.ShardingCache(), donate=donate)
         self.accumulate = Program(
             self._accumulate,
             self._micro_batch_arguments,
-            lambda state: (
-                state.opt_state._replace(inner_opt_state=None),
-                state.params,
-            ),
+            lambda s: (s.opt_state._replace(inner_opt_state=None), s.params),
             self._join_accumulated,
             shared=_batch_alone,
             **common,
@@ -107,8 +100,9 @@ class TrainStep:
           TypeError: a leaf of `params` is not an array.
           ValueError: an array of `params` is on a mesh other than the step's.
         """
+        params = arrays.owned(params)  # lets go of the caller's
         init = self._accumulation.with_layout(self._mode.layout()).init
-        params, opt_state = self._mode.init(arrays.owned(params), init)
+        params, opt_state = self._mode.init(params, init)
         # An optimizer may return an array that it keeps: optax.add_noise, its key.
         state = StepState(params, arrays.owned(opt_state))
         self._counts.remember(state.opt_state.mini_step, 0)

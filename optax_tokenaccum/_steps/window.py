@@ -106,7 +106,7 @@ def window_value_and_grad(
         num_micro_batches: Any = None,
         **loss_kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
-        state, num_tokens, _, aux = window.run(
+        state, (num_tokens, _), aux = window.run(
             Layout(), micro_batches, params, rng, num_micro_batches, loss_kwargs
         )
         loss, _ = window.accumulation.window_so_far(state)
@@ -138,8 +138,8 @@ class Window:
         rng: jax.Array | None,
         num_micro_batches: Any,
         loss_kwargs: dict[str, Any],
-    ) -> tuple[TokenAccumulationState, Any, jax.Array, Any]:
-        """Returns `(state before the close, num_tokens, any_skipped, aux)`."""
+    ) -> tuple[TokenAccumulationState, tuple[Any, jax.Array], Any]:
+        """Returns `(state before the close, (num_tokens, any_skipped), aux)`."""
         accumulation = self.accumulation.with_layout(layout)
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
@@ -192,7 +192,7 @@ class Window:
         state, any_skipped, auxes = carry
         if totals is None:
             totals = accumulation.window_so_far(state)[1]
-        return state, totals, any_skipped, layout.stacked(auxes, 1)
+        return state, (totals, any_skipped), layout.stacked(auxes, 1)
 
 
 def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:

@@ -12,7 +12,6 @@ from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import LossFn
 from optax_tokenaccum._core.schedule import make_schedule
-from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
@@ -69,8 +68,9 @@ class WindowStep:
           TypeError: a leaf of `params` is not an array.
           ValueError: an array of `params` is on a mesh other than the step's.
         """
+        params = arrays.owned(params)  # lets go of the caller's
         init = self._window.accumulation.init_inner
-        params, inner_opt_state = self._mode.init(arrays.owned(params), init)
+        params, inner_opt_state = self._mode.init(params, init)
         return StepState(params, arrays.owned(inner_opt_state))
 
     def __call__(
@@ -179,24 +179,12 @@ class WindowStep:
         traced: list[Any],
         static: program.StaticPart,
     ) -> tuple[StepState, StepMetrics, Any]:
-        def run(
-            layout: Layout,
-            _: None,
-            micro_batches: Batch,
-            params: Params,
-            rng: jax.Array | None,
-            num_micro_batches: Any,
-            traced: list[Any],
-        ) -> tuple[TokenAccumulationState, Any, Any]:
-            state, num_tokens, any_skipped, aux = self._window.run(
-                layout,
-                micro_batches,
-                params,
-                rng,
-                num_micro_batches,
-                program.join_arrays(traced, static),
+        def run(layout: Layout, _: None, micro_batches: Batch, *shared: Any) -> Any:
+            params, rng, num_micro_batches, traced = shared
+            loss_kwargs = program.join_arrays(traced, static)
+            return self._window.run(
+                layout, micro_batches, params, rng, num_micro_batches, loss_kwargs
             )
-            return state, (num_tokens, any_skipped), aux
 
         shared = state.params, rng, num_micro_batches, traced
         open_window, (num_tokens, any_skipped), aux = self._mode.map_rows(
