@@ -11,7 +11,7 @@ import optax
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, sums_and_gradient
+from optax_tokenaccum._core.loss_fn import LossFn, loss_of
 from optax_tokenaccum._core.sums import is_float0, kinds_of
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
@@ -137,7 +137,9 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
 
     @jax.jit
     def sums(params: Params, batch: Batch) -> tuple[jax.Array, Any]:
-        (_, (n, _)), g = sums_and_gradient(loss_fn, False, params, batch, {}, Layout())
+        loss = loss_of(loss_fn, False, params, batch, {}, Layout())
+        gradient = jax.value_and_grad(loss, has_aux=True, allow_int=True)
+        (_, (n, _)), g = gradient(params)
         return as_num_tokens(n), g
 
     def token_sums(

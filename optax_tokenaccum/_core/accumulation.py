@@ -1,5 +1,6 @@
 """What every way into the library shares: add a micro-batch, close, divide once."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, sums, trees
-from optax_tokenaccum._core.contribution import SkipFn, make_contribution
+from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum._core.contribution import Contribution, SkipFn, make_contribution
 from optax_tokenaccum._core.layout import Layout, Reduced
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
@@ -88,21 +90,13 @@ class Accumulation:
     ) -> tuple[TokenAccumulationState, jax.Array]:
         """Adds a micro-batch to the window; also returns whether it was skipped.
 
-        The sums are selected, never multiplied by a mask: 0 x NaN is NaN. The first
-        micro-batch of a window overwrites them here, outside of any conditional,
-        because XLA copies gradient-sized sums that a conditional carries.
+        The first micro-batch of a window overwrites the sums here, outside of any
+        conditional, because XLA copies gradient-sized sums that a conditional carries.
 
         Over several devices the counters, tokens and losses are those of all devices,
         and a micro-batch that one device rejects is added on none.
         """
-        trees.check_state(state, TokenAccumulationState)
-        layout = self.layout.bound()
-        totals = layout.opened(state.acc_grads)
-        trees.check_same_tree(
-            updates,
-            totals,
-            "Gradients must have the tree and shapes of the parameters given to init",
-        )
+        layout, totals = self._opened(state, updates)
         new = make_contribution(
             jax.tree.map(_without_float0, updates, totals),
             state,
@@ -115,43 +109,127 @@ class Accumulation:
             should_skip_update_fn=self.should_skip_update_fn,
         )
         is_first = (state.mini_step == 0) & ~new.skipped
+        # The rows of a device count for a maximum even if only others have tokens.
+        any_tokens = (layout.sum(new.num_tokens) > 0) & ~new.skipped
+        counts = _counts(layout, new)
 
-        @functools.cache
-        def counts(reduced: Reduced) -> jax.Array:
-            return layout.contributes(reduced, new.num_tokens) & ~new.skipped
+        def add(total: jax.Array, x: jax.Array, kind: Kind) -> jax.Array:
+            so_far = kind.emptied(total, is_first)
+            if not kind.is_gradient:
+                return kind.added(so_far, x, any_tokens)
+            x = new.weighted(x, total.dtype)
+            return kind.added(so_far, x, counts(layout.reduced(x)))
 
-        def add_to(
-            total: jax.Array, x: jax.Array, counts: Any, kind: Kind = SUM
-        ) -> Any:
-            # Not jnp.where: a call of its own for every leaf, traced and lowered.
-            nothing = jnp.full_like(total, kind.nothing)
-            so_far = jax.lax.select(is_first, nothing, total)
-            sum_ = kind.combine(so_far.astype(x.dtype), x).astype(total.dtype)
-            return jax.lax.select(counts, sum_, so_far)
+        totals = jax.tree.map(add, totals, new.gradients, kinds_of(totals))
+        return self._counted(state, layout, new, totals), new.skipped
 
-        def add_gradient(total: jax.Array, x: jax.Array, kind: Kind) -> jax.Array:
-            if kind.is_gradient:
-                x = new.weighted(x, total.dtype)
-                return add_to(total, x, counts(layout.reduced(x)), kind)
-            # The rows of a device count even if only others have tokens.
-            any_tokens = layout.sum(new.num_tokens) > 0
-            return add_to(total, x.astype(total.dtype), any_tokens & ~new.skipped, kind)
+    def add_loss(
+        self,
+        loss: Callable[[Params], tuple[Any, tuple[Any, Any]]],
+        state: TokenAccumulationState,
+        params: Params,
+    ) -> tuple[TokenAccumulationState, jax.Array, Any]:
+        """Differentiates a summed loss, and adds the micro-batch.
 
-        def add_scalar(total: jax.Array, x: jax.Array) -> jax.Array:
+        The backward pass itself adds to the sums where it can, so that no gradient is
+        held next to them.
+
+        Args:
+          loss: `loss(params) -> (loss_sum, (num_tokens, aux))`.
+          state: the open window.
+          params: the parameters.
+
+        Returns:
+          `(state, skipped, aux)`.
+        """
+        # A skip function is asked about the gradient before any of it is added.
+        if BackwardPass.is_supported and self.should_skip_update_fn is None:
+            with contextlib.suppress(NotImplementedError):
+                return self._add_within(loss, state, params)
+        (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
+            loss, has_aux=True, allow_int=True
+        )(params)
+        state, skipped = self.add(gradients, state, params, num_tokens, loss_sum)
+        return state, skipped, aux
+
+    def _add_within(
+        self, loss: Any, state: TokenAccumulationState, params: Params
+    ) -> tuple[TokenAccumulationState, jax.Array, Any]:
+        # A conditional works in place here, even if an open sum has another shape than
+        # a stored one. A selection would not, and would read and write all sums.
+        kinds = kinds_of(params)
+        acc_grads = jax.lax.cond(
+            state.mini_step == 0,
+            lambda x: jax.tree.map(lambda x, k: jnp.full_like(x, k.nothing), x, kinds),
+            lambda x: x,
+            state.acc_grads,
+        )
+        layout, totals = self._opened(state._replace(acc_grads=acc_grads), params)
+        leaves, structure = jax.tree.flatten(params)
+        backward_pass = BackwardPass(
+            lambda leaves: loss(jax.tree.unflatten(structure, leaves)),
+            leaves,
+            jax.tree.leaves(totals),
+            jax.tree.leaves(kinds),
+            state.acc_tokens.dtype,
+            layout,
+        )
+        added, loss_sum, num_tokens, aux = backward_pass.add(
+            jax.tree.leaves(totals), leaves
+        )
+        new = make_contribution(
+            None,
+            state,
+            params,
+            num_tokens,
+            loss_sum,
+            layout=layout,
+            of="sum",
+            token_mean=self.token_mean,
+            should_skip_update_fn=None,
+        )
+        totals = jax.tree.unflatten(jax.tree.structure(totals), added)
+        return self._counted(state, layout, new, totals), new.skipped, aux
+
+    def _opened(
+        self, state: TokenAccumulationState, like: Gradients
+    ) -> tuple[Layout, Gradients]:
+        """The layout here, and its sums, whose tree and shapes `like` must have."""
+        trees.check_state(state, TokenAccumulationState)
+        layout = self.layout.bound()
+        totals = layout.opened(state.acc_grads)
+        trees.check_same_tree(
+            like,
+            totals,
+            "Gradients must have the tree and shapes of the parameters given to init",
+        )
+        return layout, totals
+
+    def _counted(
+        self,
+        state: TokenAccumulationState,
+        layout: Layout,
+        new: Contribution,
+        totals: Gradients,
+    ) -> TokenAccumulationState:
+        """The state with new sums of gradients; adds the other numbers."""
+        is_first, counts = state.mini_step == 0, _counts(layout, new)
+        is_first &= ~new.skipped
+
+        def add(total: jax.Array, x: jax.Array) -> jax.Array:
             own = counts(layout.reduced(x))
             of_all = layout.sum(jax.lax.select(own, x, jnp.zeros_like(x)))
-            return add_to(total, of_all, jnp.ones_like(is_first))
+            return SUM.add(SUM.emptied(total, is_first), of_all)
 
-        opened = jax.tree.map(add_gradient, totals, new.gradients, kinds_of(totals))
         value = new.weighted(new.value, state.acc_value.dtype)
         return state._replace(
             mini_step=state.mini_step + (1 - new.skipped.astype(jnp.int32)),
-            acc_grads=layout.stored(opened),
-            acc_tokens=add_scalar(state.acc_tokens, new.num_tokens),
-            acc_value=add_scalar(state.acc_value, value),
+            acc_grads=layout.stored(totals),
+            acc_tokens=add(state.acc_tokens, new.num_tokens),
+            acc_value=add(state.acc_value, value),
             has_updated=jnp.zeros_like(state.has_updated),
             skip_state=new.skip_state,
-        ), new.skipped
+        )
 
     def close(
         self,
@@ -231,6 +309,20 @@ class Accumulation:
         kinds = kinds_of(state.acc_grads)
         return jax.tree.map(of_leaf, state.acc_grads, like, kinds)
 
+    def window_gradient_in_place(
+        self, state: TokenAccumulationState, like: Gradients
+    ) -> Gradients:
+        """The same, zeros without tokens, in the memory of the sums.
+
+        In a conditional, XLA divides in place. Otherwise sums that a loop returns, and
+        the results of the division, are two buffers.
+        """
+        return jax.lax.cond(
+            state.acc_tokens > 0,
+            lambda: self.window_gradient(state, like),
+            lambda: jax.tree.map(lambda x, p: x.astype(p.dtype), state.acc_grads, like),
+        )
+
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
 
@@ -252,6 +344,16 @@ class Accumulation:
             return one
         # Under vmap both sides of the conditional are computed: never divide by 0.
         return jax.lax.select(tokens > 0, tokens, one)
+
+
+def _counts(layout: Layout, new: Contribution) -> Callable[[Reduced], jax.Array]:
+    """Whether this device adds a value that is reduced over some axes."""
+
+    @functools.cache
+    def counts(reduced: Reduced) -> jax.Array:
+        return layout.contributes(reduced, new.num_tokens) & ~new.skipped
+
+    return counts
 
 
 def make_accumulation(

@@ -54,8 +54,7 @@ def make_contribution(
     if not trees.is_zero(num_tokens):
         layout.check_tokens(gradients, num_tokens, is_mean=is_weighted)
     value = _as_real_scalar(0.0 if value is None else value, "value", dtype)
-    is_usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
-    num_tokens = jax.lax.select(is_usable, num_tokens, jnp.zeros_like(num_tokens))
+    num_tokens = usable_tokens(num_tokens, dtype)
     skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
     if should_skip_update_fn is not None:
         mean = gradients if of == "mean" else _per_token(gradients, num_tokens, layout)
@@ -99,6 +98,13 @@ def _decision(
             f"{should_skip.dtype} of shape {should_skip.shape} as the first."
         )
     return should_skip & is_usable, skip_state
+
+
+def usable_tokens(num_tokens: Any, dtype: Any) -> jax.Array:
+    """The number of tokens in `dtype`; 0 if it is negative or not finite."""
+    num_tokens = as_num_tokens(num_tokens, dtype=dtype)
+    is_usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
+    return jax.lax.select(is_usable, num_tokens, jnp.zeros_like(num_tokens))
 
 
 def as_num_tokens(

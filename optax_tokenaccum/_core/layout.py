@@ -40,6 +40,10 @@ class Layout:
         """The sums over all devices: called once, when the window closes."""
         return stored
 
+    def has_whole_first_axes(self, opened: list[jax.Array]) -> list[bool]:
+        """Whether the first axis of each sum is not spread over devices."""
+        return [True] * len(opened)
+
     def settled(self, params: Params) -> Any:
         """Updated parameters, placed where they were before the update."""
         return params

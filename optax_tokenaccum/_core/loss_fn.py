@@ -14,15 +14,15 @@ from optax_tokenaccum._core.trees import Batch, Params
 LossFn = Callable[..., tuple[Any, Any]]
 
 
-def sums_and_gradient(
+def loss_of(
     loss_fn: LossFn,
     has_aux: bool,
     params: Params,
     batch: Batch,
     loss_kwargs: dict[str, Any],
     layout: Layout,
-) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
-    """`((loss_sum, (num_tokens, aux)), gradient of loss_sum)` of one micro-batch."""
+) -> Callable[[Params], tuple[jax.Array, tuple[Any, Any]]]:
+    """`params -> (loss_sum, (num_tokens, aux))` of a micro-batch; checks its count."""
 
     def of_rows(batch: Batch, rng: Any) -> tuple[dict[str, Any], Any]:
         own_key = {} if rng is None else {"rng": rng}
@@ -30,11 +30,7 @@ def sums_and_gradient(
         return {"num_tokens": unpack(returned, has_aux)[1][0]}, returned
 
     layout.check_counts(of_rows, batch, loss_kwargs.get("rng"))
-    return jax.value_and_grad(
-        lambda params: unpack(loss_fn(params, batch, **loss_kwargs), has_aux),
-        has_aux=True,
-        allow_int=True,
-    )(params)
+    return lambda params: unpack(loss_fn(params, batch, **loss_kwargs), has_aux)
 
 
 def key_at(

@@ -24,6 +24,23 @@ class Kind:
     combine: Callable[[Any, Any], Any]  # (value so far, value of a micro-batch)
     reduce: Callable[[Any, int], Any]  # the same along an axis, over devices
 
+    def emptied(self, total: jax.Array, is_first: jax.Array) -> jax.Array:
+        """The value so far: nothing before the first micro-batch of a window."""
+        # Not jnp.where: a call of its own for every leaf, traced and lowered.
+        return jax.lax.select(is_first, jnp.full_like(total, self.nothing), total)
+
+    def add(self, so_far: jax.Array, x: jax.Array) -> jax.Array:
+        """Combines both, and rounds once to the dtype of `so_far`."""
+        dtype = so_far.dtype
+        wide = at_least_float32(dtype) if self.is_gradient else dtype
+        return self.combine(so_far.astype(wide), x.astype(wide)).astype(dtype)
+
+    def added(self, so_far: jax.Array, x: Any, counts: jax.Array) -> jax.Array:
+        """The same if `counts`. Selected, not multiplied by a mask: 0 x NaN is NaN."""
+        if is_float0(x):
+            return so_far
+        return jax.lax.select(counts, self.add(so_far, x), so_far)
+
 
 SUM = Kind(True, 0.0, jnp.add, jnp.sum)
 MAXIMUM = Kind(False, -jnp.inf, jnp.maximum, jnp.max)

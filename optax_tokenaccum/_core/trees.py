@@ -23,6 +23,13 @@ def is_zero(x: Any) -> bool:
     return is_concrete(x) and not np.any(np.asarray(x))
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes along which the type of `x` says that it may differ."""
+    kind = jax.typeof(x)
+    marks = getattr(kind, "manual_axis_type", None)  # newer jax
+    return kind.vma if marks is None else marks.varying
+
+
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Every leaf of `tree` as `(path, leaf)`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core.layout import Layout, Reduced
-from optax_tokenaccum._core.trees import Batch, Gradients, Params, named_leaves
+from optax_tokenaccum._core.trees import (
+    Batch,
+    Gradients,
+    Params,
+    named_leaves,
+    varying_axes,
+)
 from optax_tokenaccum._devices.counts import check_counts
 
 
@@ -44,7 +50,7 @@ class LocalSums(Layout):
                 "pmap) around the call: got a call outside of it. Call update there, "
                 "or leave axis_name out where jit spreads the work by itself."
             )
-        marked = [n for n in self.names if n in _marks(jax.lax.axis_index(n))]
+        marked = [n for n in self.names if n in varying_axes(jax.lax.axis_index(n))]
         return replace(self, marked=tuple(marked))
 
     def zeros(self, params: Params, dtypes: Any) -> Any:
@@ -80,7 +86,7 @@ class LocalSums(Layout):
         marked = self.bound().marked if self.marked is None else self.marked
         if not marked:
             return self.names
-        marks = _marks(x)
+        marks = varying_axes(x)
         return tuple(n for n in self.names if n not in marked or n in marks)
 
     def reduced(self, x: Any) -> Reduced:
@@ -169,9 +175,3 @@ def as_names(axes: Any, argument: str) -> tuple[str, ...]:
     if not names or len({*names}) < len(names):
         raise ValueError(f"{rule}: got {axes!r}.")
     return tuple(names)
-
-
-def _marks(x: Any) -> frozenset[str]:
-    kind = jax.typeof(x)
-    marks = getattr(kind, "manual_axis_type", None)  # newer jax
-    return kind.vma if marks is None else marks.varying

@@ -1,11 +1,11 @@
 """Finds which outputs of a traced function may depend on given inputs."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from optax_tokenaccum._core.jaxprs import functions_in
 
 # Operations that call one function, with the same inputs and outputs.
 _CALLS = {
@@ -75,16 +75,6 @@ def depends(
             free.pop(written, None)
     outputs = zip(jaxpr.outvars, other.outvars, strict=True)
     return [not is_free(*pair) for pair in outputs]
-
-
-def functions_in(equation: JaxprEqn) -> Iterator[Any]:
-    """The traced functions that an operation calls, repeats or chooses from."""
-
-    def is_function(x: Any) -> bool:
-        return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
-
-    leaves = jax.tree.leaves([*equation.params.values()], is_leaf=is_function)
-    return filter(is_function, leaves)
 
 
 def _outputs(x: JaxprEqn, y: JaxprEqn, given: list[bool]) -> list[bool]:

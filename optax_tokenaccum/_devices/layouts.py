@@ -97,6 +97,13 @@ class ShardedSums(_OnDevices):
     def stored(self, opened: Any) -> Any:
         return self._constrained(opened, self.devices.spread)
 
+    def has_whole_first_axes(self, opened: list[jax.Array]) -> list[bool]:
+        shardings = [None] * len(opened)
+        if self.shardings is not None:
+            shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
+        specs = map(self.devices.spread, opened, shardings)
+        return [not (spec and spec[0]) for spec in specs]
+
     def settled(self, params: Params) -> Any:
         """Updated parameters in their own shardings, gathered only when updated."""
         return self._constrained(params, lambda x, s: entries_of(s, x.ndim))

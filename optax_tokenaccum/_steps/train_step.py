@@ -9,7 +9,7 @@ import optax
 from optax_tokenaccum._core import arrays, checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient
+from optax_tokenaccum._core.loss_fn import LossFn, key_at, loss_of
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Gradients, Params, is_concrete
@@ -251,12 +251,10 @@ class TrainStep:
             loss_kwargs = program.join_arrays(traced, static) | key_at(
                 rng, layout, opt_state.gradient_step, opt_state.mini_step
             )
-            (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
+            loss = loss_of(
                 self._loss_fn, self._has_aux, params, batch, loss_kwargs, layout
             )
-            opt_state, skipped = accumulation.add(
-                gradient, opt_state, params, num_tokens, loss_sum
-            )
+            opt_state, skipped, aux = accumulation.add_loss(loss, opt_state, params)
             metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
             return opt_state, metrics._replace(skipped=skipped), layout.stacked(aux)
 

@@ -12,7 +12,7 @@ import optax
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, key_at, sums_and_gradient, unpack
+from optax_tokenaccum._core.loss_fn import LossFn, key_at, loss_of, unpack
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Params
@@ -110,7 +110,7 @@ def window_value_and_grad(
             Layout(), micro_batches, params, rng, num_micro_batches, loss_kwargs
         )
         loss, _ = window.accumulation.window_so_far(state)
-        gradient = window.accumulation.window_gradient(state, like=params)
+        gradient = window.accumulation.window_gradient_in_place(state, like=params)
         return (loss, (num_tokens, aux)), gradient
 
     return value_and_grad
@@ -163,12 +163,8 @@ class Window:
 
         def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             state, any_skipped, auxes = carry
-            (loss_sum, (num_tokens, aux)), gradient = sums_and_gradient(
-                loss_fn, has_aux, params, pick(i), kwargs_at(i), layout
-            )
-            state, skipped = accumulation.add(
-                gradient, state, params, num_tokens, loss_sum
-            )
+            loss = loss_of(loss_fn, has_aux, params, pick(i), kwargs_at(i), layout)
+            state, skipped, aux = accumulation.add_loss(loss, state, params)
             auxes = jax.tree.map(
                 lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
             )
