@@ -57,10 +57,6 @@ def spread_rows(
       check_rows: `False` if the leaves are known to be in parts for the devices, and
         may have different numbers of rows.
       keeps_sums_apart: whether each device sums the gradients of its own rows.
-
-    Raises:
-      ValueError: the leaves have different numbers of rows, the devices do not divide
-        this number, or an array belongs to one of several processes.
     """
     _check_process(devices, batch)
     spread = SpreadRows(
