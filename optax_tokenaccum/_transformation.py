@@ -200,11 +200,7 @@ def close_window(
 
 @dataclass(frozen=True)
 class Transformation:
-    """An accumulation in the form of an optax transformation.
-
-    Attributes:
-      accumulation: the accumulation that adds micro-batches and closes windows.
-    """
+    """An accumulation in the form of an optax transformation."""
 
     accumulation: Accumulation
 

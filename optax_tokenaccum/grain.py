@@ -259,8 +259,7 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
         """Plans of a window, and a checksum of its lengths and plans."""
         _, max_tokens, length_buckets, batch_multiple = self._settings
         try:
-            reader = Sequences(sequences, self._pad_values)
-            lengths = [reader.length_of(i, reader.read(i)) for i in range(len(reader))]
+            lengths = Sequences(sequences, self._pad_values).lengths()
         except (TypeError, ValueError) as error:
             error.add_note(
                 f"Indices count from the window's first, sequence {num_before} of the "

@@ -36,13 +36,14 @@ def audit(
 
     The relative error hardly depends on a micro-batch with a small gradient. So the
     audit also estimates the weight of every micro-batch by least squares, and the
-    weight must be 1 within its standard error. If rounding hides a micro-batch, the
-    verdict is `UNKNOWN` and the explanation says "cannot tell".
+    weight must be 1 within `rtol` plus 8 of its standard errors. If rounding hides a
+    micro-batch, the verdict is `UNKNOWN` and the explanation says "cannot tell".
 
     The loop may use any framework that takes an optax optimizer. It must run one
     window, with every wrapper of the optimizer, and without randomness: dropout would
-    change the gradient. The audit runs the loop two to five more times if it must
-    measure noise or if the loop drifts at random.
+    change the gradient. The audit runs the loop once more if the loop may drift at
+    random, and four more times if it must measure noise. It repeats a run whose
+    gradient overflows, with a smaller scale.
 
     Args:
       run: `run(optimizer, params, micro_batches) -> params`: the loop, which must use
@@ -124,10 +125,7 @@ def audit(
 def _scale_of_second(
     params: Params, tokens: np.ndarray, gradients: np.ndarray
 ) -> float:
-    """Returns a scale that makes a step on the second micro-batch readable.
-
-    The step is readable however small the gradient of the micro-batch is.
-    """
+    """A scale that makes a step on the second micro-batch readable, however small."""
     sizes = np.linalg.norm(gradients, axis=1)
     places = [*np.flatnonzero(tokens)[1:2], *np.argsort(-sizes)]
     place = next(i for i in places if sizes[i])

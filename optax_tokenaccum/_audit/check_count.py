@@ -18,31 +18,23 @@ MOST_PROBES = 32  # mask entries or rows to look at
 
 
 class Mask(NamedTuple):
-    """Leaves of a batch that may be its mask, and agree on which entries count.
+    """Leaves of a batch that may be its mask, and agree on which entries count."""
 
-    Attributes:
-      path: the path of the first of these leaves.
-      places: the positions of these leaves among all leaves of the batch.
-      nothing: for each leaf, the value that removes an entry.
-      there: which entries are present, bools of the leaves' shape.
-      is_mask: whether the leaves can only be a mask, not weights or one-hot labels.
-    """
-
-    path: str
-    places: list[int]
-    nothing: list[Any]
-    there: np.ndarray
-    is_mask: bool
+    path: str  # of the first of these leaves
+    places: list[int]  # of these leaves among all leaves of the batch
+    nothing: list[Any]  # for each leaf, the value that removes an entry
+    there: np.ndarray  # which entries are present, bools of the leaves' shape
+    is_mask: bool  # whether they can only be a mask, not weights or one-hot labels
 
     def kept(self, batch: Batch, keep: Any) -> Any:
-        """Returns the batch with only the entries where `keep` is true."""
+        """The batch with only the entries where `keep` is true."""
         leaves, structure = jax.tree.flatten(batch)
         for place, nothing in zip(self.places, self.nothing, strict=True):
             leaves[place] = np.where(keep, leaves[place], nothing)
         return structure.unflatten(leaves)
 
     def among(self, batch: Batch, far: float) -> Any:
-        """Returns the batch with nonzero values in all float leaves outside the mask.
+        """The batch with nonzero values in all float leaves outside the mask.
 
         Values that are not zero move away from zero by `far`. A token has no loss if
         its weight or reward is zero, or if the model predicts its target exactly.
@@ -58,16 +50,10 @@ class Mask(NamedTuple):
 def check_count(
     measures: list[Measure], batches: list[Any], dims: set[int], rtol: float
 ) -> tuple[str | None, list[str]]:
-    """Checks the count of a loss against the tokens that the loss sums over.
+    """How the count was checked, or `None` if it could not be; and the findings.
 
-    Args:
-      measures: the loss at the parameters, at zero parameters, and at others.
-      batches: micro-batches whose leaves share an axis of rows.
-      dims: the sizes of the parameters' axes, including the number of classes.
-      rtol: the relative error of a loss.
-
-    Returns:
-      How the count was checked, or `None` if it could not be checked; and the findings.
+    `measures` are of the loss at the parameters, at zero parameters, and at others.
+    `dims` are the sizes of the parameters' axes, including the number of classes.
     """
     how, found, is_sure = _check_masks(measures, batches, rtol)
     if is_sure and not found:
@@ -80,7 +66,6 @@ def check_count(
 
 
 def rows_of(batch: Batch, start: int, stop: int) -> Any:
-    """Returns the rows from `start` to `stop` of a batch."""
     return jax.tree.map(lambda x: x[start:stop], batch)
 
 
@@ -131,7 +116,7 @@ def _masks(batch: Batch) -> Iterator[Mask]:
 
 
 def _value_of_nothing(leaf: Any) -> Any:
-    """Returns the value that removes a mask entry, or `None` for any other leaf."""
+    """The value that removes a mask entry; `None` for any other leaf."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not leaf.size:  # PRNG keys
         return None
     low, zero = np.min(leaf), np.zeros((), leaf.dtype)

@@ -89,8 +89,12 @@ def check_loss_fn(
     Args:
       loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`.
       params: the parameters to check at.
-      micro_batches: pytrees whose leaves share a leading axis of two or more rows, with
-        different numbers of tokens.
+      micro_batches: pytrees of arrays; the leaves of one share a leading axis of rows.
+        `loss_fn` must accept any number of rows: the check splits the micro-batch with
+        the most rows, at least two. To check the count, the micro-batch with the most
+        tokens needs a mask: a leaf of bools, of zeros and ones, of weights of which
+        some are below 1, or of integer labels of which some are negative. Without a
+        mask, the first 32 rows must have different numbers of tokens.
 
     Returns:
       A `LossReport`, which `print` shows as text.

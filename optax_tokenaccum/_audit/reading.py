@@ -25,29 +25,18 @@ NEARBY = 2.0**-6
 
 
 class Reading(NamedTuple):
-    """One way to read a loop's first update, with the gradients to compare it to.
+    """One way to read a loop's first update, with the gradients to compare it to."""
 
-    Attributes:
-      gradients: the gradient of each micro-batch's summed loss, `[k, parameters]`.
-      first: the gradient that the first update applied, `[parameters]`.
-    """
-
-    gradients: np.ndarray
-    first: np.ndarray
+    gradients: np.ndarray  # of each micro-batch's summed loss, [k, parameters]
+    first: np.ndarray  # what the first update applied, [parameters]
 
 
 class Loop(NamedTuple):
-    """The loop under audit.
-
-    Attributes:
-      run: the loop.
-      token_sums: computes the true tokens and gradients.
-      scale: the scale of the first update.
-    """
+    """The loop under audit."""
 
     run: Run
     token_sums: TokenSums
-    scale: float
+    scale: float  # of the first update
 
     def moved(
         self, params: Params, micro_batches: list[Any], which: int, scale: float = 1.0
@@ -88,24 +77,18 @@ class Loop(NamedTuple):
         scaled = np.divide(
             applied * start, end, out=applied.copy(), where=(start != 0) & (end != 0)
         )
-        return [
-            Reading(g, x)
-            for g in (gradients, gradients_there)
-            for x in (applied, scaled)
-        ]
+        both = gradients, gradients_there
+        return [Reading(g, x) for g in both for x in (applied, scaled)]
 
     def second(
         self, params: Params, micro_batches: list[Any], still: Any, scale: float
     ) -> np.ndarray:
-        """Returns the gradient of the second update, or zeros if there is none."""
+        """The gradient of the second update; zeros if there is none."""
 
-        def distance_to(moved: Any) -> np.ndarray:
-            return flat(still) - flat(moved)
-
-        found = distance_to(self.moved(params, micro_batches, 1, scale))
+        found = flat(still) - flat(self.moved(params, micro_batches, 1, scale))
         if found.any() and (flat(still) != flat(params)).any():
             # The loop may drift at random, differently in each run.
-            chance = distance_to(self.moved(params, micro_batches, -1))
+            chance = flat(still) - flat(self.moved(params, micro_batches, -1))
             if np.linalg.norm(found) <= 4 * np.linalg.norm(chance):
                 return np.zeros_like(found)
         return found / scale  # NaN also counts as movement
@@ -133,7 +116,7 @@ class Loop(NamedTuple):
 
 
 def token_sums_of(loss_fn: LossFn) -> TokenSums:
-    """Makes the function that returns tokens and gradients, as float64 arrays."""
+    """The function that returns tokens and gradients, as float64 arrays."""
 
     @jax.jit
     def sums(params: Params, batch: Batch) -> tuple[jax.Array, Any]:
@@ -159,37 +142,34 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
 
 
 def readable_scale(params: Params, gradient: np.ndarray) -> float:
-    """Returns a power of 2 that makes the update larger than the parameters.
+    """A power of 2 that makes the update larger than the parameters.
 
     Rounding to the parameters' dtype then costs a unit of the gradient, not of the
     parameters. With a margin of 2**10, leaves with a thousandth of the gradient can
     still be read. float16 would overflow with this margin, so its margin is 4.
     """
-    margin = 2.0**10
-    if any(x.dtype == jnp.float16 for x in jax.tree.leaves(params)):
-        margin = 4.0
+    is_float16 = any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
+    margin = 4.0 if is_float16 else 2.0**10
     size = np.linalg.norm(flat(params)) or np.linalg.norm(gradient)
     return power_of_2(margin * size / np.linalg.norm(gradient))
 
 
 def power_of_2(x: Any) -> float:
-    """Returns the power of 2 nearest to `x`."""
     return float(2.0 ** np.round(np.log2(x)))
 
 
 def flat(tree: Any) -> np.ndarray:
-    """Concatenates all numbers of a tree that have a gradient, as float64."""
+    """All numbers of a tree that have a gradient, as float64 `[parameters]`."""
     parts = numbers(tree)
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
-    """Returns the numbers of each leaf; none for integer and overwritten leaves."""
+    """The numbers of each leaf; none for integer and overwritten leaves."""
+    leaves, kinds = jax.tree.leaves(tree), jax.tree.leaves(kinds_of(tree))
     return [
         _numbers_of(leaf) if kind.is_gradient else np.zeros(0)
-        for leaf, kind in zip(
-            jax.tree.leaves(tree), jax.tree.leaves(kinds_of(tree)), strict=True
-        )
+        for leaf, kind in zip(leaves, kinds, strict=True)
     ]
 
 

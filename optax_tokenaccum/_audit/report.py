@@ -27,14 +27,7 @@ class Verdict(enum.Enum):
 
 
 class Parameter(NamedTuple):
-    """The gradient norms of one parameter array.
-
-    Attributes:
-      path: the path of the array in the tree of parameters.
-      applied: L2 norm of the applied gradient.
-      exact: L2 norm of the exact gradient.
-      error: L2 norm of the difference between both gradients.
-    """
+    """The L2 norms of one parameter array's gradients, see `AuditReport`."""
 
     path: str
     applied: float

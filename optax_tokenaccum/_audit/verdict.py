@@ -65,23 +65,14 @@ SIGMAS = 8  # 5 was seen: a token's rounding errors are correlated
 
 
 class Evidence(NamedTuple):
-    """The measurements that a verdict is based on.
+    """The measurements that a verdict is based on."""
 
-    Attributes:
-      gradients: the gradient of each micro-batch's summed loss, `[k, parameters]`.
-      tokens: the number of tokens in each micro-batch, `[k]`.
-      first: the gradient of the loop's first update, `[parameters]`.
-      second: the gradient of the loop's second update; zeros if there was none.
-      rtol: the relative error up to which a gradient counts as right.
-      noise: the measured relative rounding error if `rtol` is derived from it, else 0.
-    """
-
-    gradients: np.ndarray
-    tokens: np.ndarray
-    first: np.ndarray
-    second: np.ndarray
-    rtol: float
-    noise: float = 0.0
+    gradients: np.ndarray  # of each micro-batch's summed loss, [k, parameters]
+    tokens: np.ndarray  # of each micro-batch, [k]
+    first: np.ndarray  # the gradient of the loop's first update, [parameters]
+    second: np.ndarray  # of its second update; zeros if there was none
+    rtol: float  # the relative error up to which a gradient counts as right
+    noise: float = 0.0  # measured rounding error if `rtol` is derived from it, relative
 
     @property
     def stepped_again(self) -> bool:
@@ -96,13 +87,6 @@ class Evidence(NamedTuple):
     def exact(self) -> np.ndarray:
         return self.gradients.sum(0) / self.tokens.sum()
 
-    def weighted(self, weights: np.ndarray) -> np.ndarray:
-        """Returns the weighted sum of the micro-batches' gradients."""
-        return weights @ self.gradients
-
-    def is_near(self, got: np.ndarray, expected: np.ndarray) -> bool:
-        return distance(got, expected) <= self.rtol
-
 
 def distance(got: np.ndarray, expected: np.ndarray) -> float:
     """Relative L2 error; infinite if `expected` is zero or `got` is not finite."""
@@ -113,22 +97,17 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 class Weights(NamedTuple):
-    """The weight of a token of each micro-batch, relative to the exact mean.
+    """The weight of a token of each micro-batch, relative to the exact mean."""
 
-    Attributes:
-      values: the weights, `[k]`; an exact weight is 1.
-      errors: how far rounding may move each weight, `[k]`.
-    """
-
-    values: np.ndarray
-    errors: np.ndarray
+    values: np.ndarray  # [k]; an exact weight is 1
+    errors: np.ndarray  # how far rounding may move each weight, [k]
 
     def are_near(self, expected: Any) -> np.ndarray:
         return abs(self.values - expected) <= self.errors * np.maximum(1, expected)
 
 
 def judge(evidence: Evidence) -> dict[str, Any]:
-    """Returns the fields of an `AuditReport`, except `parameters`."""
+    """The fields of an `AuditReport`, except `parameters`."""
     applied, exact = evidence.first, evidence.exact
     candidates, weights = _candidates(evidence), _weights(evidence)
     verdict, factor, explanation = _conclude(evidence, candidates, weights)
@@ -150,7 +129,7 @@ def judge(evidence: Evidence) -> dict[str, Any]:
 
 
 def _forms(evidence: Evidence) -> Forms:
-    """Returns the known gradients of a single update, as weights."""
+    """The known gradients of a single update, as weights."""
     n = evidence.tokens
     k, total = len(n), n.sum()
     inverse = np.divide(1, n, out=np.zeros(k), where=n > 0)
@@ -174,7 +153,7 @@ def _candidates(evidence: Evidence) -> dict[Verdict, float]:
     """Relative error of the applied gradient to each candidate's nearest form."""
 
     def nearest(got: np.ndarray, forms: list[np.ndarray]) -> float:
-        return min(distance(got, evidence.weighted(weights)) for weights in forms)
+        return min(distance(got, form @ evidence.gradients) for form in forms)
 
     found = {
         verdict: nearest(evidence.first, forms)
@@ -199,7 +178,7 @@ def _candidates(evidence: Evidence) -> dict[Verdict, float]:
 def _conclude(
     evidence: Evidence, candidates: dict[Verdict, float], weights: Weights | None
 ) -> tuple[Verdict, float | None, str]:
-    """Returns the verdict, the factor, and the explanation."""
+    """The verdict, the factor, and the explanation."""
     rtol = evidence.rtol
     if not np.isfinite(evidence.first).all():
         return Verdict.UNKNOWN, None, NOT_FINITE
@@ -231,7 +210,8 @@ def _exact_unless_ambiguous(
     total, places = evidence.tokens.sum(), np.arange(len(evidence.tokens))
 
     def may_be(form: np.ndarray) -> bool:
-        far = distance(evidence.weighted(form), evidence.exact) > 2 * evidence.rtol
+        got = form @ evidence.gradients
+        far = distance(got, evidence.exact) > 2 * evidence.rtol
         return not (far or weights and not weights.are_near(form * total).all())
 
     same = [
@@ -267,15 +247,13 @@ def _exact_unless_ambiguous(
 def _unknown(evidence: Evidence, factor: float | None, weights: Weights | None) -> str:
     """Explains a gradient that matches no candidate."""
     if factor is not None:
-        size = _name(factor, evidence)
-        return f"the direction is right, the size is not: {size}."
+        return f"the direction is right, the size is not: {_name(factor, evidence)}."
     mean_of_means, *_ = _forms(evidence)[Verdict.MEAN_OF_MEANS]
-    factor = _factor(evidence, evidence.weighted(mean_of_means))
+    factor = _factor(evidence, mean_of_means @ evidence.gradients)
     if factor is not None:
-        size = _name(factor, evidence)
         return (
             "the direction is that of a mean of means, and the size is wrong as well: "
-            f"{size}. Use make_train_step with a summed loss."
+            f"{_name(factor, evidence)}. Use make_train_step with a summed loss."
         )
     return NOT_A_SUM if weights is None else _unknown_weights(weights)
 
@@ -301,10 +279,10 @@ def _unknown_weights(weights: Weights) -> str:
 
 
 def _factor(evidence: Evidence, direction: np.ndarray) -> float | None:
-    """Returns the applied multiple of `direction`, or `None` if it was not applied."""
+    """The applied multiple of `direction`, or `None` if it was not applied."""
     factor = float(evidence.first @ direction / (direction @ direction))
-    is_it = factor and evidence.is_near(evidence.first, factor * direction)
-    return factor if is_it else None
+    is_it = distance(evidence.first, factor * direction) <= evidence.rtol
+    return factor if factor and is_it else None
 
 
 def _name(factor: float, evidence: Evidence) -> str:
@@ -329,7 +307,7 @@ def _name(factor: float, evidence: Evidence) -> str:
 
 
 def _weights(evidence: Evidence) -> Weights | None:
-    """Estimates the weights, or returns `None` if they do not explain the gradient."""
+    """Estimates the weights; `None` if they do not explain the gradient."""
     first, has_tokens = evidence.first, evidence.tokens > 0
     if not np.isfinite(first).all() or not first.any():
         return None

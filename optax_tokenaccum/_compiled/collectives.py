@@ -19,28 +19,15 @@ PATHS = ("always", "conditional")
 
 
 class Collective(NamedTuple):
-    """Collective operations of one kind, between the same devices, on the same path.
+    """Collective operations of one kind, between the same devices, on the same path."""
 
-    Attributes:
-      kind: the kind of operation, for example `"all-reduce"`.
-      axes: names of the mesh axes along which the devices of a group differ; `None`
-        if the program has no mesh.
-      groups: the devices that exchange data, by position in the mesh; for a
-        collective-permute, the pairs of source and target.
-      path: `"always"`, or `"conditional"` inside a conditional's branch.
-      times: how often the operations run in one run of the program, the trip count of
-        the loops around them; `None` if the program does not give a trip count.
-      instructions: the number of instructions. XLA merges and splits them.
-      bytes: the bytes of all instructions together, each time they run.
-    """
-
-    kind: str
-    axes: tuple[str, ...] | None
-    groups: Groups
-    path: str
-    times: int | None
-    instructions: int
-    bytes: int
+    kind: str  # for example "all-reduce"
+    axes: tuple[str, ...] | None  # along which devices of a group differ; None: no mesh
+    groups: Groups  # by position in the mesh; of a permute, (source, target) pairs
+    path: str  # "always", or "conditional" inside a conditional's branch
+    times: int | None  # in one run: the loops' trip count; None if it is not known
+    instructions: int  # XLA merges and splits them
+    bytes: int  # of all instructions together, each time they run
 
 
 @dataclass(frozen=True)
@@ -143,7 +130,6 @@ class CollectiveReport:
         return "\n".join(lines)
 
     def _over(self, entry: Collective) -> str:
-        """Describes the devices of a group in words."""
         size, is_pairs = len(entry.groups[0]), entry.kind == "collective-permute"
         if entry.axes is None or self.mesh is None:
             return f"{len(entry.groups)} {'pairs' if is_pairs else f'x {size} devices'}"
@@ -242,15 +228,13 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
 
 
 def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> dict[str, int] | None:
-    """Returns the axes of the finest mesh of any input or output.
+    """The axes of the finest mesh of any input or output.
 
     jax requires all meshes to have the same order of devices, the program's order.
     """
     # The oldest supported jax raises AttributeError for the shardings of a pmap.
-    shardings = (
-        getattr(compiled, "input_shardings", None),
-        getattr(compiled, "output_shardings", None),
-    )
+    names = "input_shardings", "output_shardings"
+    shardings = [getattr(compiled, name, None) for name in names]
     meshes = [
         dict(sharding.mesh.shape)
         for sharding in jax.tree.leaves(shardings)

@@ -29,19 +29,12 @@ OF_PARTITIONS = {
 
 
 def connected_by(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
-    """Returns groups of devices that exchange data, by position in the device list.
+    """The groups of devices that exchange data, by position in the device list.
 
     For a collective-permute, the groups are its pairs of source and target. Groups of
-    one device exchange nothing and are left out.
-
-    Args:
-      kind: the kind of operation, such as `"all-reduce"`.
-      attributes: the attributes of the instruction, as XLA writes them.
-      replicas: the number of copies of the program, 1 under `jit`.
-      partitions: the number of devices in a copy.
-
-    Raises:
-      ValueError: if the groups are written in an unknown notation.
+    one device exchange nothing and are left out. `attributes` are the instruction's, as
+    XLA writes them. There are `replicas` copies of the program, 1 under `jit`, with
+    `partitions` devices each.
     """
     key = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
     _, found, spelled = attributes.partition(f"{key}=")
@@ -65,11 +58,9 @@ def connected_by(kind: str, attributes: str, replicas: int, partitions: int) -> 
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which devices of a group differ, in mesh order.
+    """The mesh axes along which devices of a group differ, in mesh order.
 
-    Args:
-      groups: groups of positions in the list of devices, which is in mesh order.
-      mesh: the size of every axis.
+    Positions in `groups` count the devices in mesh order.
     """
     places = np.indices(tuple(mesh.values())).reshape(len(mesh), -1)
     return tuple(
@@ -86,7 +77,8 @@ def _parse(spelled: str) -> Sequence[Iterable[int]]:
         return _iota(match[2], match[3]).reshape(_integers(match[1])).tolist()
     if match := MESH.match(spelled):
         axes, reshaped, order, listed, grouped = match.groups()
-        sizes = {name: int(size) for name, size in _pairs(axes)}
+        named = (axis.rsplit("=", 1) for axis in axes.split(","))
+        sizes = {name: int(size) for name, size in named}
         if listed:
             devices = np.array(_integers(listed))
         else:
@@ -101,7 +93,7 @@ def _parse(spelled: str) -> Sequence[Iterable[int]]:
 def _along(
     sizes: dict[str, int], devices: np.ndarray, grouped: list[str]
 ) -> list[list[int]]:
-    """Returns groups of devices that differ along the axes in `grouped`.
+    """The groups of devices that differ along the axes in `grouped`.
 
     `'a':(2)4` is the part of size 4 of axis `a`, after a part of size 2.
     """
@@ -125,10 +117,6 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
     dimensions = _integers(shape)
     devices = np.arange(np.prod(dimensions)).reshape(dimensions)
     return devices.transpose(_integers(order)) if order else devices
-
-
-def _pairs(axes: str) -> list[list[str]]:
-    return [axis.rsplit("=", 1) for axis in axes.split(",")]
 
 
 def _integers(text: str) -> list[int]:

@@ -37,36 +37,20 @@ BRANCHES = {"branch_computations", "false_computation", "true_computation"}
 
 
 class Instruction(NamedTuple):
-    """One line of the text.
-
-    Attributes:
-      name: the name of the instruction.
-      result: the type of the result, such as `f32[16,8]{1,0}` or a tuple of such types.
-      opcode: the operation, such as `all-reduce`.
-      rest: the operands and attributes.
-    """
+    """One line of the text."""
 
     name: str
-    result: str
-    opcode: str
-    rest: str
+    result: str  # its type, such as f32[16,8]{1,0}, or a tuple of such types
+    opcode: str  # such as all-reduce
+    rest: str  # the operands and attributes
 
 
 class Operation(NamedTuple):
-    """A collective operation at one place in the program.
+    """A collective operation at one place in the program, see `Collective`."""
 
-    Attributes:
-      kind: one of `KINDS`.
-      groups: the groups of devices, see `connected_by`.
-      num_bytes: the bytes of the array on one device, see `collectives`.
-      times: how often the operation runs, the trip count of the loops around it; `None`
-        if the program does not give a trip count.
-      conditional: whether the operation is in a conditional's branch.
-    """
-
-    kind: str
+    kind: str  # one of `KINDS`
     groups: Groups
-    num_bytes: int
+    num_bytes: int  # of the array on one device
     times: int | None
     conditional: bool
 
@@ -135,7 +119,7 @@ class Program:
 
 
 def _runs(times: int | None, role: str, rest: str) -> int | None:
-    """Returns how often a computation runs if its caller runs `times` times."""
+    """How often a computation runs if its caller runs `times` times."""
     if role not in ("body", "condition"):
         return times
     trips = TRIPS.search(rest)

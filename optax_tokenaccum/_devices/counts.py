@@ -27,18 +27,15 @@ def check_counts(
     own key. A count that depends only on other inputs, for example on a scalar of the
     batch, is the same number on all devices and would be added once per device. A
     constant may come from the shape of the rows, so it is accepted as the device's own.
+    `f` must not communicate along `axes` either: its sums would be added up twice.
 
     Args:
-      f: a function of a batch and a key. It returns counts, by their names in errors,
-        and everything else that it computes.
+      f: `f(batch, rng)` returns counts, by their names in errors, and everything else
+        that it computes.
       batch: the device's part of the batch.
       rng: the device's own key.
       axes: the axes over which rows are spread.
       copies: the indices of the leaves of `batch` that are the same on all devices.
-
-    Raises:
-      ValueError: `f` communicates along the axes, so its sums would be added up twice;
-        or a count is the same on all devices.
     """
     leaves, structure = jax.tree.flatten(batch)
     rows = {i: x for i, x in enumerate(leaves) if i not in copies}

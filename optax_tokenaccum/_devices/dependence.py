@@ -34,8 +34,7 @@ def depends(
     Args:
       traced: the trace of a function.
       on: for each input, whether dependence on it counts.
-      on_consts: the same for each constant that the function closes over; by default,
-        no constant counts.
+      on_consts: the same for each constant; by default none counts.
       twin: the trace of the same function for inputs of other shapes. A value that
         depends only on shapes is a constant in one trace, but differs between the two.
     """

@@ -23,15 +23,10 @@ from optax_tokenaccum._devices.shardings import (
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The part of a mesh over which rows are spread.
+    """The part of a mesh over which rows are spread."""
 
-    Attributes:
-      mesh: all devices, possibly with axes for other kinds of parallelism.
-      names: the names of the axes over which rows are spread.
-    """
-
-    mesh: Mesh
-    names: tuple[str, ...]
+    mesh: Mesh  # all devices, possibly with axes for other kinds of parallelism
+    names: tuple[str, ...]  # the axes over which rows are spread
 
     @property
     def size(self) -> int:
@@ -66,9 +61,7 @@ class DataParallel:
     def spread(self, x: Any, sharding: NamedSharding | None) -> list[Any]:
         """The spec of `x` with the data axes on the longest axis that they divide.
 
-        Args:
-          x: a parameter or its sum.
-          sharding: the sharding of the parameter.
+        `x` is a parameter or its sum; `sharding` is the parameter's.
         """
         shape = jnp.shape(x)
         spec = entries_of(sharding, len(shape))
@@ -82,11 +75,7 @@ class DataParallel:
         return spec
 
     def place_params(self, params: Params) -> Any:
-        """Places the parameters on the mesh; those already on it stay where they are.
-
-        Raises:
-          ValueError: a parameter is on another mesh.
-        """
+        """Places the parameters on the mesh, unless they are on it already."""
 
         def place(path: str, x: Any) -> Any:
             sharding = getattr(x, "sharding", None)

@@ -31,15 +31,10 @@ class Agreement:
         self._agreed: set[Any] = set()
 
     def check(self, batch: Batch, *others: Any) -> None:
-        """Raises if another process gives something else.
+        """Raises if another process gives other shapes, or other numbers as `others`.
 
-        Args:
-          batch: a tree of arrays or of their shapes.
-          *others: numbers that must be the same on all processes; `None` if unknown.
-
-        Raises:
-          ValueError: the processes disagree.
-          TimeoutError: another process did not reach a new shape in `TIMEOUT_SECONDS`.
+        A number is `None` if it is not known. `TimeoutError`: another process did not
+        reach a new shape in `TIMEOUT_SECONDS`.
         """
         if len(self._processes) == 1:
             return
@@ -52,7 +47,6 @@ class Agreement:
 
 
 def _describe(batch: Batch, *others: Any) -> str:
-    """Describes the shapes of a batch, and other numbers, as text."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = [
         f"{jax.tree_util.keystr(path)} {jnp.result_type(x)}{list(jnp.shape(x))}".strip()

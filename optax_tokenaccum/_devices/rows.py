@@ -20,12 +20,8 @@ class SpreadRows:
     """A batch on the devices of a step.
 
     `is_whole` is part of the tree's structure, because inside `jit` arrays on a mesh
-    with Auto axes no longer tell how they are placed.
-
-    Attributes:
-      batch: the batch for `loss_fn`, or the micro-batches of a window.
-      is_whole: for each leaf, whether every device has all of it.
-      axis: the axis of the rows, in the other leaves.
+    with Auto axes no longer tell how they are placed. It tells for each leaf whether
+    every device has all of it. `axis` is the axis of the rows in the other leaves.
     """
 
     batch: Batch
@@ -57,19 +53,13 @@ def spread_rows(
       check_rows: `False` if the leaves are known to be in parts for the devices, and
         may have different numbers of rows.
       keeps_sums_apart: whether each device sums the gradients of its own rows.
-
-    Raises:
-      ValueError: the leaves have different numbers of rows, the devices do not divide
-        this number, or an array belongs to one of several processes.
     """
     _check_process(devices, batch)
-    spread = SpreadRows(
-        batch,
-        _which_are_whole(devices, batch, axis, keeps_sums_apart)
-        if check_rows
-        else tuple(jnp.ndim(x) <= axis for x in jax.tree.leaves(batch)),
-        axis,
-    )
+    if check_rows:
+        is_whole = _which_are_whole(devices, batch, axis, keeps_sums_apart)
+    else:
+        is_whole = tuple(jnp.ndim(x) <= axis for x in jax.tree.leaves(batch))
+    spread = SpreadRows(batch, is_whole, axis)
 
     def place(x: Any, spec: P) -> Any:
         if _is_on_a_mesh(x) or not trees.is_concrete(x):

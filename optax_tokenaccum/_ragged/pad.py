@@ -69,8 +69,7 @@ def fill(arrays: list[np.ndarray], plan: MicroBatchPlan, reader: Sequences) -> N
                 f"{index} and {len(reader)} sequences. Give all of the window's, in "
                 "the order of the lengths that were planned."
             )
-        values = reader.read(index)
-        length = reader.length_of(index, values)
+        values, length = reader.read(index)
         if length > plan.length:
             raise ValueError(
                 "The plan must be one of these sequences: got one of "

@@ -74,14 +74,13 @@ def pad_window(
             "into a window."
         )
     parts = as_count(batch_multiple, "batch_multiple")
-    settings: Any = {
-        "max_tokens": max_tokens,
-        "length_buckets": length_buckets,
-        "batch_multiple": batch_multiple,
-    }
-    lengths = [reader.length_of(i, reader.read(i)) for i in range(len(reader))]
-    plans = plan_window(lengths, **settings)
-    shapes = tuple(reversed(shapes_of(**settings)))
+    plans = plan_window(
+        reader.lengths(),
+        max_tokens=max_tokens,
+        length_buckets=length_buckets,
+        batch_multiple=batch_multiple,
+    )
+    shapes = tuple(reversed(shapes_of(max_tokens, length_buckets, batch_multiple)))
     # Every micro-batch except the last is full, and the longest bucket has the fewest
     # rows. So no plan has more micro-batches than this.
     capacity = math.ceil(max_sequences / shapes[0][0])

@@ -102,8 +102,8 @@ def choose_length_buckets(
 
     The result is exact. It comes from a dynamic program over the distinct lengths
     :math:`u_j`, in which a bucket for the sequences longer than :math:`u_i` and up to
-    :math:`u_j` costs the number of these sequences times :math:`u_j`. Time and memory
-    grow with the square of the number of distinct lengths.
+    :math:`u_j` costs the number of these sequences times :math:`u_j`. With :math:`d`
+    distinct lengths, time grows with :math:`n d^2`, and memory with :math:`n d`.
 
     Args:
       lengths: the number of tokens in each sequence of a sample of the data.
@@ -171,15 +171,13 @@ def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 def shapes_of(
     max_tokens: int, length_buckets: Sequence[int] | None, batch_multiple: int
 ) -> list[tuple[int, int]]:
-    """Returns `(num_rows, length)` of every bucket, shortest first."""
+    """`(num_rows, length)` of every bucket, shortest first."""
     if length_buckets is None:
         limit = max_tokens // batch_multiple
         length_buckets = [2**i for i in range(limit.bit_length())]
     lengths = sorted({as_count(length, "A length bucket") for length in length_buckets})
-    shapes = [
-        (max_tokens // length // batch_multiple * batch_multiple, length)
-        for length in lengths
-    ]
+    rows = [max_tokens // n // batch_multiple * batch_multiple for n in lengths]
+    shapes = list(zip(rows, lengths, strict=True))
     if not shapes or shapes[-1][0] == 0:
         longest = lengths[-1] if lengths else None
         raise ValueError(
@@ -193,7 +191,7 @@ def shapes_of(
 def _cheapest(
     lengths: np.ndarray, shapes: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Returns the cheapest shapes for decreasing lengths, each filled in order."""
+    """The cheapest shapes for decreasing lengths, each filled in order."""
     count = len(lengths)
     cost = np.zeros(count + 1)
     choice = np.zeros(count, np.int64)

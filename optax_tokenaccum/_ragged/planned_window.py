@@ -72,5 +72,5 @@ class PlannedWindow:
 
 
 def most_of(shapes: tuple[tuple[int, int], ...], per_token: bool) -> int:
-    """Returns the most tokens, or the most rows, of any of the shapes."""
+    """The most tokens, or the most rows, of any of the shapes."""
     return max(rows * length if per_token else rows for rows, length in shapes)

@@ -11,24 +11,16 @@ from optax_tokenaccum._core.trees import named_leaves
 
 
 class Leaf(NamedTuple):
-    """A leaf that every sequence has.
-
-    Attributes:
-      path: the name of the leaf in errors.
-      per_token: whether the leaf is `[length, ...]`, and not one number per sequence.
-      features: the shape of the leaf after the token axis.
-      dtype: the dtype of the padded array, one that jax keeps.
-      pad: the value of a missing token, of type `dtype`.
-    """
+    """A leaf that every sequence has."""
 
     path: str
-    per_token: bool
-    features: tuple[int, ...]
-    dtype: np.dtype
-    pad: np.ndarray
+    per_token: bool  # whether it is [length, ...], and not one number per sequence
+    features: tuple[int, ...]  # its shape after the token axis
+    dtype: np.dtype  # of the padded array, one that jax keeps
+    pad: np.ndarray  # the value of a missing token, of type `dtype`
 
     def padding(self, *shape: int) -> np.ndarray:
-        """Returns an array of this leaf that holds only padding."""
+        """An array of this leaf that holds only padding."""
         return np.full((*shape, *self.features), self.pad, self.dtype)
 
     def expects(self) -> str:
@@ -68,8 +60,11 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def read(self, index: int) -> list[np.ndarray]:
-        """Reads the leaves of one sequence, which must match the first sequence."""
+    def lengths(self) -> list[int]:
+        return [self.read(index)[1] for index in range(len(self))]
+
+    def read(self, index: int) -> tuple[list[np.ndarray], int]:
+        """The leaves of one sequence, checked against the first, and its length."""
         leaves, structure = jax.tree.flatten(self._sequences[index])
         if structure != self.structure:
             raise ValueError(
@@ -86,10 +81,6 @@ class Sequences:
                     f"{leaf.path} expected {leaf.expects()}, got {x.dtype} of shape "
                     f"{x.shape} at index {index}."
                 )
-        return arrays
-
-    def length_of(self, index: int, arrays: list[np.ndarray]) -> int:
-        """Returns the number of tokens in a sequence; all its leaves must agree."""
         first, *others = [
             (len(x), leaf.path)
             for leaf, x in zip(self.leaves, arrays, strict=True)
@@ -102,7 +93,7 @@ class Sequences:
                     f"{first[0]} at {first[1]} and {other[0]} at {other[1]} of the "
                     f"sequence at index {index}. Cut inputs and labels alike."
                 )
-        return first[0]
+        return arrays, first[0]
 
 
 def _broadcast(pad_values: Any, sequence: Any) -> Any:
@@ -124,9 +115,8 @@ def _as_leaf(path: str, x: Any, pad: Any) -> Leaf:
             "the sequence at index 0."
         )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(given.dtype))
-    return Leaf(
-        path, bool(given.ndim), given.shape[1:], dtype, _as_pad(pad, dtype, path)
-    )
+    pad = _as_pad(pad, dtype, path)
+    return Leaf(path, bool(given.ndim), given.shape[1:], dtype, pad)
 
 
 def _as_pad(pad: Any, dtype: np.dtype, path: str) -> np.ndarray:

@@ -41,12 +41,7 @@ class LossTerms:
         self._has_aux = has_aux
 
     def totals(self, groups: list[Group], layout: Layout) -> dict[str, Any]:
-        """Sums the count of each term over the micro-batches that run.
-
-        Args:
-          groups: the groups of micro-batches.
-          layout: the layout of the sums; counts are summed over the same devices.
-        """
+        """Sums the count of each term over the micro-batches that run."""
 
         def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
             return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
@@ -101,16 +96,14 @@ class LossTerms:
                 "count_fn must return a dictionary {name: count or None}, one for each "
                 f"loss: got {type(counts).__name__}."
             )
-        return {
-            name: None
-            if count is None
-            else _usable(as_num_tokens(count, f"the count {name!r}", self._count_dtype))
-            for name, count in counts.items()
-        }
 
+        def usable(name: str, count: Any) -> jax.Array | None:
+            if count is None:
+                return None
+            n = as_num_tokens(count, f"the count {name!r}", self._count_dtype)
+            return jnp.where(jnp.isfinite(n) & (n > 0), n, 0)
 
-def _usable(count: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(count) & (count > 0), count, 0)
+        return {name: usable(name, count) for name, count in counts.items()}
 
 
 def _divided(term: Any, total: jax.Array | None) -> jax.Array:
