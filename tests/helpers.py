@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum import softmax_cross_entropy_sum
+from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
 # Relative error of a gradient after one window, by the dtype of the computation.
 RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
@@ -97,6 +97,14 @@ def float64_gradient(params: Any, batch: Any) -> Any:
         logits_of(params, batch["tokens"]), batch["labels"]
     )
     return jnp.sum(jnp.where(batch["mask"], losses, 0)) / jnp.sum(batch["mask"])
+
+
+def new_train_step(
+    kind: str, loss_fn: Any, optimizer: Any, k: int, **options: Any
+) -> Any:
+    """Return a step of "two programs", or of "one program" for a schedule of `k`."""
+    schedule = k if kind == "two programs" else lambda _: k
+    return make_train_step(loss_fn, optimizer, schedule, **options)
 
 
 def relative_error(got: Any, expected: Any) -> float:

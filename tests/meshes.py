@@ -12,12 +12,13 @@ from helpers import (
     float64_gradient,
     init_params,
     loss_sum_fn,
+    new_train_step,
     ragged_batch,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum import make_train_step, make_window_step
+from optax_tokenaccum import make_window_step
 
 K, ROWS = 4, 64
 # Subtracted from parameters, small gradients would be lost to rounding.
@@ -63,8 +64,7 @@ def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
     loss_fn = options.pop("loss_fn")
     if way == "window":
         return make_window_step(loss_fn, optimizer, **options)
-    schedule = K if way == "two programs" else (lambda _: K)
-    return make_train_step(loss_fn, optimizer, schedule, **options)
+    return new_train_step(way, loss_fn, optimizer, K, **options)
 
 
 def stacked(batch: Any) -> Any:

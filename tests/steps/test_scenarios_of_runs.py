@@ -67,22 +67,12 @@ def masks_of(params: Any, batch: Any, *, rng: Any) -> Any:
     return loss_sum, (n, jax.random.bernoulli(rng, 0.5, (64,)))
 
 
-def new_step(kind: str, loss_fn: Any, inner: Any, k: int, **kwargs: Any) -> Any:
-    schedule = k if kind == "two programs" else lambda _: k
-    return make_train_step(loss_fn, inner, schedule, **kwargs)
-
-
-@pytest.fixture(params=["two programs", "one program"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.mark.parametrize(
     "key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"]
 )
 def test_every_micro_batch_drew_the_same_dropout_mask(kind: str, key: Any):
     """t5x reuses the step's key; here even an empty micro-batch gets a new key."""
-    step = new_step(kind, masks_of, SGD, 2, has_aux=True)
+    step = helpers.new_train_step(kind, masks_of, SGD, 2, has_aux=True)
     state, ours, theirs = step.init(PARAMS), [], []
     empty = batch_of(0, [0.0] * 4)
     for batch in [empty, *STREAM, *STREAM[:3]]:
@@ -113,7 +103,7 @@ def test_window_ran_across_an_epoch_boundary(kind: str):
     first, second = STREAM[:3], STREAM[:0:-1]
     across = [first[:2], [first[2], second[0]], second[1:]]
     within = [first[:2], first[2:], second[:2], second[2:]]
-    step = new_step(kind, loss_fn, INNER, 2)
+    step = helpers.new_train_step(kind, loss_fn, INNER, 2)
     after = {}
     for closes in (False, True):
         state = step.init(PARAMS)
@@ -153,12 +143,12 @@ def test_partial_last_window_was_dropped(way: str):
 
 def test_resume_in_mid_window_lost_micro_batches(kind: str):
     """OneTrainer 1465 saves parameters and optimizer, but not the open window."""
-    step = new_step(kind, loss_fn, INNER, 4)
+    step = helpers.new_train_step(kind, loss_fn, INNER, 4)
     state = step.init(PARAMS)
     for batch in STREAM[:2]:
         state, _ = step(state, batch)
     saved = jax.tree.map(np.array, state)
-    resumed = new_step(kind, loss_fn, INNER, 4)
+    resumed = helpers.new_train_step(kind, loss_fn, INNER, 4)
     target = jax.eval_shape(resumed.init, PARAMS)
     restored = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), saved, target)
     theirs = resumed.init(saved.params)
@@ -180,7 +170,7 @@ def test_counters_counted_micro_steps(kind: str):
         apply_fn=None, params=PARAMS, tx=optax.MultiSteps(INNER, 2)
     )
     gradient = jax.jit(jax.grad(mean_of(loss_fn), has_aux=True))
-    step = new_step(kind, loss_fn, INNER, 2)
+    step = helpers.new_train_step(kind, loss_fn, INNER, 2)
     state = step.init(PARAMS)
     for batch in STREAM:
         theirs = theirs.apply_gradients(grads=gradient(theirs.params, batch)[0])
