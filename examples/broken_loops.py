@@ -241,7 +241,7 @@ GALLERY = {
         not_wrapped, "steps on every micro-batch", Verdict.STEPPED_EVERY_MICRO_BATCH
     ),
     "updates discarded": Broken(
-        updates_discarded, "drops the one update that is no zero", Verdict.DISCARDED
+        updates_discarded, "drops the one update that is not zero", Verdict.DISCARDED
     ),
     "misaligned": Broken(
         misaligned,

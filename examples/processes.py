@@ -114,7 +114,7 @@ def together() -> Generator[None, None, None]:
         raise mine
     for process, error in enumerate(said):
         if error:
-            raise PeerError(f"process {process} cannot go on. {error}")
+            raise PeerError(f"process {process} cannot continue. {error}")
 
 
 def agree(values: dict[str, Any]) -> None:

@@ -106,9 +106,9 @@ def _or_damaged(directory: Path, numbers: list[int]) -> Generator[None, None, No
         raise
     except Exception as error:  # Orbax raises many classes, even Exception itself.
         then = (
-            f"goes on from {numbers[-2]}, the checkpoint before it"
+            f"resumes from {numbers[-2]}, the checkpoint before it"
             if len(numbers) > 1
-            else "begins anew, since there is no checkpoint before it"
+            else "starts from the beginning, since there is no checkpoint before it"
         )
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise CheckpointError(
