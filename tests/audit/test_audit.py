@@ -9,7 +9,6 @@ import broken_loops
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from batches import Batch
 from broken_loops import K, cut, loss_fn, make_step, parameters, scale, sum_and_count
@@ -26,9 +25,11 @@ from right_loops import (
     full_batch,
     mean_and_count,
     nnx_loss_fn,
+    with_train_step,
+    with_transformation,
 )
 
-from optax_tokenaccum import Verdict, audit, make_train_step, token_accumulation
+from optax_tokenaccum import Verdict, audit
 
 pytestmark = pytest.mark.slow
 
@@ -162,15 +163,7 @@ def test_small_gradients_of_large_parameters_are_read(dtype: str):
     if dtype == "bfloat16":
         assert (params - gradient == params).all()
 
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        optimizer = token_accumulation(optimizer, len(micro_batches))
-        state = optimizer.init(params)
-        for batch in micro_batches:
-            grads, n = jax.grad(small_loss_fn, has_aux=True)(params, batch)
-            updates, state = optimizer.update(grads, state, params, num_tokens=n)
-            params = optax.apply_updates(params, updates)
-        return params
-
+    run = with_transformation(small_loss_fn)
     assert audit(run, small_loss_fn, params, micro_batches).passed
 
 
@@ -216,23 +209,13 @@ def test_parameters_that_are_rounded_to_float32_are_read(numbers: Any):
         loss_sum, num_tokens = line_loss_fn(params, batch)
         return loss_sum / num_tokens, 1
 
-    def run_with(loss_fn: Any) -> Any:
-        def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-            step = make_train_step(loss_fn, optimizer, len(micro_batches))
-            state = step.init(params)
-            for batch in micro_batches:
-                state, _ = step(state, batch)
-            return state.params
-
-        return run
-
     x = np.arange(4, dtype=np.float32)
     micro_batches = [(x, x < 1), (x, x < 4)]
     for given, verdict in (
         (line_loss_fn, Verdict.EXACT),
         (mean_loss_fn, Verdict.MEAN_OF_MEANS),
     ):
-        report = audit(run_with(given), line_loss_fn, numbers, micro_batches)
+        report = audit(with_train_step(given), line_loss_fn, numbers, micro_batches)
         assert report.verdict is verdict, str(report)
 
 
