@@ -43,13 +43,17 @@ def cut(batch: Any, k: int) -> list[Any]:
     return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
 
 
-def stacked(batch: Any, k: int) -> Any:
-    """The micro-batches of `cut` in one tree, leaves `[k, micro, ...]`."""
+def stack(micro_batches: Any) -> Any:
+    """Stack micro-batches in one tree, leaves `[k, micro, ...]`."""
 
-    def stack(*xs: Any) -> Any:  # compiles nothing outside of a trace
+    def stack_leaves(*xs: Any) -> Any:  # compiles nothing outside of a trace
         return (jnp if isinstance(xs[0], jax.core.Tracer) else np).stack(xs)
 
-    return jax.tree.map(stack, *cut(batch, k))
+    return jax.tree.map(stack_leaves, *micro_batches)
+
+
+def stacked(batch: Any, k: int) -> Any:
+    return stack(cut(batch, k))
 
 
 def init_params(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:

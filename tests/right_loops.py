@@ -9,7 +9,7 @@ import optax
 from batches import Batch
 from broken_loops import loss_fn, make_step, scale, sum_and_count
 from flax import nnx
-from helpers import run_step
+from helpers import run_step, stack
 from llama import VOCABULARY
 
 import optax_tokenaccum
@@ -49,8 +49,7 @@ def scan_by_hand(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         return jax.lax.scan(body, (zeros, jnp.float32(0)), stacked)[0]
 
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    total, n = sums(params, stacked)
+    total, n = sums(params, stack(micro_batches))
     grads = scale(total, 1 / n)
     return make_step(optimizer)(params, optimizer.init(params), grads)[0]
 
@@ -95,13 +94,13 @@ by_train_step = with_train_step(loss_fn)
 
 def by_window_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     window_step = make_window_step(loss_fn, optimizer)
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    return window_step(window_step.init(params), stacked)[0].params
+    state, _ = window_step(window_step.init(params), stack(micro_batches))
+    return state.params
 
 
 def by_value_and_grad(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    _, grads = jax.jit(window_value_and_grad(loss_fn))(params, stacked)
+    f = jax.jit(window_value_and_grad(loss_fn))
+    _, grads = f(params, stack(micro_batches))
     return make_step(optimizer)(params, optimizer.init(params), grads)[0]
 
 

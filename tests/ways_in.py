@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import micro_step, run_step
+from helpers import micro_step, run_step, stack
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -106,7 +106,7 @@ def window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = step.init(params), []
         for window in windows:
-            state, _ = step(state, jax.tree.map(lambda *xs: np.stack(xs), *window))
+            state, _ = step(state, stack(window))
             after.append(jax.tree.map(np.array, state.params))
         return after
 

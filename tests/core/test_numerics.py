@@ -51,7 +51,7 @@ def by_train_step(params: Any, batches: list[Batch], **options: Any) -> Any:
 
 def by_window_step(params: Any, batches: list[Batch], **options: Any) -> Any:
     step = make_window_step(loss_fn, optax.identity(), **options)
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    stacked = helpers.stack(batches)
     state, _ = step(step.init(params), stacked)
     return state.params
 
@@ -245,21 +245,17 @@ def test_a_typed_key_in_the_inner_state_advances_once_a_window():
     assert helpers.relative_error(expected, x.sum(0) / 4) > 0.01
 
     step = make_train_step(loss_fn, inner, 2)
-    state = step.init(params)
-    for batch in batches:
-        state, _ = step(state, batch)
+    state, _ = helpers.run_step(step, step.init(params), batches)
     error = helpers.relative_error(state.params, expected)
     assert error < helpers.RTOL["float32"]
 
     optimizer = token_accumulation(inner, 2)
+    micro_step = helpers.micro_step(optimizer, loss_fn)
 
     @jax.jit
     def scan(params: Any, xs: Any) -> Any:
         def body(carry: Any, batch: Batch) -> Any:
-            params, state = carry
-            gradient, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-            updates, state = optimizer.update(gradient, state, params, num_tokens=n)
-            return (optax.apply_updates(params, updates), state), None
+            return micro_step(*carry, batch), None
 
         return jax.lax.scan(body, (params, optimizer.init(params)), xs)[0]
 

@@ -237,7 +237,7 @@ def assert_counts_what_bears_loss(batch: Batch, mask: Any, counted: int) -> None
 
     labels = np.where(mask, batch["labels"], -100)
     micro_batches = helpers.cut({"tokens": batch["tokens"], "labels": labels}, 4)
-    window = jax.tree.map(lambda *xs: np.stack(xs), *micro_batches)
+    window = helpers.stack(micro_batches)
     params = helpers.init_params(0)
     f = jax.jit(window_value_and_grad(loss_fn))
     (_, (num_tokens, _)), ours = f(params, window)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import count_compilations, in_float64, relative_error, run_step
+from helpers import count_compilations, in_float64, relative_error, run_step, stack
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import TYPES, WAYS, make_mesh, make_step
@@ -64,7 +64,7 @@ def on(mesh: Mesh, *spec: Any) -> Place:
 def given_to(way: str, batches: list[Any], place: Place, place_rows: Place) -> Any:
     """Return the batch of each call, with class weights and rows placed as given."""
     if way == "window":
-        batches = [jax.tree.map(lambda *xs: np.stack(xs), *batches)]
+        batches = [stack(batches)]
     return [
         {name: (place_rows if name in rows else place)(x) for name, x in batch.items()}
         for batch in batches
