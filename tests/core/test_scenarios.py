@@ -21,7 +21,8 @@ summed and what it is divided by:
 * every micro-batch drew the same dropout mask (t5x); for MaxText's mask, more of its
   arithmetic and auxiliary losses, see `test_own_your_step.py`
 * window ran across an epoch boundary (OpenRLHF)
-* partial last window was dropped (torchtune, mlx-lm)
+* for a partial last window that was dropped (torchtune, mlx-lm), see
+  `test_token_accumulation.py`
 * resume in mid-window lost micro-batches (OneTrainer)
 * counters counted micro-steps (EasyLM, MaxText, Flax)
 

@@ -14,9 +14,7 @@ from ways_in import PARAMS, SGD, batch_of, exact, loss_fn, mean_of
 
 from optax_tokenaccum import (
     MultiSteps,
-    close_window,
     make_train_step,
-    token_accumulation,
 )
 
 RTOL = helpers.RTOL["float32"]
@@ -117,28 +115,6 @@ def test_window_ran_across_an_epoch_boundary(kind: str):
     assert is_exact(after[False], sgd_over(across))
     assert not is_exact(after[False], sgd_over(within))
     assert is_exact(after[True], sgd_over(within))
-
-
-@pytest.mark.parametrize("way", ["function", "flag"])
-def test_partial_last_window_was_dropped(way: str):
-    """torchtune, mlx-lm: the optimizer steps only at every k-th micro-batch."""
-    tx = token_accumulation(INNER, 2)
-    gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
-    after = {}
-    for closes in (False, True):
-        params, state = PARAMS, tx.init(PARAMS)
-        for i, batch in enumerate(STREAM[:3]):
-            grads, n = gradient(params, batch)
-            flag = {"close_window": i == 2} if closes and way == "flag" else {}
-            updates, state = tx.update(grads, state, params, num_tokens=n, **flag)
-            params = optax.apply_updates(params, updates)
-        if closes and way == "function":
-            updates, state = close_window(tx, state, params)
-            params = optax.apply_updates(params, updates)
-        after[closes] = params
-    assert is_exact(after[False], sgd_over([STREAM[:2]]))
-    assert is_exact(after[True], sgd_over([STREAM[:2], STREAM[2:3]]))
-    assert not is_exact(after[False], after[True])
 
 
 def test_resume_in_mid_window_lost_micro_batches(kind: str):
