@@ -112,9 +112,9 @@ def _or_damaged(directory: Path, numbers: list[int]) -> Generator[None, None, No
         )
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise CheckpointError(
-            f"checkpoint {directory / str(numbers[-1])} is damaged, or of another "
-            f"program ({textwrap.shorten(cause, 120)}). Nothing was changed: move it "
-            f"out of {directory}, and the same command {then}"
+            f"checkpoint {directory / str(numbers[-1])} is damaged, or was written by "
+            f"another program ({textwrap.shorten(cause, 120)}). Nothing was changed: "
+            f"move it out of {directory}, and the same command {then}"
         ) from error
 
 
