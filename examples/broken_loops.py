@@ -235,13 +235,13 @@ GALLERY = {
         never_divided, "applies the sum over tokens", Verdict.NOT_DIVIDED
     ),
     "overwritten": Broken(
-        overwritten, "keeps the last gradient alone", Verdict.LAST_MICRO_BATCH_ONLY
+        overwritten, "keeps only the last gradient", Verdict.LAST_MICRO_BATCH_ONLY
     ),
     "not wrapped": Broken(
         not_wrapped, "steps on every micro-batch", Verdict.STEPPED_EVERY_MICRO_BATCH
     ),
     "updates discarded": Broken(
-        updates_discarded, "drops the one update that is no zero", Verdict.DISCARDED
+        updates_discarded, "drops the one update that is not zero", Verdict.DISCARDED
     ),
     "misaligned": Broken(
         misaligned,
@@ -260,7 +260,7 @@ GALLERY = {
     ),
     "stale window": Broken(
         stale_window,
-        "begins with an epoch's left-over",
+        "starts with leftovers of the last epoch",
         Verdict.UNKNOWN,
         "not a sum of these micro-batches",
     ),

@@ -144,7 +144,7 @@ def _finish(loop: Loop) -> Programs:
         next(loop)
     except StopIteration as stop:
         return stop.value
-    raise RuntimeError("the loop must end after its last window, and it went on")
+    raise RuntimeError("the loop must end after its last window, but it continued")
 
 
 def _memory(program: jax.stages.Lowered) -> int | None:

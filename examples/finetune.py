@@ -95,7 +95,7 @@ DECIDING = (
 def main() -> None:
     """Reads the command line and the data, and trains."""
     options = parse_options(sys.argv[1:])
-    say_on_ctrl_c(lambda: how_to_go_on(options.checkpoint_dir))
+    say_on_ctrl_c(lambda: how_to_continue(options.checkpoint_dir))
     try:
         if options.distributed:
             processes.start(
@@ -106,13 +106,18 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def how_to_go_on(directory: Path | None) -> str:
+def how_to_continue(directory: Path | None) -> str:
     """Says, after an interruption, what the same command would do."""
     if directory is None:
-        return ": a comparison cannot be resumed, the same command begins anew"
+        return (
+            ": a comparison cannot be resumed, the same command starts from the "
+            "beginning"
+        )
     number = last_checkpoint(directory)
     if number is None:
-        return " before the first checkpoint: the same command begins anew"
+        return (
+            " before the first checkpoint: the same command starts from the beginning"
+        )
     return f": the same command resumes from checkpoint {number} in {directory}"
 
 
@@ -217,7 +222,7 @@ def train_one_run(
         )
     opt_state = position.state.opt_state
     console.print(
-        f"{'goes on' if done else 'begins'} after {done} of {total} micro-batches: "
+        f"{'resumes' if done else 'starts'} after {done} of {total} micro-batches: "
         f"gradient_step {opt_state.gradient_step}, mini_step {opt_state.mini_step}; "
         f"devices: {mesh.size}, processes: {jax.process_count()}"
     )

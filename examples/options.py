@@ -122,8 +122,8 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         type=Path,
         metavar="DIRECTORY",
         help="instead of comparing, train a single run by make_train_step that can be "
-        "killed: the same command goes on where the last checkpoint here stands; on "
-        "all devices that there are, with rows to fill where ROWS is no multiple",
+        "killed: the same command resumes from the last checkpoint here; on all "
+        "devices that there are, with rows to fill where ROWS is not a multiple",
     )
     add(
         "--save-every",

@@ -114,7 +114,7 @@ def together() -> Generator[None, None, None]:
         raise mine
     for process, error in enumerate(said):
         if error:
-            raise PeerError(f"process {process} cannot go on. {error}")
+            raise PeerError(f"process {process} cannot continue. {error}")
 
 
 def agree(values: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def agree(values: dict[str, Any]) -> None:
         for name, value in first.items():
             if other.get(name) != value:
                 raise PeerError(
-                    f"all processes must begin alike: {name} is {value} on process 0 "
+                    f"all processes must start alike: {name} is {value} on process 0 "
                     f"and {other.get(name)} on process {process}. Give them the same "
                     "command, the same data and a directory that they share"
                 )

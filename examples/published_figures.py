@@ -151,7 +151,7 @@ def main() -> None:
 
     console.print(
         f"naive: {NAIVE}, exact: {EXACT}; earlier: the naive error of another Llama of "
-        "two layers on other rows, to grow alike and not to be equal"
+        "two layers on other rows, expected to grow alike, not to be equal"
     )
     fixtures = [row for measure in FIXTURES for row in measure()]
     print_table(

@@ -106,15 +106,15 @@ def _or_damaged(directory: Path, numbers: list[int]) -> Generator[None, None, No
         raise
     except Exception as error:  # Orbax raises many classes, even Exception itself.
         then = (
-            f"goes on from {numbers[-2]}, the checkpoint before it"
+            f"resumes from {numbers[-2]}, the checkpoint before it"
             if len(numbers) > 1
-            else "begins anew, since there is no checkpoint before it"
+            else "starts from the beginning, since there is no checkpoint before it"
         )
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise CheckpointError(
-            f"checkpoint {directory / str(numbers[-1])} is damaged, or of another "
-            f"program ({textwrap.shorten(cause, 120)}). Nothing was changed: move it "
-            f"out of {directory}, and the same command {then}"
+            f"checkpoint {directory / str(numbers[-1])} is damaged, or was written by "
+            f"another program ({textwrap.shorten(cause, 120)}). Nothing was changed: "
+            f"move it out of {directory}, and the same command {then}"
         ) from error
 
 

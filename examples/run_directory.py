@@ -63,7 +63,7 @@ def check_settings(path: Path, found: Any, settings: Settings) -> None:
     for name, value in settings.items():
         if found[name] != value:
             raise CheckpointError(
-                f"a run goes on with the settings that it began with: {name} is "
+                f"a run must keep the settings that it started with: {name} is "
                 f"{found[name]} in {path}, and {value} was given. Give the former, or "
                 "another directory for a new run. Nothing was changed"
             )

@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum import softmax_cross_entropy_sum
+from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
 # Relative error of a gradient after one window, by the dtype of the computation.
 RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
@@ -43,9 +43,17 @@ def cut(batch: Any, k: int) -> list[Any]:
     return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
 
 
+def stack(micro_batches: Any) -> Any:
+    """Stack micro-batches in one tree, leaves `[k, micro, ...]`."""
+
+    def stack_leaves(*xs: Any) -> Any:  # compiles nothing outside of a trace
+        return (jnp if isinstance(xs[0], jax.core.Tracer) else np).stack(xs)
+
+    return jax.tree.map(stack_leaves, *micro_batches)
+
+
 def stacked(batch: Any, k: int) -> Any:
-    """The micro-batches of `cut` in one tree, leaves `[k, micro, ...]`."""
-    return jax.tree.map(lambda *xs: np.stack(xs), *cut(batch, k))
+    return stack(cut(batch, k))
 
 
 def init_params(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
@@ -97,6 +105,34 @@ def float64_gradient(params: Any, batch: Any) -> Any:
         logits_of(params, batch["tokens"]), batch["labels"]
     )
     return jnp.sum(jnp.where(batch["mask"], losses, 0)) / jnp.sum(batch["mask"])
+
+
+def new_train_step(
+    kind: str, loss_fn: Any, optimizer: Any, k: int, **options: Any
+) -> Any:
+    """Return a step of "two programs", or of "one program" for a schedule of `k`."""
+    schedule = k if kind == "two programs" else lambda _: k
+    return make_train_step(loss_fn, optimizer, schedule, **options)
+
+
+def run_step(step: Any, state: Any, batches: Iterable[Any], **kwargs: Any) -> Any:
+    """Call the step with each batch; return the last state and metrics."""
+    for batch in batches:
+        state, metrics = step(state, batch, **kwargs)
+    return state, metrics
+
+
+def micro_step(optimizer: Any, loss_fn: Any, counted: bool = True) -> Any:
+    """Return a compiled `step(params, state, batch)` around an optimizer's update."""
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+        count = {"num_tokens": n} if counted else {}
+        updates, state = optimizer.update(grads, state, params, **count)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def relative_error(got: Any, expected: Any) -> float:

@@ -4,7 +4,7 @@ Each is `loss_fn(params, batch) -> (loss_sum, num_tokens)`. The batches of `make
 have the leaves of every kind of loss, of which each loss reads some.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -85,10 +85,37 @@ def make_batch(random: np.random.Generator) -> dict[str, np.ndarray]:
         "rejected_mask": np.arange(LENGTH) < random.integers(2, LENGTH, ROWS)[:, None],
         "start": random.integers(0, LENGTH, ROWS),
         "end": random.integers(0, LENGTH, ROWS),
+        "keys": jax.random.split(jax.random.key(0), ROWS),
     }
     return {
         k: x.astype(np.float32) if x.dtype == np.float64 else x for k, x in made.items()
     }
+
+
+def what_is_read(loss_fn: Loss) -> list[str]:
+    """Return the names of the leaves of a batch that this loss reads."""
+    read: set[str] = set()
+
+    class Reads(dict):
+        def __getitem__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getitem__(name)
+
+        def __or__(self, other: dict) -> "Reads":
+            return Reads(super().__or__(other))
+
+    random = np.random.default_rng(0)
+    loss_fn(make_params(random), Reads(make_batch(random)))
+    return sorted(read)
+
+
+def problems(loss_fn: Loss, seeds: Iterable[int]) -> Iterator[tuple[Any, Any]]:
+    """Draw parameters and batches with only the leaves that this loss reads."""
+    names = what_is_read(loss_fn)
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        params, batch = make_params(random), make_batch(random)
+        yield params, {name: batch[name] for name in names}
 
 
 def logits_of(params: Any, ids: Any) -> jax.Array:
@@ -405,6 +432,16 @@ def connectionist(params: Any, batch: Any) -> Any:
     return jnp.sum(losses), len(logits)
 
 
+def dropout_with_keys_of_rows(params: Any, batch: Any) -> Any:
+    """Dropout that depends only on the row, through the row's own key."""
+
+    def keep(key: Any) -> Any:
+        return jax.random.bernoulli(key, 0.8, (LENGTH,))
+
+    ids = jnp.where(jax.vmap(keep)(batch["keys"]), batch["ids"], 0)
+    return ours(params, batch | {"ids": ids})
+
+
 def mean_of_each_sequence(params: Any, batch: Any) -> Any:
     losses, mask = nll(params, batch), batch["mask"]
     means = jnp.sum(losses * mask, -1) / jnp.maximum(jnp.sum(mask, -1), 1)
@@ -469,6 +506,7 @@ RIGHT: list[Loss] = [
     contrast_within_rows,
     spans,
     connectionist,
+    dropout_with_keys_of_rows,
     mean_of_each_sequence,
     two_heads,
 ]
@@ -522,6 +560,10 @@ def with_padding_of_a_hinge(params: Any, batch: Any) -> Any:
     return hinge(params, batch)[0], batch["mask"].size
 
 
+def with_padding_without_mask(params: Any, batch: Any) -> Any:
+    return next_token_without_mask(params, batch)[0], batch["ids"][:, 1:].size
+
+
 def per_sequence(params: Any, batch: Any) -> Any:
     return ours(params, batch)[0], len(batch["mask"])
 
@@ -570,6 +612,10 @@ def auxiliary_constant(params: Any, batch: Any) -> Any:
     return loss_sum + jnp.sum(params["hidden"] ** 2), n
 
 
+def zero_for_the_whole_batch(params: Any, batch: Any) -> Any:
+    return len(batch["ids"]) - float(ROWS), ours(params, batch)[1]
+
+
 def batch_statistics(params: Any, batch: Any) -> Any:
     x = params["embed"][batch["ids"]]
     x = (x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-3)
@@ -602,12 +648,13 @@ WRONG: dict[Loss, str] = {
     mean_over_rows: "already a mean",
     unshifted: "count takes in what the loss leaves out.*before their shift",
     unshifted_and_attending: "labels before their shift",
-    unshifted_without_mask: "labels before their shift",
+    unshifted_without_mask: r"\+1 in every row: labels before their shift",
     unshifted_labels: "count takes in what the loss leaves out.*before their shift",
     with_padding: "loss takes in what the count leaves out",
     with_padding_of_a_float_mask: "loss takes in what the count leaves out",
     with_padding_of_ignored: "loss takes in what the count leaves out",
     with_padding_of_a_hinge: "loss takes in what the count leaves out",
+    with_padding_without_mask: "the same with any padding",
     per_sequence: "loss takes in what the count leaves out.*one per sequence",
     per_sequence_without_mask: "one per sequence",
     another_mask: "count takes in what the loss leaves out",
@@ -619,6 +666,7 @@ WRONG: dict[Loss, str] = {
     mean_count: "the count is not a sum",
     auxiliary_mean: "not a sum over tokens",
     auxiliary_constant: "not a sum over tokens",
+    zero_for_the_whole_batch: "not a sum over tokens",
     batch_statistics: "depends on the other rows",
     contrast_within_the_batch: "not a sum over tokens|depends on the other rows",
     random_loss: "random",

@@ -3,21 +3,22 @@
 import functools
 from typing import Any
 
+import helpers
 import jax
-import jax.numpy as jnp
-import numpy as np
 from helpers import (
     cut,
     difference,
     float64_gradient,
     init_params,
     loss_sum_fn,
+    new_train_step,
     ragged_batch,
+    run_step,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum import make_train_step, make_window_step
+from optax_tokenaccum import make_window_step
 
 K, ROWS = 4, 64
 # Subtracted from parameters, small gradients would be lost to rounding.
@@ -51,38 +52,29 @@ def placed(mesh: Any, specs: dict[str, P]) -> Any:
 
 
 def make_batch(devices: int) -> Any:
-    """Return 64 ragged rows, of which those of device 1 never have a token."""
+    """Return 64 ragged rows: none of device 1 or of micro-batch 2 has a token."""
     batch = ragged_batch(0, rows=ROWS)
     mask = batch["mask"].reshape(K, devices, ROWS // K // devices, -1)
-    mask[:, 1] = 0
+    mask[:, 1], mask[2] = 0, 0
     return batch | {"mask": mask.reshape(batch["mask"].shape)}
 
 
 def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
-    options = {"mesh": mesh, "data_axes": "data", "loss_fn": loss_sum_fn} | options
-    loss_fn = options.pop("loss_fn")
+    options = {"mesh": mesh, "data_axes": "data"} | options
+    loss_fn, k = options.pop("loss_fn", loss_sum_fn), options.pop("k", K)
     if way == "window":
         return make_window_step(loss_fn, optimizer, **options)
-    schedule = K if way == "two programs" else (lambda _: K)
-    return make_train_step(loss_fn, optimizer, schedule, **options)
+    return new_train_step(way, loss_fn, optimizer, k, **options)
 
 
 def stacked(batch: Any) -> Any:
-    """Stack a window's micro-batches, without a compilation for NumPy arrays."""
-
-    def stack(*xs: Any) -> Any:
-        return (np if isinstance(xs[0], np.ndarray) else jnp).stack(xs)
-
-    return jax.tree.map(stack, *cut(batch, K))
+    return helpers.stacked(batch, K)
 
 
 def run(way: str, step: Any, state: Any, batch: Any, **kwargs: Any) -> Any:
     """Run one window."""
-    if way == "window":
-        return step(state, stacked(batch), **kwargs)
-    for part in cut(batch, K):
-        state, metrics = step(state, part, **kwargs)
-    return state, metrics
+    batches = [stacked(batch)] if way == "window" else cut(batch, K)
+    return run_step(step, state, batches, **kwargs)
 
 
 @functools.cache
@@ -90,6 +82,7 @@ def exact(devices: int) -> Any:
     return float64_gradient(init_params(0), make_batch(devices))
 
 
-def applied(state: Any) -> Any:
-    change = difference(init_params(0), state.params)
+def applied(params: Any) -> Any:
+    """Return the gradient that `sgd(SCALE)` applied to the first parameters."""
+    change = difference(init_params(0), params)
     return jax.tree.map(lambda x: x / SCALE, change)

@@ -63,7 +63,7 @@ BUILDING: list[Row] = [
         [m for k in (0, -1, np.int64(0)) for m in constructed(SGD, k)],
     ),
     (
-        "`every_k_schedule` that is no integer",
+        "`every_k_schedule` that is not an integer",
         TypeError,
         [m for k in (2.0, "4", True, np.array([2])) for m in constructed(SGD, k)],
     ),
@@ -107,7 +107,7 @@ BUILDING: list[Row] = [
         TypeError,
         [m for f in (optax.adam, optax.adamw) for m in constructed(f, 2)],
     ),
-    ("something else than an optimizer", TypeError, constructed(0.1, 2)),
+    ("something that is not an optimizer", TypeError, constructed(0.1, 2)),
     (
         "an inner optimizer that accumulates already",
         ValueError,
@@ -119,7 +119,7 @@ BUILDING: list[Row] = [
     ),
     ("`optax.MultiSteps` around one of ours", None, [wrapped_by_optax]),
     (
-        "`should_skip_update_fn` that is no function",
+        "`should_skip_update_fn` that is not a function",
         TypeError,
         constructed(SGD, 2, should_skip_update_fn=True),
     ),
@@ -134,12 +134,12 @@ BUILDING: list[Row] = [
         constructed(SGD, 2, accumulator_dtype=jnp.int32),
     ),
     (
-        "`gradients` that is neither",
+        "`gradients` that is neither sum nor mean",
         ValueError,
         constructed(SGD, 2, gradients="total", by=(token_accumulation, MultiSteps)),
     ),
     (
-        "`loss_fn` that is no function",
+        "`loss_fn` that is not a function",
         TypeError,
         [
             lambda _: make_train_step(SGD, loss_fn, 2),
@@ -188,7 +188,7 @@ UPDATING: list[Row] = [
         updated(num_tokens=jnp.ones(8)) + returned(lambda w: (w, jnp.ones(8))),
     ),
     (
-        "a count that is no real number",
+        "a count that is not a real number",
         TypeError,
         [m for x in (True, jnp.asarray(True), 1j, [3]) for m in updated(num_tokens=x)]
         + updated(num_tokens="12", modes=[eager])
@@ -212,14 +212,14 @@ UPDATING: list[Row] = [
             for x in (-1.0, np.nan, np.inf, -np.inf)
         ],
     ),
-    ("`value` that is no scalar", ValueError, updated(value=jnp.ones(2), **N)),
+    ("`value` that is not a scalar", ValueError, updated(value=jnp.ones(2), **N)),
     (
         "an optimizer that needs the loss, and no `value`",
         TypeError,
         updated(token_accumulation(POLYAK, 1), MultiSteps(POLYAK, 1), **N),
     ),
     (
-        "`close_window` that is no bool",
+        "`close_window` that is not a bool",
         TypeError,
         [m for x in (1, jnp.ones(2, bool)) for m in updated(close_window=x, **N)]
         + updated(close_window="yes", modes=[eager], **N),
@@ -239,7 +239,7 @@ UPDATING: list[Row] = [
         ],
     ),
     (
-        "gradients with a leaf too many",
+        "gradients with an extra leaf",
         ValueError,
         updated(grads=GRADS | {"new": jnp.zeros(2)}, **N),
     ),

@@ -58,8 +58,8 @@ PLANNING: list[Row] = [
         ValueError,
         padded(pad_values={"ids": 0}),
     ),
-    ("a pad value that is no number", TypeError, padded(pad_values="0")),
-    ("a batch in place of sequences", TypeError, padded(SEQUENCES[0])),
+    ("a pad value that is not a number", TypeError, padded(pad_values="0")),
+    ("a batch instead of sequences", TypeError, padded(SEQUENCES[0])),
     ("no sequence", ValueError, padded([])),
     (
         "tokens in a list",
@@ -109,7 +109,7 @@ PLANNING: list[Row] = [
         [lambda _: pad_window(SEQUENCES, pad_values=0, max_tokens=8, max_sequences=1)],
     ),
     (
-        "`num_micro_batches` beside a `PlannedWindow`",
+        "`num_micro_batches` with a `PlannedWindow`",
         ValueError,
         [
             lambda keep: PLANNED_STEP(

@@ -100,14 +100,14 @@ ON_DEVICES: list[Row] = [
             lambda _: spread(make_window_step, mesh=None),
         ],
     ),
-    ("a `mesh` that is none", TypeError, [lambda _: spread(mesh="data")]),
+    ("a `mesh` that is not a mesh", TypeError, [lambda _: spread(mesh="data")]),
     (
         "`data_axes` that the mesh does not have",
         ValueError,
         [lambda _: spread(data_axes=("data", "fsdp"))],
     ),
     (
-        "`data_axes` that are no names",
+        "`data_axes` that are not names",
         TypeError,
         [lambda _: spread(data_axes=0), lambda _: spread(data_axes=("data", 0))],
     ),
@@ -242,7 +242,7 @@ ON_DEVICES: list[Row] = [
         [whole_sums],
     ),
     (
-        "a count that is alike on all devices, with gradients that are not",
+        "a count that is the same on all devices, with gradients that are not",
         ValueError,
         [
             lambda _: under_shard_map(

@@ -70,7 +70,7 @@ CARRYING: list[Row] = [
         ],
     ),
     (
-        "the state of the same around another inner optimizer",
+        "the state of another inner optimizer",
         ValueError,
         updated(OURS, state=token_accumulation(ADAM, 1).init(PARAMS), **N)
         + updated(token_accumulation(ADAM, 1), state=STATE, **N)
@@ -201,7 +201,7 @@ STEPPING: list[Row] = [
         ],
     ),
     (
-        "parameters that are no arrays",
+        "parameters that are not arrays",
         TypeError,
         [
             lambda _, step=step: step.init({**PARAMS, "act": jnp.tanh})
@@ -209,7 +209,7 @@ STEPPING: list[Row] = [
         ],
     ),
     (
-        "an optimizer's state that is no arrays",
+        "an optimizer's state that is not arrays",
         TypeError,
         [
             lambda _, make=make: make(NAMED).init(PARAMS)

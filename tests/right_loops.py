@@ -9,6 +9,7 @@ import optax
 from batches import Batch
 from broken_loops import loss_fn, make_step, scale, sum_and_count
 from flax import nnx
+from helpers import run_step, stack
 from llama import VOCABULARY
 
 import optax_tokenaccum
@@ -48,20 +49,24 @@ def scan_by_hand(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         return jax.lax.scan(body, (zeros, jnp.float32(0)), stacked)[0]
 
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    total, n = sums(params, stacked)
+    total, n = sums(params, stack(micro_batches))
     grads = scale(total, 1 / n)
     return make_step(optimizer)(params, optimizer.init(params), grads)[0]
 
 
-def by_transformation(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    optimizer = token_accumulation(optimizer, len(micro_batches))
-    state = optimizer.init(params)
-    for batch in micro_batches:
-        grads, n = sum_and_count(params, batch)
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        params = optax.apply_updates(params, updates)
-    return params
+def with_transformation(loss_fn: Any) -> Any:
+    gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
+
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        optimizer = token_accumulation(optimizer, len(micro_batches))
+        state = optimizer.init(params)
+        for batch in micro_batches:
+            grads, n = gradient(params, batch)
+            updates, state = optimizer.update(grads, state, params, num_tokens=n)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return run
 
 
 def by_multi_steps(optimizer: Any, params: Any, micro_batches: Any) -> Any:
@@ -75,23 +80,27 @@ def by_multi_steps(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return optax.apply_updates(params, updates)
 
 
-def by_train_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    train_step = make_train_step(loss_fn, optimizer, len(micro_batches))
-    state = train_step.init(params)
-    for batch in micro_batches:
-        state, _ = train_step(state, batch)
-    return state.params
+def with_train_step(loss_fn: Any) -> Any:
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        step = make_train_step(loss_fn, optimizer, len(micro_batches))
+        return run_step(step, step.init(params), micro_batches)[0].params
+
+    return run
+
+
+by_transformation = with_transformation(loss_fn)
+by_train_step = with_train_step(loss_fn)
 
 
 def by_window_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     window_step = make_window_step(loss_fn, optimizer)
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    return window_step(window_step.init(params), stacked)[0].params
+    state, _ = window_step(window_step.init(params), stack(micro_batches))
+    return state.params
 
 
 def by_value_and_grad(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *micro_batches)
-    _, grads = jax.jit(window_value_and_grad(loss_fn))(params, stacked)
+    f = jax.jit(window_value_and_grad(loss_fn))
+    _, grads = f(params, stack(micro_batches))
     return make_step(optimizer)(params, optimizer.init(params), grads)[0]
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import micro_step, run_step, stack
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -53,12 +54,7 @@ Run = Callable[[Any, list[list[Batch]]], list[Any]]
 
 
 def update_loop(optimizer: Any, loss_fn: Any, counted: bool = True) -> Run:
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-        count = {"num_tokens": n} if counted else {}
-        updates, state = optimizer.update(grads, state, params, **count)
-        return optax.apply_updates(params, updates), state
+    step = micro_step(optimizer, loss_fn, counted)
 
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = optimizer.init(params), []
@@ -93,8 +89,7 @@ def train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = step.init(params), []
         for window in windows:
-            for batch in window:
-                state, _ = step(state, batch)
+            state, _ = run_step(step, state, window)
             after.append(jax.tree.map(np.array, state.params))
         return after
 
@@ -111,7 +106,7 @@ def window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = step.init(params), []
         for window in windows:
-            state, _ = step(state, jax.tree.map(lambda *xs: np.stack(xs), *window))
+            state, _ = step(state, stack(window))
             after.append(jax.tree.map(np.array, state.params))
         return after
 

@@ -9,7 +9,6 @@ import broken_loops
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from batches import Batch
 from broken_loops import K, cut, loss_fn, make_step, parameters, scale, sum_and_count
@@ -22,13 +21,12 @@ from right_loops import (
     by_linen,
     by_nnx,
     by_nnx_without_counts,
-    by_transformation,
-    full_batch,
-    mean_and_count,
     nnx_loss_fn,
+    with_train_step,
+    with_transformation,
 )
 
-from optax_tokenaccum import Verdict, audit, make_train_step, token_accumulation
+from optax_tokenaccum import Verdict, audit
 
 pytestmark = pytest.mark.slow
 
@@ -162,15 +160,7 @@ def test_small_gradients_of_large_parameters_are_read(dtype: str):
     if dtype == "bfloat16":
         assert (params - gradient == params).all()
 
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        optimizer = token_accumulation(optimizer, len(micro_batches))
-        state = optimizer.init(params)
-        for batch in micro_batches:
-            grads, n = jax.grad(small_loss_fn, has_aux=True)(params, batch)
-            updates, state = optimizer.update(grads, state, params, num_tokens=n)
-            params = optax.apply_updates(params, updates)
-        return params
-
+    run = with_transformation(small_loss_fn)
     assert audit(run, small_loss_fn, params, micro_batches).passed
 
 
@@ -216,126 +206,11 @@ def test_parameters_that_are_rounded_to_float32_are_read(numbers: Any):
         loss_sum, num_tokens = line_loss_fn(params, batch)
         return loss_sum / num_tokens, 1
 
-    def run_with(loss_fn: Any) -> Any:
-        def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-            step = make_train_step(loss_fn, optimizer, len(micro_batches))
-            state = step.init(params)
-            for batch in micro_batches:
-                state, _ = step(state, batch)
-            return state.params
-
-        return run
-
     x = np.arange(4, dtype=np.float32)
     micro_batches = [(x, x < 1), (x, x < 4)]
     for given, verdict in (
         (line_loss_fn, Verdict.EXACT),
         (mean_loss_fn, Verdict.MEAN_OF_MEANS),
     ):
-        report = audit(run_with(given), line_loss_fn, numbers, micro_batches)
+        report = audit(with_train_step(given), line_loss_fn, numbers, micro_batches)
         assert report.verdict is verdict, str(report)
-
-
-# What the audit cannot judge, and what it cannot audit.
-
-
-@pytest.mark.parametrize("name", ["full batch", "token_accumulation"])
-@pytest.mark.parametrize("k", [1, K])
-def test_equal_lengths_are_never_a_pass(name: str, k: int):
-    rows = make_rows(0, 33, 33)
-    micro_batches = cut(rows) if k == K else [rows]
-    report = audit(RIGHT[name], loss_fn, parameters(0), micro_batches)
-    assert report.verdict is Verdict.UNKNOWN and not report.passed
-    assert report.explanation.startswith("cannot tell")
-    assert "ragged" in report.explanation
-
-
-def test_several_windows_are_no_window():
-    def twice(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        rows = jax.tree.map(lambda *parts: np.concatenate(parts), *micro_batches)
-        step, state = make_step(optimizer), optimizer.init(params)
-        for _ in range(2):
-            grads, _ = mean_and_count(params, rows)
-            params, state = step(params, state, grads)
-        return params
-
-    report = audit(twice, loss_fn, parameters(0), cut(make_rows(0)))
-    assert report.verdict is Verdict.UNKNOWN
-    assert "run must be one window" in report.explanation
-
-
-def test_a_micro_batch_without_tokens():
-    micro_batches = cut(make_rows(0))
-    empty = micro_batches[2]._replace(mask=np.zeros_like(micro_batches[2].mask))
-    micro_batches[2] = empty
-    assert audit(by_transformation, loss_fn, parameters(0), micro_batches).passed
-    report = audit(broken_loops.overwritten, loss_fn, parameters(0), micro_batches)
-    assert report.verdict is Verdict.LAST_MICRO_BATCH_ONLY
-
-
-def test_what_cannot_be_audited_says_so():
-    params, micro_batches = parameters(0), cut(make_rows(0))
-
-    def zero_loss_fn(params: Any, batch: Batch) -> Any:
-        loss_sum, n = loss_fn(params, batch)
-        return 0 * loss_sum, n
-
-    no_tokens = [batch._replace(mask=0 * batch.mask) for batch in micro_batches]
-    for error, message, arguments in (
-        (TypeError, "run must be a function", (None, loss_fn, params, micro_batches)),
-        (TypeError, "loss_fn must be", (full_batch, None, params, micro_batches)),
-        (ValueError, "at least one micro-batch", (full_batch, loss_fn, params, [])),
-        (ValueError, "not all 0", (full_batch, loss_fn, params, no_tokens)),
-        (
-            ValueError,
-            "one that is zero",
-            (full_batch, zero_loss_fn, params, micro_batches),
-        ),
-        (
-            ValueError,
-            "run must return the parameters",
-            (lambda *_: {}, loss_fn, params, micro_batches),
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            audit(*arguments)
-
-
-# The report.
-
-
-def test_report_says_what_a_person_needs():
-    report = audit(
-        broken_loops.mean_of_means, loss_fn, parameters(0), cut(make_rows(0))
-    )
-    text = str(report)
-    first = text.splitlines()[0]
-    assert first.startswith("MEAN_OF_MEANS: the loop averages the means")
-    assert "num_tokens" in first
-    assert f"relative error {report.relative_error:.1e}" in text
-    assert f"cosine {report.cosine:.4f}" in text
-    assert set(report.candidates) == set(Verdict) - {Verdict.UNKNOWN}
-    for verdict in report.candidates:
-        assert verdict.value in text
-    paths = [line.split()[-1] for line in text.splitlines()[-3:]]
-    worst = sorted(report.parameters, key=lambda p: -p.error)
-    assert paths == [p.path for p in worst]
-    total = np.linalg.norm([p.error for p in report.parameters])
-    exact = np.linalg.norm([p.exact for p in report.parameters])
-    assert total / exact == pytest.approx(report.relative_error)
-
-
-def test_plot_shows_both_norms_of_every_parameter():
-    report = audit(full_batch, loss_fn, parameters(0), cut(make_rows(0)))
-    figure = report.plot()
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        p.path for p in report.parameters
-    ]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "applied",
-        "exact",
-    ]
-    widths = [bar.get_width() for bar in axes.patches]
-    applied = [p.applied for p in report.parameters]
-    assert widths == applied + [p.exact for p in report.parameters]

@@ -3,9 +3,8 @@
 import re
 
 import jax
-import numpy as np
 import pytest
-from kinds_of_losses import RIGHT, WRONG, Loss, make_batch, make_params
+from kinds_of_losses import RIGHT, WRONG, Loss, problems
 
 from optax_tokenaccum import LossReport, check_loss_fn
 
@@ -15,29 +14,11 @@ SEEDS = range(20)
 
 
 def reports(loss_fn: Loss) -> list[LossReport]:
-    """One report per seed, on batches with only the leaves that this loss reads."""
-    read: set[str] = set()
-
-    class Reads(dict):
-        def __getitem__(self, name: str) -> jax.Array:
-            read.add(name)
-            return super().__getitem__(name)
-
-        def __or__(self, other: dict) -> "Reads":
-            return Reads(super().__or__(other))
-
-    def draw(seed: int) -> tuple[dict, dict]:
-        random = np.random.default_rng(seed)
-        return make_params(random), make_batch(random)
-
-    params, batch = draw(0)
-    loss_fn(params, Reads(batch))
-    found, jitted = [], jax.jit(loss_fn)  # compiled once
-    for seed in SEEDS:
-        params, batch = draw(seed)
-        given = {name: batch[name] for name in sorted(read)}
-        found.append(check_loss_fn(jitted, params, [given]))
-    return found
+    jitted = jax.jit(loss_fn)  # compiled once
+    return [
+        check_loss_fn(jitted, params, [batch])
+        for params, batch in problems(loss_fn, SEEDS)
+    ]
 
 
 def test_there_are_forty_kinds():

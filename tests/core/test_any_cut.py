@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import chex
+import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -181,7 +182,7 @@ def stacked(batches: list[Any]) -> dict[str, Any]:
     """Pad to the longest window with NaNs, which must never be read."""
     poison = jax.tree.map(lambda x: np.full_like(x, np.nan), batches[0])
     padded = batches + [poison] * (LONGEST_WINDOW - len(batches))
-    leaves = jax.tree.map(lambda *xs: np.stack(xs), *padded)
+    leaves = helpers.stack(padded)
     return {"micro_batches": leaves, "num_micro_batches": np.int32(len(batches))}
 
 

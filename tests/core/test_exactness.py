@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import helpers
-import jax
 import numpy as np
 import optax
 import pytest
@@ -24,11 +23,7 @@ Run = Callable[[Any, list[Any]], tuple[Any, Any]]
 
 
 def _loop(optimizer: Any, loss_fn: Any) -> Run:
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        return optax.apply_updates(params, updates), state
+    step = helpers.micro_step(optimizer, loss_fn)
 
     def run(params: Any, micro_batches: list[Any]) -> tuple[Any, Any]:
         state = optimizer.init(params)
@@ -61,10 +56,7 @@ def _train_step_in_one_program(k: int) -> Run:
 
 def _steps(step: Any) -> Run:
     def run(params: Any, micro_batches: list[Any]) -> tuple[Any, Any]:
-        state = step.init(params)
-        for batch in micro_batches:
-            state, _ = step(state, batch)
-        return state
+        return helpers.run_step(step, step.init(params), micro_batches)[0]
 
     return run
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from constant_gradients import PARAMS, grads
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -16,12 +17,6 @@ from optax_tokenaccum import (
     from_multi_steps_state,
     token_accumulation,
 )
-
-PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)}
-
-
-def grads(scale: float) -> Any:
-    return jax.tree.map(lambda p: jnp.full_like(p, scale), PARAMS)
 
 
 @pytest.mark.parametrize("use_grad_mean", [True, False])

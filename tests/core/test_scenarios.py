@@ -7,22 +7,22 @@ summed and what it is divided by:
 * one NaN micro-batch poisoned every later update (optax)
 * weight decay and schedules ran per micro-batch (Keras)
 * divided by k after a global count (EasyDeL)
-* auxiliary loss was divided by tokens (MaxText), or added k times (HF Trainer)
 * dropped micro-batch stayed in the denominator (prime-rl)
 * grad_norm was averaged with zeros (Tunix)
 * fully masked micro-batch was NaN (levanter), or one of the k means
 * max(count, 1) spoiled fractional weights (MaxText)
-* float32 counts stop at 2^24, and bfloat16 sums lost 4096 hundredths
+* float32 counts stop at 2^24; for bfloat16 sums, see `test_numerics.py`
 * labels were counted unshifted (transformers, unsloth-zoo)
 * packing boundaries were counted (OpenNMT)
 
 `test_scenarios_of_runs.py` tests what happens from call to call:
 
 * has_updated was true after a skip at the start of a window (optax)
-* every micro-batch drew the same dropout mask (t5x); for MaxText's mask and more of
-  its arithmetic, see `test_own_your_step.py`
+* every micro-batch drew the same dropout mask (t5x); for MaxText's mask, more of its
+  arithmetic and auxiliary losses, see `test_own_your_step.py`
 * window ran across an epoch boundary (OpenRLHF)
-* partial last window was dropped (torchtune, mlx-lm)
+* for a partial last window that was dropped (torchtune, mlx-lm), see
+  `test_token_accumulation.py`
 * resume in mid-window lost micro-batches (OneTrainer)
 * counters counted micro-steps (EasyLM, MaxText, Flax)
 
@@ -34,11 +34,11 @@ summed and what it is divided by:
 * k of 1 took the memory of accumulation (optax, EasyLM, t5x)
 * Python int count retraced, first call with unplaced state compiled twice (Tunix)
 
-Tests on more than one device are still missing: means over devices of per-device
-means, rows that move in the split, MultiSteps under shard_map, sums on device 0 only.
+Other files test mistakes on more than one device: the mean over devices of their means
+(`test_many_devices.py`), gradients that are reduced twice or never under `shard_map`
+(`test_axis_name.py`), and rows that move when a batch is split (`test_collectives.py`).
 """
 
-import functools
 from typing import Any
 
 import chex
@@ -63,7 +63,6 @@ from ways_in import (
 
 from optax_tokenaccum import (
     MultiSteps,
-    make_train_step,
     softmax_cross_entropy_sum,
     token_accumulation,
     window_value_and_grad,
@@ -167,42 +166,6 @@ def test_sums_that_a_global_count_divided_are_only_added():
     assert_exact(PARAMS, ours, *RAGGED)
 
 
-def penalty(params: Any) -> jax.Array:
-    """An auxiliary loss that is a mean; its gradient is `params["w"] / 2`."""
-    return jnp.mean(params["w"] ** 2)
-
-
-def with_penalty(params: Any, batch: Any) -> Any:
-    loss_sum, n = loss_fn(params, batch)
-    return loss_sum + penalty(params) * n, n
-
-
-@functools.cache
-def penalty_divided_by_tokens() -> Any:
-    def maxtext(params: Any) -> Any:
-        sums = [loss_fn(params, batch)[0] + penalty(params) for batch in RAGGED]
-        return sum(sums) / COUNT
-
-    return jax.jit(jax.grad(maxtext))(PARAMS)
-
-
-@functools.cache
-def penalty_of_every_micro_batch() -> Any:
-    def trainer(params: Any) -> Any:
-        return sum(loss_fn(params, b)[0] / COUNT + penalty(params) for b in RAGGED)
-
-    return jax.jit(jax.grad(trainer))(PARAMS)
-
-
-def test_auxiliary_loss_was_divided_by_tokens(way: Any):
-    """MaxText adds it to the sum, HF Trainer adds it in every micro-batch."""
-    expected = {"w": exact(PARAMS, *RAGGED)["w"] + np.asarray(PARAMS["w"]) / 2}
-    for theirs in (penalty_divided_by_tokens(), penalty_of_every_micro_batch()):
-        assert helpers.relative_error(theirs, expected) > 0.01
-    (ours,) = way(with_penalty, SGD, 2)(PARAMS, [RAGGED])
-    assert helpers.relative_error(moved(PARAMS, ours), expected) < RTOL
-
-
 def test_dropped_micro_batch_stayed_in_the_denominator(way: Any):
     """prime-rl drops a non-finite gradient but counts its tokens."""
     window = [SHORT, NAN, LONG]
@@ -213,16 +176,9 @@ def test_dropped_micro_batch_stayed_in_the_denominator(way: Any):
     assert_exact(PARAMS, ours, SHORT, LONG)
 
 
-STEPS = [
-    lambda: make_train_step(loss_fn, SGD, 2),
-    lambda: make_train_step(loss_fn, SGD, lambda _: 2),
-]
-
-
-@pytest.mark.parametrize("new_step", STEPS, ids=["two programs", "one program"])
-def test_grad_norm_was_averaged_with_zeros(new_step: Any):
+def test_grad_norm_was_averaged_with_zeros(kind: str):
     """Tunix averages the reports of open windows into the mean that it logs."""
-    step = new_step()
+    step = helpers.new_train_step(kind, loss_fn, SGD, 2)
     state, logged = step.init(PARAMS), []
     for batch in RAGGED:
         state, metrics = step(state, batch)
@@ -273,36 +229,6 @@ def test_float32_counts_stop_at_2_to_the_24():
     np.testing.assert_allclose(-updates, expected, rtol=RTOL)
 
 
-@pytest.mark.parametrize(
-    ("number", "k", "naive_sum"),
-    [(0.01, 4096, 4.0), (1.0, 301, 256.0)],
-    ids=["4096 hundredths", "301 ones"],
-)
-@pytest.mark.parametrize("form", ["transformation", "window"])
-def test_bfloat16_sums_lost_4096_hundredths(
-    form: str, number: float, k: int, naive_sum: float
-):
-    """optax.microbatch, levanter, MaxText: sums have the dtype of the terms."""
-    params, numbers = jnp.zeros((), jnp.bfloat16), jnp.full(k, number, jnp.bfloat16)
-
-    def mean(accumulator_dtype: Any) -> jax.Array:
-        if form == "window":
-            f = window_value_and_grad(
-                lambda w, x: (w * x, 1.0), accumulator_dtype=accumulator_dtype
-            )
-            return f(params, numbers)[1]
-        tx = token_accumulation(SGD, k, accumulator_dtype=accumulator_dtype)
-
-        def body(state: Any, gradient: Any) -> Any:
-            updates, state = tx.update(gradient, state, params, num_tokens=1)
-            return state, -updates
-
-        return jax.lax.scan(body, tx.init(params), numbers)[1][-1]
-
-    assert mean(None) == numbers[0]
-    np.testing.assert_allclose(mean(jnp.bfloat16), naive_sum / k, rtol=1e-2)
-
-
 def assert_counts_what_bears_loss(batch: Batch, mask: Any, counted: int) -> None:
     """Check that `mask` is exact, and that the same sum over `counted` is not."""
 
@@ -312,7 +238,7 @@ def assert_counts_what_bears_loss(batch: Batch, mask: Any, counted: int) -> None
 
     labels = np.where(mask, batch["labels"], -100)
     micro_batches = helpers.cut({"tokens": batch["tokens"], "labels": labels}, 4)
-    window = jax.tree.map(lambda *xs: np.stack(xs), *micro_batches)
+    window = helpers.stack(micro_batches)
     params = helpers.init_params(0)
     f = jax.jit(window_value_and_grad(loss_fn))
     (_, (num_tokens, _)), ours = f(params, window)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from constant_gradients import PARAMS, grads
 
 from optax_tokenaccum import (
     TokenAccumulationState,
@@ -18,21 +19,10 @@ from optax_tokenaccum import (
     token_accumulation,
 )
 
-PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)}
-
-
-def grads(scale: float) -> Any:
-    return jax.tree.map(lambda p: jnp.full_like(p, scale), PARAMS)
-
 
 def new(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     optimizer = token_accumulation(*args, **kwargs)
     return optimizer, optimizer.init(PARAMS)
-
-
-@pytest.fixture(params=["jit", "eager"])
-def maybe_jit(request: pytest.FixtureRequest) -> Any:
-    return jax.jit if request.param == "jit" else lambda f: f
 
 
 def test_window_divides_the_sum_once_and_the_mean_of_means_differs(maybe_jit: Any):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from constant_gradients import PARAMS, grads
 
 from optax_tokenaccum import has_updated, token_accumulation
 
-PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)}
 SCALES = jnp.asarray([2.0, 90.0, 5.0, 7.0, -3.0, 1.0])
 COUNTS = jnp.asarray([1.0, 9.0, 2.0, 0.0, 3.0, 4.0])
 
@@ -24,10 +24,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "tokens": {"every_n_tokens": 10},
     "skip": {"every_k_schedule": 2, "should_skip_update_fn": optax.skip_not_finite},
 }
-
-
-def grads(scale: Any) -> Any:
-    return jax.tree.map(lambda p: jnp.full_like(p, scale), PARAMS)
 
 
 @pytest.fixture(params=SCHEDULES.values(), ids=SCHEDULES.keys())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import count_compilations, in_float64, relative_error
+from helpers import count_compilations, in_float64, relative_error, run_step, stack
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import TYPES, WAYS, make_mesh, make_step
@@ -64,7 +64,7 @@ def on(mesh: Mesh, *spec: Any) -> Place:
 def given_to(way: str, batches: list[Any], place: Place, place_rows: Place) -> Any:
     """Return the batch of each call, with class weights and rows placed as given."""
     if way == "window":
-        batches = [jax.tree.map(lambda *xs: np.stack(xs), *batches)]
+        batches = [stack(batches)]
     return [
         {name: (place_rows if name in rows else place)(x) for name, x in batch.items()}
         for batch in batches
@@ -73,10 +73,14 @@ def given_to(way: str, batches: list[Any], place: Place, place_rows: Place) -> A
 
 
 def applied(way: str, step: Any, state: Any, batches: list[Any]) -> Any:
-    for batch in batches:
-        state, metrics = step(state, batch)
+    state, metrics = run_step(step, state, batches)
     assert metrics.updated
     return jax.tree.map(np.negative, jax.device_get(state.params))
+
+
+def over(way: str, mesh: Mesh, axis: str) -> Place:
+    """Spread what all micro-batches of a call have along one axis of the mesh."""
+    return on(mesh, *([None, axis] if way == "window" else [axis]))
 
 
 def as_given(x: Any) -> Any:
@@ -88,17 +92,22 @@ def build(way: str, mesh: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("way", "kind", "spread"),
+    ("way", "kind", "axis", "spread"),
     [
-        *[(way, "auto", False) for way in WAYS],
-        *[(way, "explicit", True) for way in ("two programs", "window")],
+        *[(way, "auto", None, False) for way in WAYS],
+        *[(way, "explicit", None, True) for way in ("two programs", "window")],
+        *[(way, "auto", "model", False) for way in WAYS],
     ],
 )
-def test_what_is_placed_on_every_device_is_whole(way: str, kind: str, spread: bool):
-    mesh = make_mesh((8,), kind)
+def test_what_is_placed_anywhere_but_on_the_data_axis_is_whole(
+    way: str, kind: str, axis: str | None, spread: bool
+):
+    """On every device, or over another axis alone."""
+    mesh = make_mesh((4, 2) if axis else (8,), kind)
     step = build(way, mesh)
-    rows = on(mesh, *([None, "data"] if way == "window" else ["data"]))
-    batches = given_to(way, window(), on(mesh), rows if spread else as_given)
+    place = over(way, mesh, axis) if axis else on(mesh)
+    rows = over(way, mesh, "data") if spread else as_given
+    batches = given_to(way, window(), place, rows)
     got = applied(way, step, step.init(PARAMS), batches)
     assert relative_error(got, EXACT) < 2e-6
 
@@ -158,29 +167,16 @@ def test_what_may_be_rows_or_not_is_refused(way: str):
         step(step.init(PARAMS), batch)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_spread_over_another_axis_alone_is_whole(way: str):
-    mesh = make_mesh((4, 2))
-    step = build(way, mesh)
-    place = on(mesh, *([None, "model"] if way == "window" else ["model"]))
-    batches = given_to(way, window(), place, as_given)
-    got = applied(way, step, step.init(PARAMS), batches)
-    assert relative_error(got, EXACT) < 2e-6
-
-
 @pytest.mark.parametrize("way", ["two programs", "window"])
 def test_in_an_outer_jit_types_say_what_is_whole(way: str):
     for kind in TYPES:
         mesh = make_mesh((8,), kind)
         step = build(way, mesh)
         state = step.init(PARAMS)
-        rows = on(mesh, *([None, "data"] if way == "window" else ["data"]))
-        batches = given_to(way, window(), on(mesh), rows)
+        batches = given_to(way, window(), on(mesh), over(way, mesh, "data"))
 
         def in_turn(state: Any, batches: Any, step: Any = step) -> Any:
-            for batch in batches:
-                state, _ = step(state, batch)
-            return state
+            return run_step(step, state, batches)[0]
 
         if kind == "auto":  # its types do not say
             with pytest.raises(ValueError, match="as a keyword"):
@@ -243,8 +239,7 @@ def test_scalars_of_a_micro_batch_are_whole(way: str):
     if way == "window":
         batches = [{"x": X, "scale": scales}]
     state = step.init(jnp.zeros(()))
-    for batch in batches:
-        state, metrics = step(state, batch)
+    state, metrics = run_step(step, state, batches)
     assert metrics.updated and metrics.num_tokens == X.size
     expected = np.sum(X.astype(np.float64).sum((1, 2)) * scales) / X.size
     np.testing.assert_allclose(-state.params, expected, rtol=2e-6)

@@ -5,9 +5,11 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
+from helpers import run_step
 from jax.sharding import Mesh
 from meshes import WAYS, make_mesh
 
@@ -40,19 +42,12 @@ def mean_first(w: Any, x: Any) -> Any:
 
 
 def make_step(way: str, loss_fn: Any, optimizer: Any = SGD, **options: Any) -> Any:
-    options = {"mesh": make_mesh((DEVICES,)), "data_axes": "data"} | options
-    if way == "window":
-        return make_window_step(loss_fn, optimizer, **options)
-    schedule = 3 if way == "two programs" else (lambda _: 3)
-    return make_train_step(loss_fn, optimizer, schedule, **options)
+    options = {"mesh": make_mesh((DEVICES,)), "loss_fn": loss_fn, "k": 3} | options
+    return meshes.make_step(way, optimizer, **options)
 
 
 def run(way: str, step: Any, state: Any, window: Any, **kwargs: Any) -> Any:
-    if way == "window":
-        return step(state, window, **kwargs)
-    for micro_batch in window:
-        state, metrics = step(state, micro_batch, **kwargs)
-    return state, metrics
+    return run_step(step, state, [window] if way == "window" else window, **kwargs)
 
 
 def ragged(*, rows: int = DEVICES) -> np.ndarray:

@@ -202,21 +202,28 @@ def test_scale_of_an_auxiliary_loss(auxiliary: Any, k: int):
         return loss_sum + 0.1 * auxiliary(params, batch) * num_tokens, num_tokens
 
     def as_it_is(params: Any, batch: Any) -> Any:
+        """What MaxText adds: the auxiliary loss is divided by the tokens."""
         loss_sum, num_tokens = squares(params, batch)
         return loss_sum + 0.1 * auxiliary(params, batch), num_tokens
+
+    def k_times(params: Any, batch: Any) -> Any:
+        """What the Trainer of transformers adds: all of it in every micro-batch."""
+        loss_sum, num_tokens = squares(params, batch)
+        return loss_sum + 0.1 * auxiliary(params, batch) * NUM_TOKENS, num_tokens
 
     @jax.jit
     def gradients(micro_batches: Any) -> Any:
         return [
             window_value_and_grad(f)(WEIGHTS, micro_batches)[1]
-            for f in (times_tokens, as_it_is, squares)
+            for f in (times_tokens, as_it_is, k_times, squares)
         ]
 
-    right, wrong, without = gradients(split_batch(BATCH, k))
+    right, wrong, too_often, without = gradients(split_batch(BATCH, k))
     share = jax.grad(lambda params: 0.1 * auxiliary(params, BATCH))(WEIGHTS)
     expected = jax.tree.map(operator.add, without, share)
     assert helpers.relative_error(right, expected) < RTOL
     assert helpers.relative_error(wrong, expected) > 0.01
+    assert (helpers.relative_error(too_often, expected) > 0.01) == (k > 1)
     if auxiliary is penalty:  # too small by a factor of a micro-batch's tokens
         seen = jax.tree.map(operator.sub, wrong, without)
         seen = jax.tree.map(lambda x: x * (NUM_TOKENS / k), seen)

@@ -52,14 +52,8 @@ def by_loop(optimizer: Any, loss_fn: Any) -> Way:
     def init(params: Any) -> StepState:
         return StepState(params, optimizer.init(params))
 
-    @jax.jit
-    def step(state: StepState, batch: Any) -> StepState:
-        params, opt_state = state
-        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params, num_tokens=n)
-        return StepState(optax.apply_updates(params, updates), opt_state)
-
-    return Way(init, step)
+    step = helpers.micro_step(optimizer, loss_fn)
+    return Way(init, lambda state, batch: StepState(*step(*state, batch)))
 
 
 WAYS: dict[str, Callable[[], Way]] = {

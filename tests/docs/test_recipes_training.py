@@ -32,15 +32,8 @@ def train(optimizer: Any, windows: list[Any], gradients: str = "sum") -> Any:
     """Return the parameters after `windows`, by a loop around an optimizer."""
     is_mean = gradients == "mean"
     loss_fn = helpers.loss_mean_fn if is_mean else helpers.loss_sum_fn
-    takes_count = not isinstance(optimizer, optax.MultiSteps)
-
-    @jax.jit
-    def micro_step(params: Any, state: Any, batch: Any) -> Any:
-        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-        count = {"num_tokens": n} if takes_count else {}
-        updates, state = optimizer.update(grads, state, params, **count)
-        return optax.apply_updates(params, updates), state
-
+    counted = not isinstance(optimizer, optax.MultiSteps)
+    micro_step = helpers.micro_step(optimizer, loss_fn, counted)
     params, state = PARAMS, optimizer.init(PARAMS)
     for window in windows:
         for batch in helpers.cut(window, K):

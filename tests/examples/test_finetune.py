@@ -411,7 +411,8 @@ def test_ctrl_c_ends_a_comparison_with_one_line(tmp_path):
     small = "--updates=1", "--d-model=32", "--layers=1"
     complaint = interrupted_after("compiling: full-batch\n", *small, "--out", tmp_path)
     assert complaint == (
-        "interrupted: a comparison cannot be resumed, the same command begins anew\n"
+        "interrupted: a comparison cannot be resumed, the same command starts from the "
+        "beginning\n"
     )
     assert not [*tmp_path.iterdir()]
 

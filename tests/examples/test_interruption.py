@@ -37,70 +37,34 @@ from directories import (
 from helpers import relative_error
 from jax.sharding import Mesh
 from rich.console import Console
+from small_finetuning import SAVE_EVERY, K, new_command
 
 from optax_tokenaccum import StepState
 
 pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("KILLS", "5"))
-UPDATES, K, SAVE_EVERY = 4 * KILLS + 8, 4, 5
+UPDATES = 4 * KILLS + 8
 MICRO_BATCHES = K * UPDATES
 
 
-class Command(NamedTuple):
-    """`finetune.py` on a small data set.
-
-    Attributes:
-      data: the JSONL file.
-      cache: compiled programs for the processes after the first.
-    """
-
-    data: Path
-    cache: Path
-
-    def words(self, directory, *more):
-        return [
-            *("--checkpoint-dir", directory, "--save-every", SAVE_EVERY),
-            *("--updates", UPDATES, "--gradient-accumulation-steps", K),
-            *("--data", self.data, "--max-length", 48, "--d-model", 32),
-            *("--layers", 1, *more),
-        ]
-
-    def start(self, log, directory, *more, cached=True):
-        environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
-        if cached:
-            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.cache)
-        words = [sys.executable, finetune.__file__, *self.words(directory, *more)]
-        with log.open("wb") as file:
-            return subprocess.Popen(
-                list(map(str, words)), env=environment, stdout=file, stderr=file
-            )
-
-    def run(self, directory, *more):
-        """Run to the end; return the exit status and everything printed."""
-        log = directory.with_suffix(".log")
-        status = self.start(log, directory, *more).wait(timeout=300)
-        return status, log.read_text()
+def run(command, directory, *more):
+    """Run to the end; return the exit status and everything printed."""
+    log = directory.with_suffix(".log")
+    process = command.start(log, directory, *more, cached=True)
+    return process.wait(timeout=300), log.read_text()
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("command")
-    lines = (
-        {"prompt": f"prompt {i}", "completion": "abcdefgh"[i % 8] * (1 + 7 * i % 29)}
-        for i in range(40)
-    )
-    data = directory / "data.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Command(data, directory / "cache")
+    return new_command(tmp_path_factory.mktemp("command"), "--updates", UPDATES)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(command):
     """Return the directory of a run that nothing interrupted."""
-    directory = command.data.with_name("uninterrupted")
-    status, printed = command.run(directory)
+    directory = command.folder / "uninterrupted"
+    status, printed = run(command, directory)
     assert status == 0, printed
     assert len(checkpoints(directory)) == resumable.KEPT
     assert checkpoints(directory)[-1] == MICRO_BATCHES
@@ -127,7 +91,7 @@ class Setting(NamedTuple):
 
 
 def setting_of(command, directory):
-    chosen = options.parse_options([*map(str, command.words(directory))])
+    chosen = options.parse_options(command.words(directory))
     settings = json.loads((directory / "settings.json").read_text())
     assert settings["seed"] == chosen.seed == 0
     params, _ = finetune.make_parameters(chosen)
@@ -223,11 +187,11 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_had_been(
         kills += 1
         in_a_window += done % K > 0
         in_a_save += left_a_save
-    status, printed = command.run(directory)
+    status, printed = run(command, directory)
     assert status == 0, printed
     assert where_it_begins(printed) == (done, *divmod(done, K))
     print(
-        f"{kills} kills: after {in_a_window} the run went on in the middle of a "
+        f"{kills} kills: after {in_a_window} the run resumed in the middle of a "
         f"window, {in_a_save} left an unfinished save"
     )
     assert not unfinished_saves(directory)
@@ -266,11 +230,12 @@ def test_ctrl_c_ends_the_run_with_one_line_and_loses_no_checkpoint(
             f"interrupted: the same command resumes from checkpoint {last} in "
             f"{directory}"
             if (last := max(checkpoints(directory), default=0))
-            else "interrupted before the first checkpoint: the same command begins anew"
+            else "interrupted before the first checkpoint: the same command starts "
+            "from the beginning"
         ), moment
         assert number_of_lines(directory) >= last, moment
     assert last
-    status, printed = command.run(directory)
+    status, printed = run(command, directory)
     assert status == 0, printed
     assert where_it_begins(printed) == (last, *divmod(last, K))
     assert_same_end(command, directory, uninterrupted)
@@ -281,9 +246,7 @@ def test_ctrl_c_in_a_terminal_shows_the_cursor_that_the_bar_hides(command, tmp_p
     words = [sys.executable, finetune.__file__, *command.words(tmp_path / "run")]
     printed = b""
     with os.fdopen(terminal, "rb", buffering=0) as screen:
-        process = subprocess.Popen(
-            [*map(str, words)], stdin=end, stdout=end, stderr=end
-        )
+        process = subprocess.Popen(words, stdin=end, stdout=end, stderr=end)
         os.close(end)
         with contextlib.suppress(OSError):  # how Linux ends a terminal
             while text := screen.read(4096):
@@ -293,7 +256,7 @@ def test_ctrl_c_in_a_terminal_shows_the_cursor_that_the_bar_hides(command, tmp_p
     assert process.wait() == 130
     hidden, shown = b"\x1b[?25l", b"\x1b[?25h"
     assert printed.rfind(shown) > printed.rfind(hidden) > 0
-    assert printed.endswith(b"the same command begins anew\r\n")
+    assert printed.endswith(b"the same command starts from the beginning\r\n")
     assert b"Traceback" not in printed
 
 
@@ -327,7 +290,7 @@ def test_the_loss_of_every_token_is_printed_with_its_checkpoint(uninterrupted):
 
 
 def test_a_resume_that_drops_the_open_window_ends_elsewhere(command, copy):
-    chosen = options.parse_options([*map(str, command.words(copy))])
+    chosen = options.parse_options(command.words(copy))
     setting = setting_of(command, copy)
     end = resumable.resume(copy, *setting).state
     number = next(number for number in checkpoints(copy) if number % K)
@@ -353,7 +316,7 @@ def test_a_resume_that_drops_the_open_window_ends_elsewhere(command, copy):
         line["batch_sha256"] for line in lines
     ]
 
-    def go_on(state):
+    def resume(state):
         state = jax.tree.map(jnp.copy, state)
         for batch in micro_batches[number:]:
             state, _ = setting.step(state, batch, frozen=frozen)
@@ -368,9 +331,9 @@ def test_a_resume_that_drops_the_open_window_ends_elsewhere(command, copy):
         "without any optimizer state": fresh,
     }
     with jax.default_matmul_precision("highest"):
-        chex.assert_trees_all_equal(go_on(state), end)
+        chex.assert_trees_all_equal(resume(state), end)
         for name, opt_state in naive.items():
-            got = go_on(StepState(state.params, opt_state))
+            got = resume(StepState(state.params, opt_state))
             assert relative_error(got.params, end.params) > 1e-4, name
 
 
@@ -415,7 +378,7 @@ def test_the_command_refuses_without_a_traceback_or_a_change(command, copy, case
     spoil(copy)
     (copy / f"{MICRO_BATCHES + 1}.orbax-checkpoint-tmp").mkdir()
     before = snapshot(copy)
-    status, printed = command.run(copy, *words)
+    status, printed = run(command, copy, *words)
     assert status == 1
     assert message.format(copy) in printed
     assert printed.count("error: ") == 1 and "Nothing was changed" in printed
@@ -424,12 +387,12 @@ def test_the_command_refuses_without_a_traceback_or_a_change(command, copy, case
     assert snapshot(copy) == before
 
 
-def test_with_a_damaged_checkpoint_out_of_the_way_the_one_before_it_goes_on(
+def test_with_a_damaged_checkpoint_out_of_the_way_the_one_before_it_is_resumed(
     command, uninterrupted, copy, tmp_path
 ):
     cut_to_half(largest_file(copy / str(MICRO_BATCHES)))
     shutil.move(copy / str(MICRO_BATCHES), tmp_path / "away")
-    status, printed = command.run(copy)
+    status, printed = run(command, copy)
     assert status == 0, printed
-    assert f"goes on after {checkpoints(uninterrupted)[-2]} of" in printed
+    assert f"resumes after {checkpoints(uninterrupted)[-2]} of" in printed
     assert_same_end(command, copy, uninterrupted)

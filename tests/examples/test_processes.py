@@ -2,16 +2,12 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import batches
 import chex
@@ -26,10 +22,11 @@ import pytest
 from directories import checkpoints, cut_to_half, largest_file, snapshot
 from helpers import RTOL, relative_error
 from rich.console import Console
+from small_finetuning import K, new_command
 
 pytestmark = pytest.mark.slow
 
-K, ROWS, UPDATES, SAVE_EVERY = 4, 6, 6, 5
+ROWS, UPDATES = 6, 6
 MICRO_BATCHES = K * UPDATES
 STOPPED = 10  # a checkpoint in the middle of a window
 ALONE = (((), {}),)  # a process without extra words or variables
@@ -37,62 +34,37 @@ ALONE = (((), {}),)  # a process without extra words or variables
 OF_GLOO = re.compile(r"\[Gloo\]|peer ranks|^\s*\d*\s*$")
 
 
-class Command(NamedTuple):
-    """`finetune.py` on a small data set.
+@contextlib.contextmanager
+def start(command, directory, processes, devices):
+    """Start processes with their own words and variables; kill them at the end."""
+    started = []
+    try:
+        for number, (words, variables) in enumerate(processes):
+            log = log_of(directory, number)
+            own = {"devices": devices, "variables": variables}
+            started.append(command.start(log, directory, *words, **own))
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
-    Attributes:
-      folder: for the data and the logs.
-    """
 
-    folder: Path
+def run(command, directory, processes=ALONE, devices=4):
+    """Run to the end; return the exit statuses and each process's output."""
+    with start(command, directory, processes, devices) as started:
+        statuses = [process.wait(timeout=150) for process in started]
+    return statuses, [output_of(directory, number) for number in range(len(started))]
 
-    def words(self, directory):
-        words = [
-            *("--checkpoint-dir", directory, "--save-every", SAVE_EVERY),
-            *("--updates", UPDATES, "--gradient-accumulation-steps", K),
-            *("--micro-batch-size", ROWS, "--data", self.folder / "data.jsonl"),
-            *("--max-length", 48, "--d-model", 32, "--layers", 1),
-        ]
-        return [*map(str, words)]
 
-    @contextlib.contextmanager
-    def start(self, directory, processes, devices):
-        """Start processes with their own words and variables; kill them at the end."""
-        variables = os.environ.copy()
-        variables["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
-        started = []
-        try:
-            for number, (words, own) in enumerate(processes):
-                command = [sys.executable, finetune.__file__, *self.words(directory)]
-                with self.log(directory, number).open("wb") as log:
-                    started.append(
-                        subprocess.Popen(
-                            [*command, *map(str, words)],
-                            env=variables | own,
-                            stdout=log,
-                            stderr=log,
-                        )
-                    )
-            yield started
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+def log_of(directory, number):
+    return directory.with_name(f"{directory.name}.{number}.log")
 
-    def run(self, directory, processes=ALONE, devices=4):
-        """Run to the end; return the exit statuses and each process's output."""
-        with self.start(directory, processes, devices) as started:
-            statuses = [process.wait(timeout=150) for process in started]
-        numbers = range(len(started))
-        return statuses, [self.printed(directory, number) for number in numbers]
 
-    def log(self, directory, number):
-        return self.folder / f"{directory.name}.{number}.log"
-
-    def printed(self, directory, number):
-        """Return the output without the messages of gloo, which connects CPUs."""
-        lines = self.log(directory, number).read_text().splitlines()
-        return " ".join(line.strip() for line in lines if not OF_GLOO.search(line))
+def output_of(directory, number):
+    """Return the output without the messages of gloo, which connects CPUs."""
+    lines = log_of(directory, number).read_text().splitlines()
+    return " ".join(line.strip() for line in lines if not OF_GLOO.search(line))
 
 
 def free_port():
@@ -144,22 +116,16 @@ def assert_alike(directory, expected):
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
-    lines = (
-        {"prompt": f"prompt {i}", "completion": "abcdefgh"[i % 8] * (1 + 7 * i % 29)}
-        for i in range(40)
-    )
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Command(folder)
+    return new_command(folder, "--updates", UPDATES, "--micro-batch-size", ROWS)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(command):
     """Return the directory of a run on two processes."""
     directory = command.folder / "uninterrupted"
-    statuses, (first, second) = command.run(directory, two_by_hand())
+    statuses, (first, second) = run(command, directory, two_by_hand())
     assert statuses == [0, 0], (first, second)
-    assert "begins after 0 of" in first and "devices: 8, processes: 2" in first
+    assert "starts after 0 of" in first and "devices: 8, processes: 2" in first
     assert f"done: gradient_step {UPDATES}" in first
     assert not second
     assert checkpoints(directory) == [15, 20, 24]
@@ -171,7 +137,7 @@ def uninterrupted(command):
 @pytest.fixture(scope="module")
 def on_one_device(command):
     directory = command.folder / "on_one_device"
-    (status,), (printed,) = command.run(directory, devices=1)
+    (status,), (printed,) = run(command, directory, devices=1)
     assert status == 0, printed
     assert "devices: 1, processes: 1" in printed
     return directory
@@ -207,15 +173,15 @@ def test_the_mean_over_devices_of_their_means_is_another_answer(command, on_one_
 def killed(command):
     """Return the directory of a run that ended because one process was killed."""
     directory = command.folder / "killed"
-    with command.start(directory, two_by_hand(), devices=4) as (first, second):
+    with start(command, directory, two_by_hand(), devices=4) as (first, second):
         deadline = time.monotonic() + 150
         while STOPPED not in checkpoints(directory):
-            assert first.poll() is None, command.printed(directory, 0)
+            assert first.poll() is None, output_of(directory, 0)
             assert time.monotonic() < deadline
             time.sleep(0.002)
         second.kill()
         assert first.wait(timeout=100) != 0
-    printed = command.printed(directory, 0)
+    printed = output_of(directory, 0)
     assert "done" not in printed
     assert "The tasks have crashed" in printed or "Connection closed by" in printed
     for number in checkpoints(directory):
@@ -226,16 +192,16 @@ def killed(command):
 
 def test_ctrl_c_ends_every_process_with_one_line(command, tmp_path):
     directory = tmp_path / "ended"
-    with command.start(directory, two_by_hand(), devices=4) as started:
+    with start(command, directory, two_by_hand(), devices=4) as started:
         deadline = time.monotonic() + 150
         while STOPPED not in checkpoints(directory):
-            assert started[0].poll() is None, command.printed(directory, 0)
+            assert started[0].poll() is None, output_of(directory, 0)
             assert time.monotonic() < deadline
             time.sleep(0.002)
         for process in started:
             process.send_signal(signal.SIGINT)
         assert [process.wait(timeout=60) for process in started] == [130, 130]
-    printed = [command.printed(directory, number) for number in range(2)]
+    printed = [output_of(directory, number) for number in range(2)]
     line = "interrupted: the same command resumes from checkpoint {} in {}"
     for text in printed:
         assert text.count("interrupted") == 1 and "Traceback" not in text
@@ -245,26 +211,26 @@ def test_ctrl_c_ends_every_process_with_one_line(command, tmp_path):
     assert "update 2 of" in printed[0] and "update" not in printed[1]
 
 
-def test_after_a_kill_the_same_devices_go_on_bit_for_bit(
+def test_after_a_kill_the_same_devices_resume_bit_for_bit(
     command, uninterrupted, killed, tmp_path
 ):
     directory = Path(shutil.copytree(killed, tmp_path / "again"))
-    statuses, (first, second) = command.run(directory, two_on_slurm())
+    statuses, (first, second) = run(command, directory, two_on_slurm())
     assert statuses == [0, 0], (first, second)
-    assert f"goes on after {STOPPED} of" in first and "mini_step 2;" in first
+    assert f"resumes after {STOPPED} of" in first and "mini_step 2;" in first
     assert "devices: 8, processes: 2" in first
     chex.assert_trees_all_equal(state_of(directory), state_of(uninterrupted))
     metrics = (directory / "metrics.jsonl").read_bytes()
     assert metrics == (uninterrupted / "metrics.jsonl").read_bytes()
 
 
-def test_after_a_kill_fewer_devices_go_on_in_the_middle_of_the_window(
+def test_after_a_kill_fewer_devices_resume_in_the_middle_of_the_window(
     command, on_one_device, killed, tmp_path
 ):
     directory = Path(shutil.copytree(killed, tmp_path / "fewer"))
-    (status,), (printed,) = command.run(directory)
+    (status,), (printed,) = run(command, directory)
     assert status == 0, printed
-    assert f"goes on after {STOPPED} of" in printed and "mini_step 2;" in printed
+    assert f"resumes after {STOPPED} of" in printed and "mini_step 2;" in printed
     assert "devices: 4, processes: 1" in printed
     embedding = state_of(directory)["opt_state"]["acc_grads"]["embedding"]
     assert embedding.shape == (4, batches.VOCABULARY, 32)
@@ -275,7 +241,7 @@ def test_what_one_process_refuses_ends_both(command, killed, tmp_path):
     directory = Path(shutil.copytree(killed, tmp_path / "damaged"))
     cut_to_half(largest_file(directory / str(STOPPED)))
     before = snapshot(directory)
-    statuses, printed = command.run(directory, two_by_hand())
+    statuses, printed = run(command, directory, two_by_hand())
     assert statuses == [1, 1]
     for text in printed:
         assert f"checkpoint {directory}/{STOPPED} is damaged" in text
@@ -303,7 +269,7 @@ def test_processes_that_were_given_different_things_do_not_begin(
     more, message = DIFFERENT[case]
     first, (words, variables) = two_by_hand()
     directory = tmp_path / "different"
-    statuses, printed = command.run(directory, [first, ([*words, *more], variables)])
+    statuses, printed = run(command, directory, [first, ([*words, *more], variables)])
     assert statuses == [1, 1]
     for text in printed:
         assert message in text

@@ -258,7 +258,7 @@ def damage_every_file(directory):
                 position = resumable.resume(directory, SETTINGS, STEP, PARAMS)
             except resumable.CheckpointError as error:
                 assert f"{last} is damaged" in str(error), error
-                assert "the same command goes on from 12, the" in str(error), error
+                assert "the same command resumes from 12, the" in str(error), error
                 outcome = "refused"
             else:
                 # Orbax does not need every file to restore.

@@ -199,7 +199,7 @@ def run_window_step(kind: str, stream: list[MicroBatch]) -> tuple[Any, Any]:
     step = WINDOW_STEPS[kind]
     return step(
         step.init(PARAMS),
-        jax.tree.map(lambda *leaves: np.stack(leaves), *padded),
+        helpers.stack(padded),
         num_micro_batches=len(stream),
     )
 

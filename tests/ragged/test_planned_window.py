@@ -181,15 +181,14 @@ def sum_fn(params: Any, batch: Any) -> Any:
     return jnp.sum(params["w"]) * jnp.sum(batch["x"]), jnp.sum(batch["n"])
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_aux_and_keys_are_by_the_index_in_the_window(jit: Any):
+def test_aux_and_keys_are_by_the_index_in_the_window(maybe_jit: Any):
     def loss_fn(params: Any, batch: Any, *, rng: Any) -> Any:
         loss_sum, n = sum_fn(params, batch)
         return loss_sum, (n, (jax.random.key_data(rng), jnp.asarray(batch["x"].shape)))
 
     _, window = small_window()
     assert window.counts.tolist() == [2, 1, 1] and window.capacity == 5
-    f = jit(window_value_and_grad(loss_fn, has_aux=True))
+    f = maybe_jit(window_value_and_grad(loss_fn, has_aux=True))
     key = jax.random.key(3)
     (loss, (num_tokens, (keys, shapes))), _ = f(PARAMS, window, rng=key)
     np.testing.assert_allclose(loss, -(1 + 16 + 4 + 9 + 1) / 11, rtol=1e-6)

@@ -102,7 +102,7 @@ def window_step(**options: Any) -> Any:
     step = make_window_step(loss_fn, OPTIMIZER, **options)
 
     def run(window: list[Any], params: Any = PARAMS) -> Any:
-        stacked = jax.tree.map(lambda *xs: np.stack(xs), *window)
+        stacked = helpers.stack(window)
         state, _ = step(step.init(params), stacked)
         return state.params
 
@@ -217,7 +217,7 @@ def test_an_open_window_goes_on_with_fewer_devices(count: int):
 
 
 def test_window_value_and_grad_returns_what_comes_next():
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *DATA[0])
+    stacked = helpers.stack(DATA[0])
     _, gradient = jax.jit(window_value_and_grad(loss_fn))(PARAMS, stacked)
     of_all, _ = jax.grad(loss_fn, has_aux=True)(PARAMS, joined(DATA[0]))
     chex.assert_trees_all_close(scales(gradient), scales(of_all), rtol=1e-6)

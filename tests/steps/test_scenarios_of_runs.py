@@ -14,9 +14,7 @@ from ways_in import PARAMS, SGD, batch_of, exact, loss_fn, mean_of
 
 from optax_tokenaccum import (
     MultiSteps,
-    close_window,
     make_train_step,
-    token_accumulation,
 )
 
 RTOL = helpers.RTOL["float32"]
@@ -67,22 +65,12 @@ def masks_of(params: Any, batch: Any, *, rng: Any) -> Any:
     return loss_sum, (n, jax.random.bernoulli(rng, 0.5, (64,)))
 
 
-def new_step(kind: str, loss_fn: Any, inner: Any, k: int, **kwargs: Any) -> Any:
-    schedule = k if kind == "two programs" else lambda _: k
-    return make_train_step(loss_fn, inner, schedule, **kwargs)
-
-
-@pytest.fixture(params=["two programs", "one program"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.mark.parametrize(
     "key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"]
 )
 def test_every_micro_batch_drew_the_same_dropout_mask(kind: str, key: Any):
     """t5x reuses the step's key; here even an empty micro-batch gets a new key."""
-    step = new_step(kind, masks_of, SGD, 2, has_aux=True)
+    step = helpers.new_train_step(kind, masks_of, SGD, 2, has_aux=True)
     state, ours, theirs = step.init(PARAMS), [], []
     empty = batch_of(0, [0.0] * 4)
     for batch in [empty, *STREAM, *STREAM[:3]]:
@@ -113,7 +101,7 @@ def test_window_ran_across_an_epoch_boundary(kind: str):
     first, second = STREAM[:3], STREAM[:0:-1]
     across = [first[:2], [first[2], second[0]], second[1:]]
     within = [first[:2], first[2:], second[:2], second[2:]]
-    step = new_step(kind, loss_fn, INNER, 2)
+    step = helpers.new_train_step(kind, loss_fn, INNER, 2)
     after = {}
     for closes in (False, True):
         state = step.init(PARAMS)
@@ -129,36 +117,14 @@ def test_window_ran_across_an_epoch_boundary(kind: str):
     assert is_exact(after[True], sgd_over(within))
 
 
-@pytest.mark.parametrize("way", ["function", "flag"])
-def test_partial_last_window_was_dropped(way: str):
-    """torchtune, mlx-lm: the optimizer steps only at every k-th micro-batch."""
-    tx = token_accumulation(INNER, 2)
-    gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
-    after = {}
-    for closes in (False, True):
-        params, state = PARAMS, tx.init(PARAMS)
-        for i, batch in enumerate(STREAM[:3]):
-            grads, n = gradient(params, batch)
-            flag = {"close_window": i == 2} if closes and way == "flag" else {}
-            updates, state = tx.update(grads, state, params, num_tokens=n, **flag)
-            params = optax.apply_updates(params, updates)
-        if closes and way == "function":
-            updates, state = close_window(tx, state, params)
-            params = optax.apply_updates(params, updates)
-        after[closes] = params
-    assert is_exact(after[False], sgd_over([STREAM[:2]]))
-    assert is_exact(after[True], sgd_over([STREAM[:2], STREAM[2:3]]))
-    assert not is_exact(after[False], after[True])
-
-
 def test_resume_in_mid_window_lost_micro_batches(kind: str):
     """OneTrainer 1465 saves parameters and optimizer, but not the open window."""
-    step = new_step(kind, loss_fn, INNER, 4)
+    step = helpers.new_train_step(kind, loss_fn, INNER, 4)
     state = step.init(PARAMS)
     for batch in STREAM[:2]:
         state, _ = step(state, batch)
     saved = jax.tree.map(np.array, state)
-    resumed = new_step(kind, loss_fn, INNER, 4)
+    resumed = helpers.new_train_step(kind, loss_fn, INNER, 4)
     target = jax.eval_shape(resumed.init, PARAMS)
     restored = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), saved, target)
     theirs = resumed.init(saved.params)
@@ -180,7 +146,7 @@ def test_counters_counted_micro_steps(kind: str):
         apply_fn=None, params=PARAMS, tx=optax.MultiSteps(INNER, 2)
     )
     gradient = jax.jit(jax.grad(mean_of(loss_fn), has_aux=True))
-    step = new_step(kind, loss_fn, INNER, 2)
+    step = helpers.new_train_step(kind, loss_fn, INNER, 2)
     state = step.init(PARAMS)
     for batch in STREAM:
         theirs = theirs.apply_gradients(grads=gradient(theirs.params, batch)[0])

@@ -37,25 +37,19 @@ def numbers(metrics: StepMetrics) -> dict[str, Any]:
     return {k: np.asarray(v).item() for k, v in metrics._asdict().items() if k != "aux"}
 
 
-def with_schedule(kind: str, k: int, loss_fn: Any = loss_fn, **kwargs: Any) -> Any:
-    schedule = k if kind == "two programs" else lambda _: k
-    return make_train_step(loss_fn, optax.sgd(1.0), schedule, **kwargs)
-
-
-@pytest.fixture(params=["two programs", "one program"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+def new_step(kind: str, k: int, loss_fn: Any = loss_fn, **options: Any) -> Any:
+    return helpers.new_train_step(kind, loss_fn, optax.sgd(1.0), k, **options)
 
 
 def test_state_is_a_named_tuple_with_the_accumulation(kind: str):
-    state = with_schedule(kind, 2).init(PARAMS)
+    state = new_step(kind, 2).init(PARAMS)
     assert isinstance(state, StepState)
     assert isinstance(state.opt_state, TokenAccumulationState)
     chex.assert_trees_all_equal(state.params, PARAMS)
 
 
 def test_metrics_of_every_call_of_a_window(kind: str):
-    step = with_schedule(kind, 2)
+    step = new_step(kind, 2)
     state = step.init(PARAMS)
     state, opened = step(state, jnp.asarray([2.0]))
     loss = -1.0 * 2.0 / 1
@@ -85,15 +79,14 @@ def test_metrics_of_every_call_of_a_window(kind: str):
 
 
 def test_grad_norm_is_that_of_the_gradient_before_clipping_inside(kind: str):
-    schedule = 1 if kind == "two programs" else lambda _: 1
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
-    step = make_train_step(loss_fn, inner, schedule)
+    step = helpers.new_train_step(kind, loss_fn, inner, 1)
     state, metrics = step(step.init(PARAMS), jnp.asarray([3.0, 5.0]))
     np.testing.assert_allclose(metrics.grad_norm, 4.0 * 2**0.5, rtol=1e-6)
 
 
 def test_init_copies_so_that_the_callers_arrays_live(kind: str):
-    step = with_schedule(kind, 1)
+    step = new_step(kind, 1)
     params = jax.tree.map(jnp.copy, PARAMS)
     state = step.init(params)
     for batch in batches(1, 2, 3):
@@ -102,7 +95,7 @@ def test_init_copies_so_that_the_callers_arrays_live(kind: str):
 
 
 def test_donates_and_metrics_outlive_the_state(kind: str):
-    step = with_schedule(kind, 2)
+    step = new_step(kind, 2)
     state = step.init(PARAMS)
     kept, old_params = [], []
     for batch in batches(1, 2, 3, 4):
@@ -117,7 +110,7 @@ def test_donates_and_metrics_outlive_the_state(kind: str):
 
 
 def test_without_donation_states_can_be_used_again(kind: str):
-    step = with_schedule(kind, 2, donate=False)
+    step = new_step(kind, 2, donate=False)
     start = step.init(PARAMS)
     first, second = batches(2, 5)
     middle, _ = step(start, first)
@@ -129,7 +122,7 @@ def test_without_donation_states_can_be_used_again(kind: str):
 
 def test_going_back_and_side_by_side_follow_the_state_not_the_object(kind: str):
     """A counter on the step object would close the second run's window early."""
-    step = with_schedule(kind, 3, donate=False)
+    step = new_step(kind, 3, donate=False)
     data = batches(1, 2, 3)
     a = b = step.init(PARAMS)
     a, _ = step(a, data[0])
@@ -168,8 +161,7 @@ def test_window_without_tokens_changes_nothing(kind: str):
     def empty_loss(params: Any, batch: Any) -> Any:
         return jnp.sum(params["w"]) * jnp.sum(batch) / 0.0, 0
 
-    schedule = 2 if kind == "two programs" else lambda _: 2
-    step = make_train_step(empty_loss, optax.adamw(0.1), schedule)
+    step = helpers.new_train_step(kind, empty_loss, optax.adamw(0.1), 2)
     state = step.init(PARAMS)
     for batch in batches(1, 2):
         state, metrics = step(state, batch)
@@ -211,8 +203,7 @@ def test_aux_is_that_of_the_micro_batch(kind: str):
         loss_sum, n = loss_fn(params, batch)
         return loss_sum, (n, {"largest": jnp.max(batch)})
 
-    schedule = 2 if kind == "two programs" else lambda _: 2
-    step = make_train_step(with_aux, optax.sgd(1.0), schedule, has_aux=True)
+    step = new_step(kind, 2, with_aux, has_aux=True)
     state = step.init(PARAMS)
     for size in (3, 5):
         (batch,) = batches(size)
@@ -223,7 +214,7 @@ def test_aux_is_that_of_the_micro_batch(kind: str):
 
 
 def test_parameters_that_are_one_leaf_and_no_array_are_named(kind: str):
-    step = with_schedule(kind, 2)
+    step = new_step(kind, 2)
     with pytest.raises(TypeError, match="at the root got object"):
         step.init(object())
 
@@ -235,8 +226,7 @@ def test_loss_kwargs_are_passed_on_and_not_differentiated(kind: str):
         assert train is True and mode["name"] == "sum" and mode["act"] is jnp.tanh
         return jnp.sum(params["w"] * frozen["w"]) * jnp.sum(batch), batch.size
 
-    schedule = 1 if kind == "two programs" else lambda _: 1
-    step = make_train_step(loss, optax.sgd(1.0), schedule)
+    step = new_step(kind, 1, loss)
     state = step.init(PARAMS)
     mode = {"name": np.str_("sum"), "act": jnp.tanh}
     for scale in (1.0, 2.0):
@@ -260,7 +250,7 @@ class ScaledLoss:
 
 def test_loss_may_be_an_object_that_has_no_hash(kind: str):
     scaled_loss = ScaledLoss(np.asarray([1.0, 4.0], np.float32))
-    step = with_schedule(kind, 2, scaled_loss)
+    step = new_step(kind, 2, scaled_loss)
     state = step.init(PARAMS)
     for batch in batches(3, 3):
         state, _ = step(state, batch)
@@ -271,9 +261,8 @@ def test_loss_may_be_an_object_that_has_no_hash(kind: str):
 
 
 def test_value_reaches_the_inner_optimizer(kind: str):
-    schedule = 2 if kind == "two programs" else lambda _: 2
     inner = optax.polyak_sgd(max_learning_rate=1e9)
-    step = make_train_step(helpers.loss_sum_fn, inner, schedule)
+    step = helpers.new_train_step(kind, helpers.loss_sum_fn, inner, 2)
     params, batch = helpers.init_params(0), helpers.ragged_batch(0)
     state = step.init(params)
     for micro_batch in helpers.cut(batch, 2):
@@ -288,7 +277,7 @@ def test_value_reaches_the_inner_optimizer(kind: str):
 
 
 def test_inside_an_outer_jit_and_scan_it_is_one_program(kind: str):
-    step = with_schedule(kind, 2, donate=False)
+    step = new_step(kind, 2, donate=False)
     data = jnp.ones((6, 4)) * jnp.arange(1.0, 7.0)[:, None]
     start = step.init(PARAMS)
     scanned, metrics = jax.jit(lambda s, xs: jax.lax.scan(step, s, xs))(start, data)
@@ -301,7 +290,7 @@ def test_inside_an_outer_jit_and_scan_it_is_one_program(kind: str):
 
 
 def test_batches_of_another_shape_go_on_in_the_same_window(kind: str):
-    step = with_schedule(kind, 3)
+    step = new_step(kind, 3)
     state = step.init(PARAMS)
     data = batches(2, 7, 3)
     for batch in data:
@@ -312,10 +301,8 @@ def test_batches_of_another_shape_go_on_in_the_same_window(kind: str):
 
 
 def test_bfloat16_parameters_keep_their_dtype_and_float32_sums(kind: str):
-    step = make_train_step(
-        helpers.loss_sum_fn,
-        optax.sgd(1.0, momentum=0.0),
-        4 if kind == "two programs" else lambda _: 4,
+    step = helpers.new_train_step(
+        kind, helpers.loss_sum_fn, optax.sgd(1.0, momentum=0.0), 4
     )
     params = helpers.init_params(0, jnp.bfloat16)
     state = step.init(params)
@@ -353,7 +340,7 @@ def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(inner: Any)
 
 
 def test_parameters_that_share_an_array_are_parameters_of_their_own(kind: str):
-    step = with_schedule(kind, 1)
+    step = new_step(kind, 1)
     tied = {"w": PARAMS["w"], "again": PARAMS["w"]}
     state = step.init(tied)
     for batch in batches(2, 2):
@@ -364,7 +351,7 @@ def test_parameters_that_share_an_array_are_parameters_of_their_own(kind: str):
 
 def test_a_used_step_goes_through_cloudpickle(kind: str):
     """For workers in other processes; standard pickle does not support functions."""
-    step = with_schedule(kind, 2)
+    step = new_step(kind, 2)
     state = step.init(PARAMS)
     for batch in batches(1, 2, 3):
         state, _ = step(state, batch)

@@ -23,11 +23,6 @@ KS = [1, 2, 4, 8, 16, 32]
 full_batch = jax.jit(jax.value_and_grad(helpers.loss_mean_fn, has_aux=True))
 
 
-@pytest.fixture(params=["jit", "eager"])
-def maybe_jit(request: pytest.FixtureRequest) -> Any:
-    return jax.jit if request.param == "jit" else lambda f: f
-
-
 @pytest.mark.parametrize(("seeds", "mode"), [(5, "jit"), (2, "eager")])
 @pytest.mark.parametrize("k", KS)
 def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(

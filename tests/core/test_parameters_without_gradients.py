@@ -1,0 +1,120 @@
+"""Parameters without a gradient: integers and bools, and random keys.
+
+jax's gradients of integers hold no numbers and have dtype float0.
+"""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from optax_tokenaccum import (
+    close_window,
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+    window_value_and_grad,
+)
+
+MIXED = {"w": jnp.zeros(3), "index": jnp.arange(3, dtype=jnp.int32), "flag": True}
+
+
+def mixed_loss(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss = jnp.sum(jnp.where(params["flag"], params["w"][params["index"]] * x, 0))
+    return loss, jnp.float32(2)
+
+
+def test_integer_parameters_are_left_alone_even_by_weight_decay():
+    inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
+    for step in (
+        make_train_step(mixed_loss, inner, 2),
+        make_train_step(mixed_loss, inner, lambda _: 2),
+        make_train_step(
+            mixed_loss, inner, 2, should_skip_update_fn=optax.skip_not_finite
+        ),
+    ):
+        state = step.init(MIXED)
+        for scale in (1.0, 3.0):
+            state, metrics = step(state, jnp.full(3, scale))
+        chex.assert_trees_all_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
+        assert not metrics.skipped
+    step = make_window_step(mixed_loss, inner)
+    state, _ = step(step.init(MIXED), jnp.array([[1.0] * 3, [3.0] * 3]))
+    chex.assert_trees_all_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
+    decayed = optax.apply_updates(MIXED["index"], -0.5 * MIXED["index"])
+    assert (decayed != MIXED["index"]).any()
+
+
+def test_frozen_parameters_of_4_bits_are_left_alone():
+    params = {"codes": jnp.arange(-3, 3).astype(jnp.int4), "scale": jnp.float32(1.0)}
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(params["scale"] * params["codes"].astype(jnp.float32) * x), 2.0
+
+    labels = {"codes": "frozen", "scale": "trained"}
+    inner = optax.partition(
+        {"frozen": optax.set_to_zero(), "trained": optax.sgd(1.0)}, labels
+    )
+    step = make_train_step(loss_fn, inner, 2)
+    state = step.init(params)
+    for scale in (1.0, 3.0):
+        state, _ = step(state, jnp.full(6, scale))
+    chex.assert_trees_all_equal(state.params, params | {"scale": jnp.float32(4.0)})
+
+
+def test_window_value_and_grad_gives_integers_zeros():
+    (loss, _), grads = window_value_and_grad(mixed_loss)(MIXED, jnp.ones((2, 3)))
+    chex.assert_trees_all_equal(grads["w"], jnp.full(3, 0.5))
+    chex.assert_trees_all_equal(grads["index"], jnp.zeros(3, jnp.int32))
+    assert grads["index"].dtype == jnp.int32
+
+
+def test_float0_reaches_inner_as_it_would_without_accumulation(maybe_jit: Any):
+    labels = {"w": "train", "index": "freeze", "flag": "freeze"}
+    inner = optax.partition(
+        {"train": optax.sgd(1.0), "freeze": optax.GradientTransformation(*_seen())},
+        labels,
+    )
+    optimizer = token_accumulation(
+        inner, 2, should_skip_update_fn=optax.skip_not_finite
+    )
+
+    @maybe_jit
+    def update(state: Any, x: jax.Array) -> Any:
+        gradient, n = jax.grad(mixed_loss, has_aux=True, allow_int=True)(MIXED, x)
+        assert gradient["index"].dtype == jax.dtypes.float0
+        updates, state = optimizer.update(gradient, state, MIXED, num_tokens=n)
+        assert updates["index"].dtype == jax.dtypes.float0
+        assert updates["index"].shape == (3,)
+        return updates["w"], state
+
+    state = optimizer.init(MIXED)
+    for scale, expected in ((1.0, 0.0), (3.0, -1.0)):
+        updates, state = update(state, jnp.full(3, scale))
+        chex.assert_trees_all_equal(updates, jnp.full(3, expected))
+    _, state = update(state, jnp.ones(3))
+    updates, _ = close_window(optimizer, state, MIXED)
+    chex.assert_trees_all_equal(updates["w"], jnp.full(3, -0.5))
+
+
+def _seen() -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        for leaf in jax.tree.leaves(updates):
+            assert leaf.dtype in (jax.dtypes.float0, jnp.int32, jnp.bool_)
+        return updates, state
+
+    return lambda _: (), update
+
+
+def test_a_key_among_the_parameters_is_named():
+    params = {"w": jnp.zeros(2), "key": jax.random.key(0)}
+    for init in (
+        token_accumulation(optax.identity(), 2).init,
+        make_train_step(mixed_loss, optax.identity(), 2).init,
+        make_window_step(mixed_loss, optax.identity()).init,
+    ):
+        with pytest.raises(TypeError, match=r"numbers: at \['key'\] got key<fry>.*rng"):
+            init(params)
