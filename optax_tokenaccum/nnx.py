@@ -154,12 +154,18 @@ class TrainStep:
         before = _held(nnx.state(model))
         opt_state = _pure(optimizer.opt_state)
         params = _pure(nnx.state(model, optimizer.wrt))
-        (loss_sum, (num_tokens, aux)), grads = self._value_and_grad(
-            model, optimizer.wrt, batch
-        )
-        opt_state, skipped = accumulation.add(
-            grads, opt_state, params, num_tokens, loss_sum
-        )
+        try:
+            opt_state, skipped, (aux, after) = accumulation.add_loss(
+                self._loss_of(model, optimizer.wrt, batch), opt_state, params
+            )
+            _put(model, after)
+        except _NewVariables:
+            (loss_sum, (num_tokens, aux)), grads = self._value_and_grad(
+                model, optimizer.wrt, batch
+            )
+            opt_state, skipped = accumulation.add(
+                grads, opt_state, params, num_tokens, loss_sum
+            )
         if accumulation.should_skip_update_fn is not None:
             _take_back(skipped, before, model)
         closes = accumulation.schedule.closes(
@@ -168,30 +174,39 @@ class TrainStep:
         metrics = _close(accumulation, closes, model, optimizer, opt_state)
         return metrics._replace(skipped=skipped, aux=aux)
 
+    def _loss_of(self, model: nnx.Module, wrt: Any, batch: Batch) -> Any:
+        """A function of the parameters, which also returns what the loss updated."""
+        graphdef, own, rest = nnx.split(model, wrt, ...)
+        structure = jax.tree.structure(own)
+        others, other_structure = jax.tree.flatten(rest)
+        before = _held(nnx.state(model))
+
+        def loss_of(params: Params) -> Any:
+            # Variables can be updated only in the trace in which they were made.
+            own = jax.tree.unflatten(structure, jax.tree.leaves(params))
+            rest = jax.tree.unflatten(other_structure, others)
+            copy = nnx.merge(graphdef, own, rest)
+            loss_sum, (num_tokens, aux) = self._loss(copy, batch)
+            after = _held(nnx.state(copy))
+            if after.keys() != before.keys():
+                raise _NewVariables
+            return loss_sum, (num_tokens, (aux, after))
+
+        return loss_of
+
     def _value_and_grad(self, model: nnx.Module, wrt: Any, batch: Batch) -> Any:
-        """`((loss_sum, (num_tokens, aux)), gradients)`; the loss may update `model`."""
+        """`((loss_sum, (num_tokens, aux)), gradients)`, if the loss adds variables."""
+        result, grads = nnx.value_and_grad(
+            self._loss, argnums=nnx.DiffState(0, wrt), has_aux=True
+        )(model, batch)
+        return result, _pure(nnx.state(grads))
 
-        def loss_fn(model: nnx.Module, batch: Batch) -> Any:
-            return unpack(self._loss_fn(model, batch), self._has_aux)
+    def _loss(self, model: nnx.Module, batch: Batch) -> Any:
+        return unpack(self._loss_fn(model, batch), self._has_aux)
 
-        if _is_graph_mode():
-            result, grads = nnx.value_and_grad(
-                loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=True
-            )(model, batch)
-            return result, _pure(nnx.state(grads))
 
-        graphdef, params, rest = nnx.split(model, wrt, ...)
-
-        def loss_of(params: Params, rest: Any, batch: Batch) -> Any:
-            model = nnx.merge(graphdef, params, rest)
-            loss_sum, counted = loss_fn(model, batch)
-            return loss_sum, (counted, list(_held(nnx.state(model)).values()))
-
-        (loss_sum, (counted, after)), grads = nnx.value_and_grad(loss_of, has_aux=True)(
-            params, rest, batch
-        )
-        _put(model, dict(zip(_held(nnx.state(model)), after, strict=True)))
-        return (loss_sum, counted), _pure(grads)
+class _NewVariables(Exception):
+    """The loss added variables to the model, or removed some."""
 
 
 def make_train_step(
@@ -324,12 +339,6 @@ def _own_sharding(leaf: Any) -> NamedSharding | None:
     sharding = sharding_of(_value_of(leaf))
     is_kept = isinstance(leaf, nnx.Variable) and sharding is not None
     return sharding if is_kept and not is_explicit(sharding.mesh) else None
-
-
-def _is_graph_mode() -> bool:
-    """Whether flax is in the mode that supports `nnx.DiffState`."""
-    modes = [getattr(nnx, f"set_graph_{name}", None) for name in ("mode", "updates")]
-    return all(mode is None or mode.current_value() for mode in modes)
 
 
 def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:

@@ -4,13 +4,15 @@ Nothing here knows a mesh, a plan or `jit`. Read in this order:
 
 1. `state.py`: what a window holds between calls.
 2. `schedule.py`: when a window closes.
-3. `loss_fn.py`: one forward and backward pass, `(loss_sum, num_tokens)` and a gradient.
-4. `contribution.py`: what that micro-batch adds, checked, weighted, rejected or not.
+3. `loss_fn.py`: the arguments and the return value of a loss, `(loss_sum, num_tokens)`.
+4. `contribution.py`: what a micro-batch adds, checked, weighted, rejected or not.
 5. `sums.py`: how the sum of each parameter adds up, and in which dtype.
 6. `accumulation.py`: `add` and `close`, which every way into the library shares.
-7. `layout.py`: where the sums live. Other layouts, for several devices, are in
+7. `backward.py`: a backward pass that adds to the sums by itself.
+8. `layout.py`: where the sums live. Other layouts, for several devices, are in
    `_devices/`.
 
-`trees.py` (looking into trees and states), `arrays.py` (donation) and `checks.py`
-(errors about constructors' arguments) help them.
+`trees.py` (looking into trees and states), `arrays.py` (donation), `dependence.py`
+(reading traced functions) and `checks.py` (errors about constructors' arguments) help
+them.
 """

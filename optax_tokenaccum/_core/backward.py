@@ -5,7 +5,6 @@ gradient of layers that are stacked for a scan is then added layer by layer. Oth
 it exists as a whole next to the sums, which costs a second buffer of its size.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_tokenaccum._core import jaxprs, trees
+from optax_tokenaccum._core import dependence, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.sums import Kind, at_least_float32
@@ -21,7 +20,7 @@ from optax_tokenaccum._core.sums import Kind, at_least_float32
 # In place of a mutable array: the gradient is returned, not added.
 _RETURNED = False
 
-# (totals, loss_sum, num_tokens, aux)
+# (sums, loss_sum, num_tokens, aux)
 Added = tuple[list[jax.Array], jax.Array, Any, Any]
 
 
@@ -31,14 +30,15 @@ class BackwardPass:
     Args:
       loss: `loss(leaves) -> (loss_sum, (num_tokens, aux))`.
       leaves: the parameters.
-      totals: their sums.
+      sums: of their gradients.
       kinds: how each of these adds up.
       dtype: of the number of tokens.
       layout: of the sums.
 
     Raises:
-      NotImplementedError: devices communicate in the backward pass. One without tokens
-        would not take part, and the others would wait for it forever.
+      NotImplementedError: gradients of this loss can be added only after they are
+        computed, because nothing but the loss itself tells whether they count. What was
+        added cannot be taken back.
     """
 
     # Below jax 0.11, two gradients of a scan can be swapped when they are added to
@@ -49,20 +49,17 @@ class BackwardPass:
         self,
         loss: Callable[[list[Any]], tuple[Any, tuple[Any, Any]]],
         leaves: list[Any],
-        totals: list[jax.Array],
+        sums: list[jax.Array],
         kinds: list[Kind],
         dtype: Any,
         layout: Layout,
     ):
         self._kinds, self._dtype, self._layout = kinds, dtype, layout
-        # A gradient whose first axis is spread over devices would be gathered by a scan
-        # over that axis.
-        is_whole = layout.has_whole_first_axes(totals)
-        self._into_sum = [
+        # A scan over an axis that is spread over devices would gather the whole sum.
+        is_whole = layout.has_whole_first_axes(sums)
+        self._adds_directly = [
             kind.is_gradient and whole and _adds_alike(x, total)
-            for x, total, kind, whole in zip(
-                leaves, totals, kinds, is_whole, strict=True
-            )
+            for x, total, kind, whole in zip(leaves, sums, kinds, is_whole, strict=True)
         ]
         self._known_tokens: Any = None
         tokens_vary: frozenset[str] = frozenset()
@@ -74,109 +71,125 @@ class BackwardPass:
                 self._known_tokens, num_tokens = num_tokens, None
             else:
                 tokens_vary = trees.varying_axes(num_tokens)
-            return loss_sum, (num_tokens, aux)
+            return num_tokens, loss_sum, aux
 
         # What the loss closes over becomes an argument: custom_vmap maps only these.
         closed, shape = jax.make_jaxpr(traced, return_shape=True)(leaves)
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
         self._structure = jax.tree.structure(shape)
-        communicates = any(
-            type(e).__name__ == "NamedAxisEffect" for e in closed.effects
-        )
+        # A device without tokens would not take part in a reduction, for which the
+        # others would wait forever.
         reduces = any(tokens_vary - trees.varying_axes(x) for x in leaves)
-        may_wait = self._known_tokens is None and (communicates or reduces)
-        if may_wait:
+        has_effects = bool(closed.effects)  # communication between devices is one
+        depends_on = [True] * len(leaves)
+        if has_effects or (
+            self._known_tokens is None
+            and (reduces or dependence.depends(closed, depends_on)[0])
+        ):
             raise NotImplementedError
 
-    def add(self, totals: list[jax.Array], leaves: list[Any]) -> Added:
-        """Adds the gradients to `totals`.
+    def add(self, sums: list[jax.Array], leaves: list[Any]) -> Added:
+        """Adds the gradients to `sums`, and nothing for a micro-batch without tokens.
 
-        A micro-batch without tokens adds nothing, even if its gradients are NaN. What
-        was added cannot be taken back, so its backward pass does not run.
-
-        Raises:
-          NotImplementedError: no gradient can be added within the backward pass.
+        Without tokens, gradients may be NaN, and the backward pass does not run. Nor
+        does the forward pass, unless it is needed for `aux`.
         """
         add = _unless_mapped(self._add_within, self._add_after)
-        return add(totals, leaves, self._consts)
+        return add(sums, leaves, self._consts)
 
     def _evaluate(self, leaves: list[Any], consts: list[Any]) -> Any:
+        """`(loss_sum, (num_tokens, aux))`"""
         outputs = jax.core.eval_jaxpr(self._jaxpr, consts, *leaves)
-        loss_sum, (num_tokens, aux) = jax.tree.unflatten(self._structure, outputs)
+        num_tokens, loss_sum, aux = jax.tree.unflatten(self._structure, outputs)
         if self._known_tokens is not None:
             num_tokens = self._known_tokens
         return loss_sum, (num_tokens, aux)
 
     def _add_within(
+        self, sums: list[jax.Array], leaves: list[Any], consts: list[Any]
+    ) -> Added:
+        # Without it XLA copies sums that come from one conditional into the next.
+        sums = jax.lax.optimization_barrier(sums)
+        is_float = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+        refs = {i: jax.new_ref(sums[i]) for i, floats in enumerate(is_float) if floats}
+        maxima = {i: x for i, x in refs.items() if not self._kinds[i].is_gradient}
+
+        def add(to: dict[int, Any]) -> Any:
+            return self._differentiate(to, list(refs), sums, leaves, consts)
+
+        def leave() -> Any:
+            loss_sum, (_, aux) = self._evaluate(leaves, consts)
+            return loss_sum if jax.tree.leaves(aux) else jnp.zeros_like(loss_sum), aux
+
+        def only_maxima() -> Any:
+            return jax.lax.cond(any_tokens, lambda: add(maxima), leave)
+
+        # XLA drops the rest of this forward pass, which the count does not need. With
+        # a count from inside the conditional, it would have to keep all that the
+        # backward pass needs of the forward pass, and could fuse nothing of both.
+        _, (num_tokens, _) = self._evaluate(leaves, consts)
+        has_tokens, any_tokens = self._counts(num_tokens)
+        if trees.is_concrete(has_tokens):
+            loss_sum, aux = add(refs) if has_tokens else leave()
+        else:
+            others = maxima and any_tokens is not has_tokens
+            loss_sum, aux = jax.lax.cond(
+                has_tokens, lambda: add(refs), only_maxima if others else leave
+            )
+        sums = [jax.freeze(refs[i]) if i in refs else x for i, x in enumerate(sums)]
+        return sums, loss_sum, num_tokens, aux
+
+    def _differentiate(
         self,
-        totals: list[jax.Array],
+        to: dict[int, Any],
+        trained: list[int],
+        sums: list[jax.Array],
         leaves: list[Any],
         consts: list[Any],
-    ) -> Added:
-        kinds = self._kinds
-        trained = {
-            i: _twin(x, totals[i]) if self._into_sum[i] else x
-            for i, x in enumerate(leaves)
-            if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        }
+    ) -> tuple[jax.Array, Any]:
+        """Adds the gradients whose sums are in `to`; returns `(loss_sum, aux)`."""
 
-        def of_trained(trained: dict[int, Any]) -> Any:
+        def of_twins(twins: dict[int, Any]) -> Any:
             own = [
-                _stand_in(x, trained[i]) if i in trained else x
+                _stand_in(x, twins[i]) if i in twins else x
                 for i, x in enumerate(leaves)
             ]
             return self._evaluate(own, consts)
 
-        loss_sum, backward, (num_tokens, aux) = jax.vjp(
-            of_trained, trained, has_aux=True
-        )
+        twins = {
+            i: _twin(leaves[i], sums[i]) if self._adds_directly[i] else leaves[i]
+            for i in trained
+        }
+        loss_sum, backward, (_, aux) = jax.vjp(of_twins, twins, has_aux=True)
         # JAX fails to add to one array from two inputs of a scan: it raises
         # NotImplementedError for an array that is both scanned over and a constant, and
         # a TypeError about shapes, which might have agreed, for one scanned over twice.
-        used_twice = jaxprs.used_twice(backward.jaxpr, list(trained))
-        refs = {
-            i: jax.new_ref(totals[i])
+        used_twice = dependence.used_twice(backward.jaxpr, trained)
+        accumulators = {
+            i: to[i]
+            if i in to and self._adds_directly[i] and i not in used_twice
+            else _RETURNED
             for i in trained
-            if self._into_sum[i] and i not in used_twice
         }
-        if not refs:
-            raise NotImplementedError
-
-        def add(refs: dict[int, Any], others: dict[int, Any], seed: Any) -> Any:
-            accumulators = {i: refs.get(i, _RETURNED) for i in trained}
-            (gradients,) = backward.with_refs(accumulators)(seed)
-            return {i: kinds[i].add(x, gradients[i]) for i, x in others.items()}
-
-        has_tokens, any_tokens = self._counts(num_tokens)
-        seed = jnp.ones_like(loss_sum)
-        others = {i: totals[i] for i in trained if i not in refs}
-        others = _run_if(has_tokens, functools.partial(add, refs), others, seed)
-        if any_tokens is not has_tokens:
-            maxima = {i: x for i, x in others.items() if not kinds[i].is_gradient}
-            if maxima:
-                only_others = any_tokens & ~has_tokens
-                add_maxima = functools.partial(add, {})
-                others |= _run_if(only_others, add_maxima, maxima, seed)
-        new = others | {i: jax.freeze(ref) for i, ref in refs.items()}
-        totals = [new.get(i, total) for i, total in enumerate(totals)]
-        return totals, loss_sum, num_tokens, aux
+        (gradients,) = backward.with_refs(accumulators)(jnp.ones_like(loss_sum))
+        for i, ref in to.items():
+            if accumulators[i] is _RETURNED:
+                ref[...] = self._kinds[i].add(ref[...], gradients[i])
+        return loss_sum, aux
 
     def _add_after(
-        self,
-        totals: list[jax.Array],
-        leaves: list[Any],
-        consts: list[Any],
+        self, sums: list[jax.Array], leaves: list[Any], consts: list[Any]
     ) -> Added:
-        """The same with whole gradients, which JAX can differentiate and map."""
+        """The same with whole gradients, which JAX can map."""
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             self._evaluate, has_aux=True, allow_int=True
         )(leaves, consts)
         has_tokens, any_tokens = self._counts(num_tokens)
-        totals = [
+        sums = [
             kind.added(x, g, has_tokens if kind.is_gradient else any_tokens)
-            for x, g, kind in zip(totals, gradients, self._kinds, strict=True)
+            for x, g, kind in zip(sums, gradients, self._kinds, strict=True)
         ]
-        return totals, loss_sum, num_tokens, aux
+        return sums, loss_sum, num_tokens, aux
 
     def _counts(self, num_tokens: Any) -> tuple[Any, Any]:
         """Whether this device, and whether any device, has tokens."""
@@ -215,23 +228,6 @@ def _(primals: Any, tangents: Any) -> Any:
     leaf, _ = primals
     _, tangent = tangents
     return leaf, tangent.astype(leaf.dtype)
-
-
-def _run_if(pred: Any, f: Callable[[Any, Any], Any], x: Any, seed: jax.Array) -> Any:
-    """`f(x, seed)` if `pred`, otherwise `x`, which has the same shapes.
-
-    A loop of zero or one trips: a conditional was 10 % slower. A second trip would have
-    another seed. XLA would compute what does not depend on the trip before the loop,
-    and hold it.
-    """
-    if trees.is_concrete(pred):
-        return f(x, seed) if pred else x
-
-    def body(_: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        x, seed = carry
-        return f(x, seed), -seed
-
-    return jax.lax.fori_loop(0, pred.astype(jnp.int32), body, (x, seed))[0]
 
 
 def _unless_mapped(f: Callable[..., Any], otherwise: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""One forward and backward pass: the arguments and the return value of `loss_fn`."""
+"""The arguments and the return value of `loss_fn`."""
 
 from collections.abc import Callable
 from typing import Any

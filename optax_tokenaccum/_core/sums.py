@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.trees import Params
 
 # Flax's OVERWRITE_WITH_GRADIENT: the scales of 8-bit floats, and histories of their
@@ -35,10 +36,12 @@ class Kind:
         wide = at_least_float32(dtype) if self.is_gradient else dtype
         return self.combine(so_far.astype(wide), x.astype(wide)).astype(dtype)
 
-    def added(self, so_far: jax.Array, x: Any, counts: jax.Array) -> jax.Array:
+    def added(self, so_far: jax.Array, x: Any, counts: Any) -> jax.Array:
         """The same if `counts`. Selected, not multiplied by a mask: 0 x NaN is NaN."""
         if is_float0(x):
             return so_far
+        if trees.is_concrete(counts):
+            return self.add(so_far, x) if counts else so_far
         return jax.lax.select(counts, self.add(so_far, x), so_far)
 
 

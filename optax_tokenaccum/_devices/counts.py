@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 
-from optax_tokenaccum._core.jaxprs import functions_in
+from optax_tokenaccum._core.dependence import depends, functions_in
 from optax_tokenaccum._core.trees import Batch, is_concrete
-from optax_tokenaccum._devices.dependence import depends
 
 
 def check_counts(

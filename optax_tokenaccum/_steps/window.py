@@ -33,9 +33,13 @@ def window_value_and_grad(
     :math:`\left(\sum_i \ell_i / \sum_i n_i,\; \sum_i \nabla \ell_i / \sum_i n_i\right)`
     over micro-batches with summed losses :math:`\ell_i` and token counts :math:`n_i`.
     Use it if you write your own train step. It runs one loop over the micro-batches,
-    with one accumulator of the parameters' size, and works inside any `jit`. The
-    gradient of an integer parameter is zeros of its dtype, which every optimizer
-    accepts.
+    and works inside any `jit`. The gradient of an integer parameter is zeros of its
+    dtype, which every optimizer accepts.
+
+    The backward pass adds to one buffer of the gradient's size, on jax 0.11 and newer;
+    there `vmap` and forward-mode derivatives of the returned function work, and
+    reverse-mode derivatives raise an error ("Linearization failed"). For these, add
+    `jax.value_and_grad` of each micro-batch up by hand, or use `token_accumulation`.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
