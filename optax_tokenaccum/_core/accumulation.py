@@ -320,7 +320,9 @@ class Accumulation:
         return jax.lax.cond(
             state.acc_tokens > 0,
             lambda: self.window_gradient(state, like),
-            lambda: jax.tree.map(lambda x, p: x.astype(p.dtype), state.acc_grads, like),
+            lambda: jax.tree.map(
+                lambda x, p: x.astype(jnp.result_type(p)), state.acc_grads, like
+            ),
         )
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
