@@ -35,8 +35,8 @@ def finite_reference(params: Any, batches: Any) -> Any:
     [
         ((0, 8, 3), jnp.float32),
         ((8, 0, 3), jnp.bfloat16),
-        ((8, 3, 0), jnp.float32),
-        ((0,), jnp.float32),
+        pytest.param((8, 3, 0), jnp.float32, marks=pytest.mark.slow),
+        pytest.param((0,), jnp.float32, marks=pytest.mark.slow),
     ],
     ids=["first", "middle", "last", "only"],
 )
@@ -77,7 +77,9 @@ EACH = OVER | {"reduce_every": "micro_batch"}
 
 
 @pytest.mark.parametrize("options", [{}, OVER, EACH], ids=["1", "8", "8, each"])
-@pytest.mark.parametrize("make", [make_train_step, make_window_step])
+@pytest.mark.parametrize(
+    "make", [make_train_step, pytest.param(make_window_step, marks=pytest.mark.slow)]
+)
 def test_rows_of_a_device_without_tokens_count_for_a_maximum(make: Any, options: Any):
     """The last devices have no tokens in the first micro-batch, none in the second."""
     batches = window_of(5, 0, 3)
@@ -151,7 +153,11 @@ def test_traced_counts_that_are_not_usable_add_nothing(way: Any, count: Any):
 
 
 @pytest.mark.parametrize("options", [{}, OVER, EACH], ids=["1", "8", "8, each"])
-@pytest.mark.parametrize("k", [2, lambda _: 2], ids=["two programs", "one program"])
+@pytest.mark.parametrize(
+    "k",
+    [2, pytest.param(lambda _: 2, marks=pytest.mark.slow)],
+    ids=["two programs", "one program"],
+)
 def test_sums_of_a_restored_state_are_overwritten(k: Any, options: Any):
     loss_fn = window_gradients.loss_fn
     step = make_train_step(loss_fn, window_gradients.KEEPS, k, **options)

@@ -131,7 +131,16 @@ def check(way: Any, loss_fn: Any, params: Any = None, batches: Any = BATCHES) ->
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+FAST = ("custom_vjp", "checkpoint of names", "cond", "own mutable array")
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(f, id=name, marks=() if name in FAST else pytest.mark.slow)
+        for name, f in NETWORKS.items()
+    ],
+)
 @every_way
 def test_networks(way: Any, network: Any):
     check(way, loss_through(network))

@@ -110,7 +110,9 @@ def ratio(way: Any, loss_fn: Any, params: Any) -> float:
     return way(loss_fn, params) / net_bytes(gradients.lower(params, batch_of(8)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_stacked_layers_need_one_gradient(way: Any, dtype: Any):
     assert ratio(way, *stacked_layers(dtype)) <= 1.06

@@ -103,12 +103,13 @@ def scanned(of: Any, f: Any, x: Any) -> Any:
 
 
 MARKS: dict[Any, Any] = {
-    mapped_forward: vmap_of_jvp_fails,
+    mapped_forward: (vmap_of_jvp_fails, slow),
     jacobian: (vmap_of_jvp_fails, slow),
     forward_twice: slow,
     forward_mapped: slow,
     scanned: slow,
 }
+FAST = ("params", "closed over")
 CASES = [
     pytest.param(transformed, of, x, id=f"{transformed.__name__}: {name}", marks=marks)
     for transformed, of_what in (
@@ -116,7 +117,7 @@ CASES = [
         *[(f, OF_PARAMS | OF_OTHERS) for f in (forward, *MARKS)],
     )
     for name, (of, x) in of_what.items()
-    for marks in [MARKS.get(transformed, ())]
+    for marks in [MARKS.get(transformed, () if name in FAST else slow)]
 ]
 
 
@@ -128,6 +129,7 @@ def test_transformed(transformed: Any, of: Any, x: Any):
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@slow
 def test_derivative_with_regard_to_bfloat16_parameters():
     """They are differentiated through twins in float32, which have no tangents."""
     params = params_of(jnp.bfloat16)
@@ -187,7 +189,9 @@ def steps() -> Any:
 STEPS = steps()
 
 
-@pytest.mark.parametrize("over", ["params", "batch", "keyword"])
+@pytest.mark.parametrize(
+    "over", ["params", *[pytest.param(x, marks=slow) for x in ("batch", "keyword")]]
+)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_step_is_mapped(step: Any, over: str):
     values = {"params": PARAMS, "batch": WINDOW, "keyword": SCALES[1]}
