@@ -118,6 +118,7 @@ def test_stacked_layers_need_one_gradient(way: Any, dtype: Any):
     assert ratio(way, *stacked_layers(dtype)) <= 1.06
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_whole_gradients_need_more(way: Any, monkeypatch: pytest.MonkeyPatch):
     """The test above can fail."""
