@@ -1,0 +1,115 @@
+"""The gradient of a window in every way that differentiates a loss, and by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import run_step, stack
+
+from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
+
+ROWS, WIDTH, LAYERS = 8, 4, 3
+
+
+def batch_of(seed: int, tokens: int, rows: int = ROWS) -> Any:
+    x = np.random.default_rng(seed).normal(size=(rows, WIDTH))
+    return {"x": np.float32(x), "mask": np.float32(np.arange(rows) < tokens)}
+
+
+def window_of(*tokens: int) -> list[Any]:
+    return [batch_of(seed, n) for seed, n in enumerate(tokens)]
+
+
+BATCHES = window_of(8, 0, 3)
+
+
+def params_of(dtype: Any = jnp.float32) -> Any:
+    rng = np.random.default_rng(9)
+    shapes = {"layers": (LAYERS, WIDTH, WIDTH), "out": (WIDTH,)}
+    return {k: jnp.asarray(rng.normal(size=s) / 2, dtype) for k, s in shapes.items()}
+
+
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w), None
+
+
+def through_layers(params: Any, x: Any) -> Any:
+    return jax.lax.scan(layer, x.astype(params["layers"].dtype), params["layers"])[0]
+
+
+def loss_through(network: Any) -> Any:
+    """A loss of `network(params, x)`, which is given the activations."""
+
+    def loss_fn(params: Any, batch: Any, scale: Any = 1.0) -> Any:
+        y = network(params, batch["x"]) + params["out"]
+        losses = jnp.sum(y.astype(jnp.float32) ** 2, -1) * scale
+        return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+    return loss_fn
+
+
+loss_fn = loss_through(through_layers)
+
+# An optimizer whose state is the last gradient that it was given.
+KEEPS = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, params), gradient),
+)
+
+
+def value_and_grad(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
+    f = jax.jit(window_value_and_grad(loss_fn, **options))
+    return f(params, stack(batches))[1]
+
+
+def train_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
+    step = make_train_step(loss_fn, KEEPS, len(batches), **options)
+    return run_step(step, step.init(params), batches)[0].opt_state.inner_opt_state
+
+
+def one_program(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
+    step = make_train_step(loss_fn, KEEPS, lambda _: len(batches), **options)
+    return run_step(step, step.init(params), batches)[0].opt_state.inner_opt_state
+
+
+def window_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
+    step = make_window_step(loss_fn, KEEPS, **options)
+    return step(step.init(params), stack(batches))[0].opt_state
+
+
+WAYS = [value_and_grad, train_step, one_program, window_step]
+# One of the ways, and the others in the slow tests.
+every_way = pytest.mark.parametrize(
+    "way", [WAYS[0], *[pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:]]]
+)
+
+
+def by_hand(loss_fn: Any, params: Any, batches: Any, **kwargs: Any) -> Any:
+    """`(loss, gradient)` of gradients that are added by NumPy, in float64."""
+    f = jax.jit(jax.value_and_grad(loss_fn, has_aux=True, allow_int=True))
+    loss, tokens, sums = 0.0, 0.0, [0.0] * len(jax.tree.leaves(params))
+    for batch in batches:
+        (loss_sum, n), new = f(params, batch, **kwargs)
+        if np.isfinite(n) and n > 0:
+            new = [
+                _wide(x, p)
+                for x, p in zip(*map(jax.tree.leaves, (new, params)), strict=True)
+            ]
+            sums = [x + y for x, y in zip(sums, new, strict=True)]
+            loss, tokens = loss + float(loss_sum), tokens + float(n)
+    leaves, structure = jax.tree.flatten(params)
+    means = [
+        np.broadcast_to(x / (tokens or 1), p.shape).astype(p.dtype)
+        for x, p in zip(sums, map(jnp.asarray, leaves), strict=True)
+    ]
+    return loss / (tokens or 1), jax.tree.unflatten(structure, means)
+
+
+def _wide(gradient: Any, param: Any) -> Any:
+    if not jnp.issubdtype(jnp.result_type(param), jnp.inexact):
+        return np.zeros(jnp.shape(param))
+    wide = np.complex128 if jnp.iscomplexobj(gradient) else np.float64
+    return np.asarray(gradient).astype(wide)
