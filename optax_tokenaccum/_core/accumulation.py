@@ -144,7 +144,9 @@ class Accumulation:
         """
         # A skip function is asked about the gradient before any of it is added.
         if BackwardPass.is_supported and self.should_skip_update_fn is None:
-            with contextlib.suppress(NotImplementedError):
+            # Whatever JAX cannot do with mutable arrays is done without. An error of
+            # the loss itself is raised again below.
+            with contextlib.suppress(Exception):
                 return self._add_within(loss, state, params)
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             loss, has_aux=True, allow_int=True

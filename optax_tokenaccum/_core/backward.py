@@ -77,16 +77,34 @@ class BackwardPass:
         closed, shape = jax.make_jaxpr(traced, return_shape=True)(leaves)
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
         self._structure = jax.tree.structure(shape)
-        # A device without tokens would not take part in a reduction, for which the
+        # A device without tokens would not take part in communication, for which the
         # others would wait forever.
         reduces = any(tokens_vary - trees.varying_axes(x) for x in leaves)
-        has_effects = bool(closed.effects)  # communication between devices is one
         depends_on = [True] * len(leaves)
-        if has_effects or (
+        if closed.effects or (
             self._known_tokens is None
-            and (reduces or dependence.depends(closed, depends_on)[0])
+            and (
+                reduces
+                or dependence.depends(closed, depends_on)[0]
+                or dependence.communicates(closed)
+                or self._communicates_on_some_devices(leaves)
+            )
         ):
             raise NotImplementedError
+
+    def _communicates_on_some_devices(self, leaves: list[Any]) -> bool:
+        """Whether devices of a `shard_map` may communicate in the backward pass."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.manual_axes:
+            return False
+        # The compiler may communicate along the other axes, and is free to let devices
+        # along the manual ones, of which some have no tokens, wait for each other.
+        if any(
+            mesh.shape[name] > 1 for name in {*mesh.axis_names} - {*mesh.manual_axes}
+        ):
+            return True
+        gradient = jax.grad(self._evaluate, has_aux=True, allow_int=True)
+        return dependence.communicates(jax.make_jaxpr(gradient)(leaves, self._consts))
 
     def add(self, sums: list[jax.Array], leaves: list[Any]) -> Added:
         """Adds the gradients to `sums`, and nothing for a micro-batch without tokens.
@@ -242,6 +260,9 @@ def _unless_mapped(f: Callable[..., Any], otherwise: Callable[..., Any]) -> Any:
 
     @mapped.def_vmap
     def _(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        if not any(jax.tree.leaves(in_batched)):
+            outputs = otherwise(*args)
+            return outputs, jax.tree.map(lambda _: False, outputs)
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
         outputs = jax.vmap(otherwise, in_axes, axis_size=axis_size)(*args)
         return outputs, jax.tree.map(lambda _: True, outputs)

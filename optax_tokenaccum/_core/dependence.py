@@ -174,3 +174,17 @@ def used_twice(traced: Any, names: list[Any]) -> set[Any]:
             is_known = size in (len(taken), len(taken) - 1)
             found |= used_twice(inner, taken[-size:]) if is_known else {*named}
     return found - {None}
+
+
+def communicates(traced: Any) -> bool:
+    """Whether devices of a map over named axes send each other values."""
+
+    def names_axes(equation: JaxprEqn) -> bool:
+        axes = [equation.params.get(name, ()) for name in ("axis_name", "axes")]
+        named = any(isinstance(axis, str) for axis in jax.tree.leaves(axes))
+        return named and equation.primitive.name not in ("axis_index", "pvary")
+
+    equations = getattr(traced, "jaxpr", traced).eqns
+    return any(
+        names_axes(x) or any(map(communicates, functions_in(x))) for x in equations
+    )

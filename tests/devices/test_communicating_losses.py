@@ -72,18 +72,13 @@ def adds_within(f: Any, *args: Any) -> bool:
     return "Ref{" in str(jax.make_jaxpr(f)(*args))
 
 
-waits = pytest.mark.xfail(
-    BackwardPass.is_supported, reason="devices would wait forever", strict=True
-)
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "psum",
         "all_gather",
-        pytest.param("ppermute", marks=waits),
-        pytest.param("only backward", marks=waits),
+        "ppermute",
+        "only backward",
     ],
 )
 def test_a_loss_that_communicates(name: str, monkeypatch: pytest.MonkeyPatch):
@@ -129,7 +124,6 @@ def rolled_step() -> tuple[Any, Any, Any]:
         return step, step.init(w), batch
 
 
-@waits
 def test_communication_that_the_compiler_inserts():
     step, state, batch = rolled_step()
     with jax.set_mesh(state.params.sharding.mesh):
@@ -148,7 +142,6 @@ print("ended", float(metrics.num_tokens))
 
 
 @pytest.mark.slow
-@waits
 def test_communication_that_the_compiler_inserts_comes_to_an_end():
     path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
     done = subprocess.run(

@@ -24,7 +24,6 @@ from window_gradients import (
 )
 
 from optax_tokenaccum import make_train_step
-from optax_tokenaccum._core.backward import BackwardPass
 
 
 def scan(layer: Any) -> Any:
@@ -146,12 +145,6 @@ def test_networks(way: Any, network: Any):
     check(way, loss_through(network))
 
 
-fails_within = pytest.mark.xfail(
-    BackwardPass.is_supported, strict=True, reason="adds to a mutable array and fails"
-)
-
-
-@fails_within
 @every_way
 def test_optimization_barrier(way: Any):
     def network(params: Any, x: Any) -> Any:
@@ -160,7 +153,6 @@ def test_optimization_barrier(way: Any):
     check(way, loss_through(network))
 
 
-@fails_within
 @every_way
 def test_explicit_mesh_that_is_not_set(way: Any):
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,))

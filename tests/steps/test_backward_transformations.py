@@ -69,9 +69,6 @@ MAPPED = {
     "closed over": (closing_over, SCALES),
 }
 slow = pytest.mark.slow
-vmap_of_jvp_fails = pytest.mark.xfail(
-    BackwardPass.is_supported, reason="AssertionError in a select", strict=True
-)
 
 
 def mapped(of: Any, f: Any, x: Any) -> Any:
@@ -103,8 +100,8 @@ def scanned(of: Any, f: Any, x: Any) -> Any:
 
 
 MARKS: dict[Any, Any] = {
-    mapped_forward: (vmap_of_jvp_fails, slow),
-    jacobian: (vmap_of_jvp_fails, slow),
+    mapped_forward: (slow,),
+    jacobian: (slow,),
     forward_twice: slow,
     forward_mapped: slow,
     scanned: slow,

@@ -233,7 +233,7 @@ def test_window_needs_no_more_memory_than_a_scan_written_by_hand():
         jax.jit(f).lower(new_params(), micro_batches).compile()
         for f in (window_value_and_grad(loss_fn), by_hand)
     )
-    counters = 1024  # scalars of the window
+    counters = 2048  # scalars of the window, and of the conditional in it
     assert _net_bytes(ours) <= _net_bytes(theirs) + counters
 
 
