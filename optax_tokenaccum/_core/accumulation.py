@@ -12,7 +12,12 @@ import optax
 
 from optax_tokenaccum._core import arrays, checks, sums, trees
 from optax_tokenaccum._core.backward import BackwardPass
-from optax_tokenaccum._core.contribution import Contribution, SkipFn, make_contribution
+from optax_tokenaccum._core.contribution import (
+    Contribution,
+    SkipFn,
+    make_contribution,
+    usable_tokens,
+)
 from optax_tokenaccum._core.layout import Layout, Reduced
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
@@ -157,27 +162,18 @@ class Accumulation:
     def _add_within(
         self, loss: Any, state: TokenAccumulationState, params: Params
     ) -> tuple[TokenAccumulationState, jax.Array, Any]:
-        # A conditional works in place here, even if an open sum has another shape than
-        # a stored one. A selection would not, and would read and write all sums.
-        kinds = kinds_of(params)
-        acc_grads = jax.lax.cond(
-            state.mini_step == 0,
-            lambda x: jax.tree.map(lambda x, k: jnp.full_like(x, k.nothing), x, kinds),
-            lambda x: x,
-            state.acc_grads,
-        )
-        layout, totals = self._opened(state._replace(acc_grads=acc_grads), params)
+        layout, totals = self._opened(state, params)
         leaves, structure = jax.tree.flatten(params)
         backward_pass = BackwardPass(
             lambda leaves: loss(jax.tree.unflatten(structure, leaves)),
             leaves,
             jax.tree.leaves(totals),
-            jax.tree.leaves(kinds),
-            state.acc_tokens.dtype,
+            jax.tree.leaves(kinds_of(params)),
+            functools.partial(usable_tokens, dtype=state.acc_tokens.dtype),
             layout,
         )
         added, loss_sum, num_tokens, aux = backward_pass.add(
-            jax.tree.leaves(totals), leaves
+            jax.tree.leaves(totals), state.mini_step == 0, leaves
         )
         new = make_contribution(
             None,

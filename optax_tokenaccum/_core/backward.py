@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core import dependence, trees
-from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.sums import Kind, at_least_float32
 
@@ -32,7 +31,7 @@ class BackwardPass:
       leaves: the parameters.
       sums: of their gradients.
       kinds: how each of these adds up.
-      dtype: of the number of tokens.
+      usable_tokens: the number of tokens as a scalar, 0 if it must not count.
       layout: of the sums.
 
     Raises:
@@ -51,10 +50,10 @@ class BackwardPass:
         leaves: list[Any],
         sums: list[jax.Array],
         kinds: list[Kind],
-        dtype: Any,
+        usable_tokens: Callable[[Any], jax.Array],
         layout: Layout,
     ):
-        self._kinds, self._dtype, self._layout = kinds, dtype, layout
+        self._kinds, self._usable_tokens, self._layout = kinds, usable_tokens, layout
         # A scan over an axis that is spread over devices would gather the whole sum.
         is_whole = layout.has_whole_first_axes(sums)
         self._adds_directly = [
@@ -106,14 +105,16 @@ class BackwardPass:
         gradient = jax.grad(self._evaluate, has_aux=True, allow_int=True)
         return dependence.communicates(jax.make_jaxpr(gradient)(leaves, self._consts))
 
-    def add(self, sums: list[jax.Array], leaves: list[Any]) -> Added:
+    def add(
+        self, sums: list[jax.Array], is_first: jax.Array, leaves: list[Any]
+    ) -> Added:
         """Adds the gradients to `sums`, and nothing for a micro-batch without tokens.
 
         Without tokens, gradients may be NaN, and the backward pass does not run. Nor
         does the forward pass, unless it is needed for `aux`.
         """
         add = _unless_mapped(self._add_within, self._add_after)
-        return add(sums, leaves, self._consts)
+        return add(sums, is_first, leaves, self._consts)
 
     def _evaluate(self, leaves: list[Any], consts: list[Any]) -> Any:
         """`(loss_sum, (num_tokens, aux))`"""
@@ -124,18 +125,26 @@ class BackwardPass:
         return loss_sum, (num_tokens, aux)
 
     def _add_within(
-        self, sums: list[jax.Array], leaves: list[Any], consts: list[Any]
+        self,
+        sums: list[jax.Array],
+        is_first: jax.Array,
+        leaves: list[Any],
+        consts: list[Any],
     ) -> Added:
-        # Without it XLA copies sums that come from one conditional into the next.
-        sums = jax.lax.optimization_barrier(sums)
         is_float = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
         refs = {i: jax.new_ref(sums[i]) for i, floats in enumerate(is_float) if floats}
         maxima = {i: x for i, x in refs.items() if not self._kinds[i].is_gradient}
 
+        def empty() -> None:
+            for i, ref in refs.items():
+                ref[...] = jnp.full_like(sums[i], self._kinds[i].nothing)
+
         def add(to: dict[int, Any]) -> Any:
+            jax.lax.cond(is_first, empty, lambda: None)
             return self._differentiate(to, list(refs), sums, leaves, consts)
 
         def leave() -> Any:
+            jax.lax.cond(is_first, empty, lambda: None)
             loss_sum, (_, aux) = self._evaluate(leaves, consts)
             return loss_sum if jax.tree.leaves(aux) else jnp.zeros_like(loss_sum), aux
 
@@ -178,6 +187,7 @@ class BackwardPass:
             i: _twin(leaves[i], sums[i]) if self._adds_directly[i] else leaves[i]
             for i in trained
         }
+        backward: Any
         loss_sum, backward, (_, aux) = jax.vjp(of_twins, twins, has_aux=True)
         # JAX fails to add to one array from two inputs of a scan: it raises
         # NotImplementedError for an array that is both scanned over and a constant, and
@@ -196,7 +206,11 @@ class BackwardPass:
         return loss_sum, aux
 
     def _add_after(
-        self, sums: list[jax.Array], leaves: list[Any], consts: list[Any]
+        self,
+        sums: list[jax.Array],
+        is_first: jax.Array,
+        leaves: list[Any],
+        consts: list[Any],
     ) -> Added:
         """The same with whole gradients, which JAX can map."""
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
@@ -204,14 +218,18 @@ class BackwardPass:
         )(leaves, consts)
         has_tokens, any_tokens = self._counts(num_tokens)
         sums = [
-            kind.added(x, g, has_tokens if kind.is_gradient else any_tokens)
+            kind.added(
+                kind.emptied(x, is_first),
+                g,
+                has_tokens if kind.is_gradient else any_tokens,
+            )
             for x, g, kind in zip(sums, gradients, self._kinds, strict=True)
         ]
         return sums, loss_sum, num_tokens, aux
 
     def _counts(self, num_tokens: Any) -> tuple[Any, Any]:
         """Whether this device, and whether any device, has tokens."""
-        tokens = usable_tokens(num_tokens, self._dtype)
+        tokens = self._usable_tokens(num_tokens)
         if self._known_tokens is not None:
             has_tokens = bool(np.asarray(num_tokens) > 0)
             return has_tokens, has_tokens

@@ -37,9 +37,9 @@ def window_value_and_grad(
     dtype, which every optimizer accepts.
 
     The backward pass adds to one buffer of the gradient's size, on jax 0.11 and newer;
-    there `vmap` and forward-mode derivatives of the returned function work, and
-    reverse-mode derivatives raise an error ("Linearization failed"). For these, add
-    `jax.value_and_grad` of each micro-batch up by hand, or use `token_accumulation`.
+    there `vmap` and `jvp` of the returned function work, but reverse-mode derivatives
+    ("Linearization failed") and `vmap` of a `jvp` raise an error. For these, add up
+    `jax.value_and_grad` of each micro-batch by hand, or use `token_accumulation`.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss

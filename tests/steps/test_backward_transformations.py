@@ -69,6 +69,9 @@ MAPPED = {
     "closed over": (closing_over, SCALES),
 }
 slow = pytest.mark.slow
+vmap_of_jvp_fails = pytest.mark.xfail(
+    BackwardPass.is_supported, reason="jax: vmap of jvp of custom_vmap", strict=True
+)
 
 
 def mapped(of: Any, f: Any, x: Any) -> Any:
@@ -100,7 +103,7 @@ def scanned(of: Any, f: Any, x: Any) -> Any:
 
 
 MARKS: dict[Any, Any] = {
-    mapped_forward: (slow,),
+    mapped_forward: (vmap_of_jvp_fails, slow),
     jacobian: (slow,),
     forward_twice: slow,
     forward_mapped: slow,
