@@ -187,8 +187,8 @@ class BackwardPass:
             i: _twin(leaves[i], sums[i]) if self._adds_directly[i] else leaves[i]
             for i in trained
         }
-        backward: Any
-        loss_sum, backward, (_, aux) = jax.vjp(of_twins, twins, has_aux=True)
+        vjp: Any = jax.vjp  # its type does not mention `with_refs`
+        loss_sum, backward, (_, aux) = vjp(of_twins, twins, has_aux=True)
         # JAX fails to add to one array from two inputs of a scan: it raises
         # NotImplementedError for an array that is both scanned over and a constant, and
         # a TypeError about shapes, which might have agreed, for one scanned over twice.
