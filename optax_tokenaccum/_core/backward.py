@@ -35,9 +35,10 @@ class BackwardPass:
       layout: of the sums.
 
     Raises:
-      NotImplementedError: gradients of this loss can be added only after they are
-        computed, because nothing but the loss itself tells whether they count. What was
-        added cannot be taken back.
+      NotImplementedError: the loss has side effects, its count depends on the
+        parameters, or devices communicate in the backward pass. Then gradients can be
+        added only after they are computed: a backward pass that adds must not run
+        without tokens, because what was added cannot be taken back.
     """
 
     # Below jax 0.11, two gradients of a scan can be swapped when they are added to
@@ -76,6 +77,7 @@ class BackwardPass:
         closed, shape = jax.make_jaxpr(traced, return_shape=True)(leaves)
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
         self._structure = jax.tree.structure(shape)
+        _, self._loss_shape, self._aux_shapes = shape
         # A device without tokens would not take part in communication, for which the
         # others would wait forever.
         reduces = any(tokens_vary - trees.varying_axes(x) for x in leaves)
@@ -145,8 +147,10 @@ class BackwardPass:
 
         def leave() -> Any:
             jax.lax.cond(is_first, empty, lambda: None)
+            if not jax.tree.leaves(self._aux_shapes):
+                return jnp.zeros((), self._loss_shape.dtype), self._aux_shapes
             loss_sum, (_, aux) = self._evaluate(leaves, consts)
-            return loss_sum if jax.tree.leaves(aux) else jnp.zeros_like(loss_sum), aux
+            return loss_sum, aux
 
         def only_maxima() -> Any:
             return jax.lax.cond(any_tokens, lambda: add(maxima), leave)
@@ -175,18 +179,20 @@ class BackwardPass:
         consts: list[Any],
     ) -> tuple[jax.Array, Any]:
         """Adds the gradients whose sums are in `to`; returns `(loss_sum, aux)`."""
+        twins = {i: jnp.asarray(leaves[i]) for i in trained} | {
+            i: jnp.zeros_like(leaves[i], sums[i].dtype)
+            for i in trained
+            if self._adds_directly[i] and jnp.result_type(leaves[i]) != sums[i].dtype
+        }
 
         def of_twins(twins: dict[int, Any]) -> Any:
+            own = [twins.get(i, jnp.asarray(x)) for i, x in enumerate(leaves)]
             own = [
-                _stand_in(x, twins[i]) if i in twins else x
-                for i, x in enumerate(leaves)
+                x if x.dtype == jnp.result_type(leaf) else _stand_in(leaf, x)
+                for x, leaf in zip(own, leaves, strict=True)
             ]
             return self._evaluate(own, consts)
 
-        twins = {
-            i: _twin(leaves[i], sums[i]) if self._adds_directly[i] else leaves[i]
-            for i in trained
-        }
         vjp: Any = jax.vjp  # its type does not mention `with_refs`
         loss_sum, backward, (_, aux) = vjp(of_twins, twins, has_aux=True)
         # JAX fails to add to one array from two inputs of a scan: it raises
@@ -246,16 +252,9 @@ def _adds_alike(leaf: Any, total: jax.Array) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact) and is_wide and are_alike
 
 
-def _twin(leaf: Any, total: jax.Array) -> Any:
-    """What to differentiate, so that the gradient has the dtype of the sum."""
-    if jnp.result_type(leaf) == total.dtype:
-        return leaf
-    return jnp.zeros_like(leaf, total.dtype)
-
-
 @jax.custom_jvp
 def _stand_in(leaf: Any, twin: Any) -> Any:
-    """`leaf`, as a function of `twin`, whose value does not matter."""
+    """`leaf`, as a function of `twin`, whose gradient then has the dtype of the sum."""
     return leaf
 
 

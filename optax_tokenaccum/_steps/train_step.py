@@ -336,6 +336,10 @@ def make_train_step(
     discard them or apply them twice, the mistake behind
     https://github.com/google-deepmind/optax/issues/1567.
 
+    On jax 0.11 and newer, the backward pass adds to the sums as it runs, so that no
+    second buffer of the gradient's size is needed; the page on performance has the
+    exceptions. Reverse-mode derivatives through the step raise an error there.
+
     With an int `every_k_schedule` and no skip function, the host knows when a window
     closes, and the step runs two programs, "accumulate" and "close". Otherwise, and
     inside an outer `jit` or `scan`, it is a single program. Calls never block, except
