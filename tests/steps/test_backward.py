@@ -97,7 +97,7 @@ def test_rows_of_a_device_without_tokens_count_for_a_maximum(make: Any, options:
     chex.assert_trees_all_close(state.params["params"], moved, rtol=1e-5, atol=1e-6)
 
 
-# Known while the loss is traced, and how many loops are left for the backward pass.
+# Known while the loss is traced.
 KNOWN = {"int": 5, "int 0": 0, "numpy": np.float32(3), "numpy int": np.int32(0)}
 
 
@@ -107,14 +107,6 @@ def with_count(count: Any) -> Any:
         return loss_sum, count(n) if callable(count) else count
 
     return loss_fn
-
-
-@pytest.mark.parametrize("count", KNOWN.values(), ids=KNOWN)
-@every_way
-def test_tokens_known_while_tracing(way: Any, count: Any):
-    params, batches, loss_fn = params_of(), window_of(8, 4), with_count(count)
-    expected = window_gradients.by_hand(loss_fn, params, batches)[1]
-    chex.assert_trees_all_close(way(loss_fn, params, batches), expected, rtol=1e-5)
 
 
 def conditionals_of(count: Any) -> int:
@@ -143,9 +135,9 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("count", UNUSABLE.values(), ids=UNUSABLE)
+@pytest.mark.parametrize("count", (KNOWN | UNUSABLE).values(), ids=[*KNOWN, *UNUSABLE])
 @every_way
-def test_traced_counts_that_are_not_usable_add_nothing(way: Any, count: Any):
+def test_counts_that_are_known_or_not_usable(way: Any, count: Any):
     params, batches, loss_fn = params_of(), window_of(8, 4), with_count(count)
     expected = window_gradients.by_hand(loss_fn, params, batches)[1]
     chex.assert_trees_all_close(way(loss_fn, params, batches), expected, rtol=1e-5)

@@ -13,6 +13,7 @@ import ways_in
 from helpers import relative_error
 
 from optax_tokenaccum import window_value_and_grad
+from optax_tokenaccum._core.backward import BackwardPass
 
 PARAMS = scanned_programs.params_of()
 # The rows of a third of the window have no tokens.
@@ -22,7 +23,10 @@ RATE = 2.0**10
 
 def by_value_and_grad(program: Any) -> Any:
     micro_batches = jax.tree.map(lambda *leaves: np.stack(leaves), *BATCHES)
-    return jax.jit(window_value_and_grad(program))(PARAMS, micro_batches)[1]
+    traced = jax.jit(window_value_and_grad(program)).trace(PARAMS, micro_batches)
+    # Without this, the test could pass on whole gradients alone.
+    assert ("Ref{" in str(traced.jaxpr)) == BackwardPass.is_supported
+    return traced.lower().compile()(PARAMS, micro_batches)[1]
 
 
 def by_step(way: Any, program: Any) -> Any:
