@@ -37,6 +37,11 @@ class Settings(NamedTuple):
       max_length: the maximum length of a sequence in the ragged suite, in tokens.
       shapes: the number of micro-batch shapes in the ragged suite.
       lengths: the names of the length distributions in the ragged suite.
+      grown_in_memory: the workload of the memory suite.
+      memory_ks: the values of k in the memory suite.
+      tpu_layers: the number of layers, the width and the length in the tpu suite. The
+        gradients must not fit into the on-chip memory of 128 MiB.
+      tpu_vocabulary: the number of tokens that the tpu suite embeds.
     """
 
     workloads: Workloads
@@ -51,14 +56,18 @@ class Settings(NamedTuple):
     max_length: int
     shapes: int
     lengths: tuple[str, ...]
+    grown_in_memory: str = "stacked"
+    memory_ks: tuple[int, ...] = (1, 2, 4, 8, 16)
+    tpu_layers: tuple[int, int, int] = (24, 2048, 512)
+    tpu_vocabulary: int = 32_768
 
     def say(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
 
 
 QUICK = Settings(
-    workloads={"LoRA": TINY_WORKLOADS["LoRA"]},
-    cases=(Case("LoRA", "AdamW", 2),),
+    workloads={name: TINY_WORKLOADS[name] for name in ("LoRA", "stacked")},
+    cases=(Case("LoRA", "AdamW", 2), Case("stacked", "AdamW", 2)),
     rounds=1,
     seconds=0,
     leaves=(3,),
@@ -69,6 +78,9 @@ QUICK = Settings(
     max_length=64,
     shapes=2,
     lengths=("dialogue",),
+    memory_ks=(1, 2),
+    tpu_layers=(32, 1024, 128),
+    tpu_vocabulary=16_384,
 )
 
 
@@ -81,7 +93,7 @@ def full() -> Settings:
         # Varies one setting around AdamW and k = 8: all combinations would take hours.
         cases=(
             *(Case(name, "AdamW", 8) for name in workloads),
-            *(Case(name, "SGD", 8) for name in workloads),
+            *(Case(name, "SGD", 8) for name in workloads if "stacked" not in name),
             *(Case("square layers", "AdamW", k) for k in (1, 4, 32)),
             *(Case("transformer", "AdamW", k) for k in (1, 4, 32)),
         ),
