@@ -5,7 +5,10 @@
 The results are ratios of times, not times: the ways take turns in one process, and a
 result is the median, the minimum and the maximum over the pairs. Before the timing,
 every way must give the right gradient, or be known to be wrong by design. `--quick`
-runs everything on small inputs, to check that it works.
+runs everything on small inputs, to check that it works. Results of other suites that
+are in the folder already stay there.
+
+`python -m benchmarks.page docs/performance.md` puts new results into a page.
 """
 
 import argparse

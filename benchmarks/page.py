@@ -31,7 +31,8 @@ def updated(text: str) -> str:
 def _replacement(found: re.Match[str]) -> str:
     wanted = json.loads(found[1])
     file = RESULTS / wanted.get("results", "cpu") / "benchmarks.json"
-    rows = json.loads(file.read_text())["suites"][wanted["suite"]]["rows"]
+    suite = json.loads(file.read_text())["suites"][wanted["suite"]]
+    rows = suite["rows"]
     for name, values in wanted["where"].items():
         rows = [row for row in rows if row.get(name) in values]
     columns = wanted["columns"]
@@ -41,7 +42,9 @@ def _replacement(found: re.Match[str]) -> str:
     else:
         rows = [{name: row[name] for name in columns} for row in rows]
     # Blank lines, because a comment begins a block of HTML.
-    return f"<!-- table {found[1]} -->\n\n{table(rows)}\n<!-- end -->"
+    versions = "jax {jax}, optax {optax}".format(**suite["machine"])
+    made = f"{table(rows)}\n({versions})\n" if rows else "Not measured yet.\n"
+    return f"<!-- table {found[1]} -->\n\n{made}\n<!-- end -->"
 
 
 def _pivoted(rows: Rows, columns: list[str], column: str, value: str) -> Rows:

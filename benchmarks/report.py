@@ -79,15 +79,19 @@ def picture(rows: Rows, path: Path) -> None:
     rows = [row for row in rows if row["optimizer"] == "AdamW" and "contender" in row]
     cases = {(row["workload"], row["k"]) for row in rows if row["k"] <= 8}
     workloads = {workload: k for workload, k in sorted(cases)}
+    columns = min(len(workloads), 4)
+    lines = -(-len(workloads) // columns)
     figure, panels = plt.subplots(
-        1,
-        len(workloads),
-        figsize=(3.2 * len(workloads) + 1, 5),
+        lines,
+        columns,
+        figsize=(3.2 * columns + 1, 5 * lines),
         sharey=True,
         squeeze=False,
     )
+    for unused in panels.flat[len(workloads) :]:
+        unused.set_visible(False)
     colours = {"limit": "0.6", "optax": "C1", "by hand": "C7", "ours": "C0"}
-    for panel, case in zip(panels[0], workloads.items(), strict=True):
+    for panel, case in zip(panels.flat, workloads.items(), strict=False):
         for row in (row for row in rows if (row["workload"], row["k"]) == case):
             median, low, high = row["time"]
             colour = colours[row["kind"]]

@@ -1,6 +1,7 @@
 """Memory of programs for a TPU, which are compiled without one."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def measure(name: str, make: Callable[[], Workload]) -> list[dict[str, Any]]:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip),
     )
     peaks = {}
-    for way, (lowered, held) in _programs(_shapes_alone(make), place).items():
+    for way, (lowered, held) in _programs(shapes_alone(make), place).items():
         peaks[way] = net_memory(lowered.compile()) + held
     return [
         {
@@ -77,12 +78,13 @@ def measure(name: str, make: Callable[[], Workload]) -> list[dict[str, Any]]:
             "way": way,
             "peak / gradients alone": peak / peaks[BASE],
             "peak MB": round(peak / 1e6),
+            "compiled for": f"TPU v5e, libtpu {importlib.metadata.version('libtpu')}",
         }
         for way, peak in peaks.items()
     ]
 
 
-def _shapes_alone(make: Callable[[], Workload]) -> Workload:
+def shapes_alone(make: Callable[[], Workload]) -> Workload:
     """The workload with the shapes of its parameters instead of arrays."""
     made = []
 
