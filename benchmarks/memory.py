@@ -12,13 +12,14 @@ from benchmarks.speed import CONTENDERS
 from benchmarks.workloads import window_of
 
 BASE = "gradients alone"
+# Colours and sizes, so that equal lines are visible behind each other.
 STYLES = {
-    BASE: "0.4",
-    "optax.MultiSteps": "C1",
-    "optax.microbatching": "C3",
-    "scan by hand": "C7",
-    "train step": "C0",
-    "window step": "C9",
+    BASE: ("0.4", 1),
+    "optax.MultiSteps": ("C1", 2),
+    "optax.microbatching": ("C3", 5),
+    "scan by hand": ("0.7", 2),
+    "train step": ("C0", 5),
+    "window step": ("C9", 2),
 }
 
 
@@ -60,15 +61,22 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     figure, panel = plt.subplots(figsize=(7, 4))
     ks = sorted({row["k"] for row in rows})
     ends: list[float] = []
-    for way, colour in STYLES.items():
+    for way, (colour, size) in STYLES.items():
         ratios = [
             row["peak / gradients alone"] for row in rows if row["contender"] == way
         ]
-        line = {"linestyle": "--"} if way == BASE else {"marker": "o"}
-        panel.plot(range(len(ks)), ratios, color=colour, label=way, **line)
+        panel.plot(
+            range(len(ks)),
+            ratios,
+            "--" if way == BASE else "o-",
+            color=colour,
+            label=way,
+            linewidth=size,
+            markersize=3 * size,
+        )
         ends.append(ratios[-1])
     panel.set_xticks(range(len(ks)), [str(k) for k in ks])
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(0, 1.1 * max(row["peak / gradients alone"] for row in rows))
     panel.set_xlabel("micro-batches in a window (k)")
     panel.set_ylabel("peak / gradients alone")
     panel.set_title(f"Memory of accumulating: {rows[0]['workload']}")

@@ -36,7 +36,8 @@ def _replacement(found: re.Match[str]) -> str:
     for name, values in wanted["where"].items():
         rows = [row for row in rows if row.get(name) in values]
     columns = wanted["columns"]
-    rows = [row for row in rows if all(name in row for name in columns)]
+    needed = [*columns, *wanted.get("pivot", [])[1:]]
+    rows = [row for row in rows if all(name in row for name in needed)]
     if "pivot" in wanted:
         rows = _pivoted(rows, columns, *wanted["pivot"])
     else:
