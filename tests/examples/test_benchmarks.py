@@ -71,7 +71,8 @@ def test_a_contender_that_is_wrong_is_found(monkeypatch):
         check(square_layers(16, 1), k=3)
 
 
-@pytest.mark.parametrize("name", ["stacked", "stacked, bfloat16 compute"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stacked, bfloat16 compute", "stacked layers"])
 def test_every_way_is_right_with_stacked_layers(name: str):
     assert check(TINY_WORKLOADS[name](), k=2)["optax.MultiSteps"] > 0.05
 
