@@ -5,21 +5,37 @@
 The results are ratios of times, not times: the ways take turns in one process, and a
 result is the median, the minimum and the maximum over the pairs. Before the timing,
 every way must give the right gradient, or be known to be wrong by design. `--quick`
-runs everything on small inputs, to check that it works.
+runs everything on small inputs, to check that it works. Results of other suites that
+are in the folder already stay there.
+
+`python -m benchmarks.page docs/performance.md` puts new results into a page.
 """
 
 import argparse
 from pathlib import Path
 
-from benchmarks import growth, host, padding, programs, ragged, report, settings, speed
+from benchmarks import (
+    growth,
+    host,
+    memory,
+    padding,
+    programs,
+    ragged,
+    report,
+    settings,
+    speed,
+    tpu,
+)
 
 SUITES = {
     "speed": speed.run,
     "programs": programs.run,
+    "memory": memory.run,
     "host": host.run,
     "growth": growth.run,
     "ragged": ragged.run,
 }
+ONLY_IF_NAMED = {"tpu": tpu.run}
 
 
 def main() -> None:
@@ -32,9 +48,9 @@ def main() -> None:
     parser.add_argument(
         "--suite",
         nargs="+",
-        choices=SUITES,
+        choices=SUITES | ONLY_IF_NAMED,
         default=list(SUITES),
-        help="which to run (all)",
+        help=f"which to run (all but {', '.join(ONLY_IF_NAMED)})",
     )
     parser.add_argument(
         "--quick", action="store_true", help="tiny and few: for correctness alone"
@@ -47,8 +63,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     chosen = settings.QUICK if options.quick else settings.full()
-    results = {name: SUITES[name](chosen) for name in options.suite}
-    report.write(results, options.out)
+    suites = SUITES | ONLY_IF_NAMED
+    results = {name: suites[name](chosen) for name in options.suite}
+    report.write({name: rows for name, rows in results.items() if rows}, options.out)
+    if "memory" in results:
+        memory.picture(results["memory"], options.out / "memory.png")
     if "ragged" in results:
         padding.picture(chosen, options.out / "ragged.png")
     print((options.out / "benchmarks.md").read_text())

@@ -31,7 +31,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
             traces[name] = time.perf_counter() - began
             if value in TRACED_ALONE:
                 continue
-            memory = [net_memory(program.compile()) for program in lowered.values()]
+            memory = [net_memory(x.lowered.compile()) for x in lowered.values()]
             net_bytes[name] = max(memory)
             running[name] = Running(loop, window)
         over_base = {}

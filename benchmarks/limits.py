@@ -6,7 +6,15 @@ from typing import Any
 import jax
 import optax
 
-from benchmarks.loops import Contender, Loop, apply, empty_sums, owned, size_in_bytes
+from benchmarks.loops import (
+    Contender,
+    Loop,
+    Program,
+    apply,
+    empty_sums,
+    owned,
+    size_in_bytes,
+)
 from benchmarks.workloads import Window, Workload
 
 
@@ -24,7 +32,7 @@ def gradients_alone(
 
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
-        return {"gradient": gradient.lower(state[0], batch, workload.frozen)}
+        return {"gradient": Program(gradient.lower(state[0], batch, workload.frozen))}
 
     return Loop((owned(workload.params), None), run, lambda state: state[0], lower)
 
@@ -46,8 +54,8 @@ def gradients_and_step(
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
         return {
-            "gradient": gradient.lower(state[0], batch, workload.frozen),
-            "step": step.lower(*state, state[0]),
+            "gradient": Program(gradient.lower(state[0], batch, workload.frozen)),
+            "step": Program(step.lower(*state, state[0]), size_in_bytes(state[0])),
         }
 
     start = (owned(workload.params), owned(inner.init(workload.params)))

@@ -10,6 +10,18 @@ import optax
 from benchmarks.workloads import Window, Workload
 
 
+class Program(NamedTuple):
+    """A program of a loop, not compiled yet.
+
+    Attributes:
+      lowered: the program.
+      held: the bytes of gradients, or of sums of them, among its arguments.
+    """
+
+    lowered: jax.stages.Lowered
+    held: int = 0
+
+
 class Loop(NamedTuple):
     """A training loop, window by window.
 
@@ -23,7 +35,7 @@ class Loop(NamedTuple):
     state: Any
     run: Callable[[Any, Window], Any]
     params: Callable[[Any], Any]
-    lower: Callable[[Any, Window], dict[str, jax.stages.Lowered]]
+    lower: Callable[[Any, Window], dict[str, Program]]
 
 
 class Contender(NamedTuple):
@@ -41,9 +53,15 @@ class Contender(NamedTuple):
 
 
 def call_per_micro_batch(
-    workload: Workload, opt_state: Any, step: Callable[..., Any]
+    workload: Workload,
+    opt_state: Any,
+    step: Callable[..., Any],
+    sums: Callable[[Any], Any],
 ) -> Loop:
-    """A loop of `step(params, opt_state, batch, frozen) -> (params, opt_state)`."""
+    """A loop of `step(params, opt_state, batch, frozen) -> (params, opt_state)`.
+
+    `sums(opt_state)` returns the sums.
+    """
     jitted = jax.jit(step, donate_argnums=(0, 1))
 
     def run(state: Any, window: Window) -> Any:
@@ -53,7 +71,8 @@ def call_per_micro_batch(
 
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
-        return {"step": jitted.lower(*state, batch, workload.frozen)}
+        lowered = jitted.lower(*state, batch, workload.frozen)
+        return {"step": Program(lowered, size_in_bytes(sums(opt_state)))}
 
     start = (owned(workload.params), owned(opt_state))
     return Loop(start, run, lambda state: state[0], lower)
@@ -72,7 +91,7 @@ def call_per_window(
         return jitted(*state, data(window), workload.frozen)
 
     def lower(state: Any, window: Window) -> Any:
-        return {"step": jitted.lower(*state, data(window), workload.frozen)}
+        return {"step": Program(jitted.lower(*state, data(window), workload.frozen))}
 
     start = (owned(workload.params), owned(opt_state))
     return Loop(start, run, lambda state: state[0], lower)

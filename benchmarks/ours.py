@@ -6,7 +6,13 @@ import jax
 import optax
 
 import optax_tokenaccum
-from benchmarks.loops import Contender, Loop, call_per_micro_batch
+from benchmarks.loops import (
+    Contender,
+    Loop,
+    Program,
+    call_per_micro_batch,
+    size_in_bytes,
+)
 from benchmarks.workloads import Window, Workload
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 
@@ -22,7 +28,9 @@ def transformation(
         updates, opt_state = optimizer.update(gradient, opt_state, params, num_tokens=n)
         return optax.apply_updates(params, updates), opt_state
 
-    return call_per_micro_batch(workload, optimizer.init(workload.params), step)
+    return call_per_micro_batch(
+        workload, optimizer.init(workload.params), step, _sums_of
+    )
 
 
 def multi_steps(
@@ -38,7 +46,9 @@ def multi_steps(
         updates, opt_state = optimizer.update(gradient, opt_state, params, num_tokens=n)
         return optax.apply_updates(params, updates), opt_state
 
-    return call_per_micro_batch(workload, optimizer.init(workload.params), step)
+    return call_per_micro_batch(
+        workload, optimizer.init(workload.params), step, _sums_of
+    )
 
 
 def train_step(workload: Workload, inner: optax.GradientTransformation, k: int) -> Loop:
@@ -47,9 +57,11 @@ def train_step(workload: Workload, inner: optax.GradientTransformation, k: int) 
 
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
+        accumulate = step.accumulate.lower(state, batch, frozen=workload.frozen)
+        held = size_in_bytes(_sums_of(state.opt_state))
         return {
-            "accumulate": step.accumulate.lower(state, batch, frozen=workload.frozen),
-            "close": step.close_window.lower(state),
+            "accumulate": Program(accumulate, held),
+            "close": Program(step.close_window.lower(state), held),
         }
 
     return _steps(workload, step, lower)
@@ -67,7 +79,8 @@ def train_step_in_one(
     )
 
     def lower(state: Any, window: Window) -> Any:
-        return {"step": program.lower(state, window.micro_batches[0])}
+        lowered = program.lower(state, window.micro_batches[0])
+        return {"step": Program(lowered, size_in_bytes(_sums_of(state.opt_state)))}
 
     return _steps(workload, step, lower)
 
@@ -82,7 +95,8 @@ def window_step(
         return step(state, window.stacked, frozen=workload.frozen)[0]
 
     def lower(state: Any, window: Window) -> Any:
-        return {"step": step.lower(state, window.stacked, frozen=workload.frozen)}
+        lowered = step.lower(state, window.stacked, frozen=workload.frozen)
+        return {"step": Program(lowered)}
 
     return Loop(step.init(workload.params), run, lambda state: state.params, lower)
 
@@ -94,6 +108,10 @@ def _steps(workload: Workload, step: Any, lower: Any) -> Loop:
         return state
 
     return Loop(step.init(workload.params), run, lambda state: state.params, lower)
+
+
+def _sums_of(opt_state: Any) -> Any:
+    return opt_state.acc_grads
 
 
 OURS: dict[str, Contender] = {

@@ -10,12 +10,14 @@ import optax
 from benchmarks.loops import (
     Contender,
     Loop,
+    Program,
     add,
     apply_sums,
     call_per_micro_batch,
     call_per_window,
     empty_sums,
     owned,
+    size_in_bytes,
 )
 from benchmarks.workloads import Window, Workload
 
@@ -33,7 +35,10 @@ def optax_multi_steps(
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return call_per_micro_batch(workload, optimizer.init(workload.params), step)
+    opt_state = optimizer.init(workload.params)
+    return call_per_micro_batch(
+        workload, opt_state, step, lambda opt_state: opt_state.acc_grads
+    )
 
 
 def optax_microbatching(
@@ -95,7 +100,7 @@ def cond_by_hand(
         empty_sums(workload.params),
         jnp.zeros((), jnp.int32),
     )
-    return call_per_micro_batch(workload, carried, step)
+    return call_per_micro_batch(workload, carried, step, lambda carried: carried[1])
 
 
 def pair_by_hand(
@@ -120,10 +125,11 @@ def pair_by_hand(
 
     def lower(state: Any, window: Window) -> Any:
         params, _, sums = state
-        batch = window.micro_batches[0]
+        batch, held = window.micro_batches[0], size_in_bytes(sums)
+        lowered = accumulate.lower(sums, params, batch, workload.frozen)
         return {
-            "accumulate": accumulate.lower(sums, params, batch, workload.frozen),
-            "close": close.lower(*state),
+            "accumulate": Program(lowered, held),
+            "close": Program(close.lower(*state), held),
         }
 
     opt_state = owned(inner.init(workload.params))
@@ -150,9 +156,15 @@ def loop_by_hand(
         params, opt_state = state
         batch = window.micro_batches[0]
         sums = empty_sums(params)
+        held = size_in_bytes(sums)
+        lowered = gradient.lower(params, batch, workload.frozen)
+        terms = jax.eval_shape(gradient, params, batch, workload.frozen)
+        # Outside of jit, this is a program for each array, and allocates the same.
+        lowered_add = jax.jit(add).lower(sums, terms)
         return {
-            "gradient": gradient.lower(params, batch, workload.frozen),
-            "close": close.lower(params, opt_state, sums),
+            "gradient": Program(lowered, held),
+            "add": Program(lowered_add, held + size_in_bytes(terms)),
+            "close": Program(close.lower(params, opt_state, sums), held),
         }
 
     start = (owned(workload.params), owned(inner.init(workload.params)))

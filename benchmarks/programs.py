@@ -1,4 +1,9 @@
-"""The memory, the tracing and compile times, and the number of the programs."""
+"""The memory, the tracing and compile times, and the number of the programs.
+
+The peak of a program leaves out parameters, optimizer state and batch: temporaries +
+outputs - aliased outputs + gradients and sums of them among the arguments. It is
+divided by the peak of gradients alone, which return a gradient and have no sums.
+"""
 
 import time
 from typing import Any
@@ -36,6 +41,10 @@ def run(settings: Settings) -> list[dict[str, Any]]:
                         program: round(size / 1e6, 1)
                         for program, size in built[0][contender]["programs"].items()
                     },
+                    "peak / gradients alone": {
+                        program: peak / _highest_peak(built[0][BASE])
+                        for program, peak in built[0][contender]["peaks"].items()
+                    },
                     "trace": _over_base(built, contender, "trace"),
                     "compile": _over_base(built, contender, "compile"),
                     "compilations": compilations[contender],
@@ -53,13 +62,21 @@ def _build_all(workload: Workload) -> dict[str, dict[str, Any]]:
         began = time.perf_counter()
         lowered = loop.lower(loop.state, window)
         traced = time.perf_counter()
-        compiled = {program: x.compile() for program, x in lowered.items()}
+        compiled = {program: x.lowered.compile() for program, x in lowered.items()}
         built[name] = {
             "trace": traced - began,
             "compile": time.perf_counter() - traced,
             "programs": {program: net_memory(x) for program, x in compiled.items()},
+            "peaks": {
+                program: net_memory(x) + lowered[program].held
+                for program, x in compiled.items()
+            },
         }
     return built
+
+
+def _highest_peak(programs: dict[str, Any]) -> float:
+    return max(programs["peaks"].values())
 
 
 def _over_base(built: list[Any], contender: str, what: str) -> Any:

@@ -13,14 +13,23 @@ import optax
 from benchmarks.measure import Spread
 
 Rows = list[dict[str, Any]]
+# {name: {"machine": ..., "rows": ...}}
+Suites = dict[str, dict[str, Any]]
 
 
 def write(results: dict[str, Rows], folder: Path) -> None:
-    """Writes `benchmarks.json`, `benchmarks.md` and, for speeds, `benchmarks.png`."""
+    """Writes `benchmarks.json`, `benchmarks.md` and, for speeds, `benchmarks.png`.
+
+    Results of other suites that are in the folder already stay there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    where = machine()
-    (folder / "benchmarks.json").write_text(as_json(where, results))
-    (folder / "benchmarks.md").write_text(markdown(where, results))
+    file, where = folder / "benchmarks.json", machine()
+    suites = json.loads(file.read_text())["suites"] if file.exists() else {}
+    suites |= {
+        suite: {"machine": where, "rows": rows} for suite, rows in results.items()
+    }
+    file.write_text(as_json(suites))
+    (folder / "benchmarks.md").write_text(markdown(suites))
     if "speed" in results:
         picture(results["speed"], folder / "benchmarks.png")
 
@@ -38,26 +47,27 @@ def machine() -> dict[str, Any]:
     }
 
 
-def as_json(where: dict[str, Any], results: dict[str, Rows]) -> str:
-    """`{"machine": ..., "suites": {name: rows}}`, one row per line."""
-    suites = [
-        f"{json.dumps(suite)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
-        for suite, rows in results.items()
+def as_json(suites: Suites) -> str:
+    """`{"suites": {name: {"machine": ..., "rows": [...]}}}`, one row per line."""
+    parts = [
+        f'{json.dumps(name)}: {{"machine": {json.dumps(suite["machine"])}, "rows": [\n'
+        + ",\n".join(map(json.dumps, suite["rows"]))
+        + "\n]}"
+        for name, suite in suites.items()
     ]
-    beginning = f'{{"machine": {json.dumps(where)}, "suites": {{\n'
-    return beginning + ",\n".join(suites) + "\n}}\n"
+    return '{"suites": {\n' + ",\n".join(parts) + "\n}}\n"
 
 
-def markdown(where: dict[str, Any], results: dict[str, Rows]) -> str:
+def markdown(suites: Suites) -> str:
     """Tables of every suite; ratios are medians of pairs, minimum and maximum."""
-    measured_on = ", ".join(f"{name} {value}" for name, value in where.items())
-    parts = [f"# Benchmarks\n\n{measured_on}\n"]
-    for suite, rows in results.items():
-        parts.append(f"## {suite}\n")
+    parts = ["# Benchmarks\n"]
+    for name, suite in suites.items():
+        measured_on = ", ".join(f"{x} {value}" for x, value in suite["machine"].items())
+        parts.append(f"## {name}\n\n{measured_on}\n")
         kinds: dict[tuple[str, ...], Rows] = {}
-        for row in rows:
+        for row in suite["rows"]:
             kinds.setdefault(tuple(row), []).append(row)
-        parts += [_table(alike) for alike in kinds.values()]
+        parts += [table(alike) for alike in kinds.values()]
     return "\n".join(parts)
 
 
@@ -69,15 +79,19 @@ def picture(rows: Rows, path: Path) -> None:
     rows = [row for row in rows if row["optimizer"] == "AdamW" and "contender" in row]
     cases = {(row["workload"], row["k"]) for row in rows if row["k"] <= 8}
     workloads = {workload: k for workload, k in sorted(cases)}
+    columns = min(len(workloads), 4)
+    lines = -(-len(workloads) // columns)
     figure, panels = plt.subplots(
-        1,
-        len(workloads),
-        figsize=(3.2 * len(workloads) + 1, 5),
+        lines,
+        columns,
+        figsize=(3.2 * columns + 1, 5 * lines),
         sharey=True,
         squeeze=False,
     )
+    for unused in panels.flat[len(workloads) :]:
+        unused.set_visible(False)
     colours = {"limit": "0.6", "optax": "C1", "by hand": "C7", "ours": "C0"}
-    for panel, case in zip(panels[0], workloads.items(), strict=True):
+    for panel, case in zip(panels.flat, workloads.items(), strict=False):
         for row in (row for row in rows if (row["workload"], row["k"]) == case):
             median, low, high = row["time"]
             colour = colours[row["kind"]]
@@ -94,7 +108,8 @@ def picture(rows: Rows, path: Path) -> None:
     plt.close(figure)
 
 
-def _table(rows: Rows) -> str:
+def table(rows: Rows) -> str:
+    """Rows with the same columns; the results of this process or of a JSON file."""
     columns = list(rows[0])
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row[column]) for column in columns] for row in rows]
@@ -104,6 +119,8 @@ def _table(rows: Rows) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, list):
+        return str(Spread(*value))
     if isinstance(value, float) and not isinstance(value, Spread):
         return f"{value:.3g}"
     if isinstance(value, dict):

@@ -21,12 +21,14 @@ class Workload(NamedTuple):
       frozen: the parameters of `loss_fn` that are not trained.
       loss_fn: `loss_fn(params, batch, frozen) -> (loss_sum, num_tokens)`.
       micro_batch: `micro_batch(rng)` makes one with a random number of loss tokens.
+      dtype: of the computation.
     """
 
     params: Any
     frozen: Any
     loss_fn: Callable[..., Any]
     micro_batch: Callable[[np.random.Generator], Any]
+    dtype: Any = jnp.float32
 
     def mean_loss_fn(self, params: Any, batch: Any, frozen: Any) -> Any:
         loss_sum, num_tokens = self.loss_fn(params, batch, frozen)
@@ -70,19 +72,94 @@ def square_layers(
         x = rng.normal(size=(rows, width)) * n
         return {"x": x.astype(dtype), "mask": np.arange(rows) < n}
 
-    return Workload(params, None, loss_fn, micro_batch)
+    return Workload(params, None, loss_fn, micro_batch, dtype)
+
+
+def stacked_layers(
+    width: int = 512,
+    layers: int = 8,
+    rows: int = 2,
+    length: int = 64,
+    vocabulary: int = 0,
+    dtype: Any = jnp.float32,
+) -> Workload:
+    """Stacked MLPs in a scan, by default 17 M parameters; tied embedding if asked for.
+
+    The parameters are float32. If `dtype` is another, the layers compute in it, and
+    their activations are computed again in the backward pass.
+    """
+    keys = jax.random.split(jax.random.key(0), 3)
+    up, down = (layers, width, 4 * width), (layers, 4 * width, width)
+    params = {
+        "up": width**-0.5 * jax.random.normal(keys[0], up),
+        "down": (4 * width) ** -0.5 * jax.random.normal(keys[1], down),
+    }
+    if vocabulary:
+        embedding = jax.random.normal(keys[2], (vocabulary, width))
+        params["embedding"] = width**-0.5 * embedding
+
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+    def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
+        x, embedding = batch["x"], params.get("embedding")
+        if vocabulary:
+            x = embedding[x]
+        weights = {name: params[name] for name in ("up", "down")}
+        x = _scanned(layer, x.astype(dtype), weights, dtype)
+        if vocabulary:
+            logits = x @ embedding.astype(dtype).T
+            return softmax_cross_entropy_sum(logits, batch["x"], batch["mask"])
+        per_token = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
+        return jnp.sum(jnp.where(batch["mask"], per_token, 0)), jnp.sum(batch["mask"])
+
+    def micro_batch(rng: np.random.Generator) -> Any:
+        n = rng.integers(1, length + 1, rows)[:, None]
+        if vocabulary:
+            high = np.where(n < length // 2, vocabulary // 2, vocabulary)
+            x = rng.integers(0, high, (rows, length)).astype(np.int32)
+        else:
+            x = rng.normal(size=(rows, length, width)).astype(np.float32)
+            x *= n[..., None] / length
+        return {"x": x, "mask": np.arange(length) < n}
+
+    return Workload(params, None, loss_fn, micro_batch, dtype)
+
+
+def _scanned(
+    layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, stack: Any, dtype: Any
+) -> jax.Array:
+    """Runs stacked layers in a scan; computing in another dtype than float32, remat."""
+
+    def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        return layer(x, jax.tree.map(lambda w: w.astype(dtype), weights)), None
+
+    if dtype != jnp.float32:
+        body = jax.checkpoint(body)
+    return jax.lax.scan(body, x, stack)[0]
 
 
 def transformer_of(
-    d_model: int = 512, layers: int = 5, rows: int = 2, length: int = 64, rank: int = 0
+    d_model: int = 512,
+    layers: int = 5,
+    rows: int = 2,
+    length: int = 64,
+    rank: int = 0,
+    dtype: Any = jnp.float32,
+    stacked: bool = False,
 ) -> Workload:
-    """A causal language model, by default with 17 M parameters; LoRA if `rank` > 0."""
+    """A causal language model, by default with 17 M parameters; LoRA if `rank` > 0.
+
+    If `stacked`, the layers run in a scan, computing in `dtype`. If that is not
+    float32, their activations are computed again in the backward pass. The parameters
+    are float32.
+    """
     vocabulary = 2048
     model = transformer.init(
         jax.random.key(0), vocabulary=vocabulary, d_model=d_model, layers=layers
     )
     frozen = {}
-    params = _unstacked(model, layers)
+    params = model if stacked else _unstacked(model, layers)
     if rank:
         frozen = params
         adapters = lora.init_adapters(jax.random.key(1), model, rank)
@@ -90,12 +167,16 @@ def transformer_of(
 
     def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
         model = frozen | params
-        x = model["embedding"][batch["tokens"]]
-        for i, layer in enumerate(params["layers"]):
-            own = frozen["layers"][i] if frozen else {}
-            x = transformer.block(x, own | layer)
+        x = model["embedding"][batch["tokens"]].astype(dtype)
+        if stacked:
+            x = _scanned(transformer.block, x, params["layers"], dtype)
+        else:
+            for i, layer in enumerate(params["layers"]):
+                own = frozen["layers"][i] if frozen else {}
+                x = transformer.block(x, own | layer)
+        ends = {name: model[name].astype(dtype) for name in ("embedding", "final_norm")}
         return softmax_cross_entropy_sum(
-            transformer.logits(model, x), batch["labels"], batch["mask"]
+            transformer.logits(ends, x), batch["labels"], batch["mask"]
         )
 
     def micro_batch(rng: np.random.Generator) -> Any:
@@ -108,7 +189,7 @@ def transformer_of(
             "mask": np.arange(length) < n[:, None],
         }
 
-    return Workload(params, frozen, loss_fn, micro_batch)
+    return Workload(params, frozen, loss_fn, micro_batch, dtype)
 
 
 def _unstacked(params: Any, layers: int) -> Any:
@@ -141,6 +222,11 @@ Workloads = dict[str, Callable[[], Workload]]
 WORKLOADS: Workloads = {
     "square layers": square_layers,
     "transformer": transformer_of,
+    "stacked": lambda: transformer_of(stacked=True),
+    "stacked, bfloat16 compute": lambda: transformer_of(
+        stacked=True, dtype=jnp.bfloat16
+    ),
+    "stacked layers": stacked_layers,
     "LoRA": lambda: transformer_of(rank=8),
     "bfloat16": lambda: square_layers(dtype=jnp.bfloat16),
 }
@@ -149,6 +235,11 @@ WORKLOADS: Workloads = {
 LARGE_WORKLOADS: Workloads = {
     "square layers": lambda: square_layers(8192),
     "transformer": lambda: transformer_of(2048, 12, rows=8, length=512),
+    "stacked": lambda: transformer_of(2048, 12, rows=8, length=512, stacked=True),
+    "stacked, bfloat16 compute": lambda: transformer_of(
+        2048, 12, rows=8, length=512, stacked=True, dtype=jnp.bfloat16
+    ),
+    "stacked layers": lambda: stacked_layers(2048, 12, rows=8, length=512),
     "LoRA": lambda: transformer_of(2048, 12, rows=8, length=512, rank=16),
     "bfloat16": lambda: square_layers(8192, dtype=jnp.bfloat16),
 }
@@ -157,6 +248,11 @@ LARGE_WORKLOADS: Workloads = {
 TINY_WORKLOADS: Workloads = {
     "square layers": lambda: square_layers(32, 2),
     "transformer": lambda: transformer_of(32, 1, length=8),
+    "stacked": lambda: transformer_of(32, 2, length=8, stacked=True),
+    "stacked, bfloat16 compute": lambda: transformer_of(
+        32, 2, length=8, stacked=True, dtype=jnp.bfloat16
+    ),
+    "stacked layers": lambda: stacked_layers(32, 2, length=8),
     "LoRA": lambda: transformer_of(32, 1, length=8, rank=2),
     "bfloat16": lambda: square_layers(32, 2, dtype=jnp.bfloat16),
 }

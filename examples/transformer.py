@@ -107,6 +107,5 @@ def _rotate(x: jax.Array) -> jax.Array:
     angles = jnp.arange(x.shape[1])[:, None, None] * frequencies  # [length, 1, half]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     left, right = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate(
-        [left * cos - right * sin, right * cos + left * sin], axis=-1
-    )
+    rotated = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -1,17 +1,32 @@
-"""The figures on the pages are lines of the results in the repository."""
+"""The figures on the pages are those of the results in the repository."""
 
 from pathlib import Path
 
 import pytest
 
+from benchmarks import page
+
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "benchmarks/results/cpu/benchmarks.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize("page", ["performance", "ragged"])
-def test_every_measured_row_is_a_row_of_the_results(page: str):
-    lines = (ROOT / f"docs/{page}.md").read_text().splitlines()
+def test_every_measured_row_is_a_row_of_the_results():
+    lines = (ROOT / "docs/ragged.md").read_text().splitlines()
     measured = [line for line in lines if line.startswith("|") and " to " in line]
     measured = [line for line in measured if any(c.isdigit() for c in line)]
     assert len(measured) > 4
     assert not [line for line in measured if line not in RESULTS]
+
+
+def test_the_tables_are_made_from_the_results():
+    text = (ROOT / "docs/performance.md").read_text()
+    assert len(page.TABLE.findall(text)) > 3
+    assert page.updated(text) == text
+
+
+@pytest.mark.parametrize("old", ["1.00", "gradients alone"])
+def test_a_table_that_was_edited_is_found(old: str):
+    text = (ROOT / "docs/performance.md").read_text()
+    edited = text.replace(f"| {old}", f"| x{old}")
+    assert edited != text
+    assert page.updated(edited) == text
