@@ -1,32 +1,44 @@
-"""Flax NNX: a train step for a model and an `nnx.Optimizer` that accumulates."""
+"""Flax NNX: steps for a model and an `nnx.Optimizer`, which they update in place."""
 
-import contextlib
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import optax
 from flax import nnx
-from jax.sharding import NamedSharding
 
-from optax_tokenaccum._core import arrays, checks, trees
-from optax_tokenaccum._core.accumulation import Accumulation
-from optax_tokenaccum._core.loss_fn import unpack
-from optax_tokenaccum._core.trees import Batch, Params
-from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.loss_fn import Loss
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
+from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._multi_steps import accumulation_of
+from optax_tokenaccum._nnx.model_loss import ModelLoss
+from optax_tokenaccum._nnx.step import ModelStep, Part
+from optax_tokenaccum._steps import train_step, window_step
+from optax_tokenaccum._steps.compile_ahead import Progress
+from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.state import StepMetrics
-from optax_tokenaccum._steps.update import close_and_apply
-
-# The raw values of variables. `variable[...]` would call the variable's `get_value`.
-_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
+from optax_tokenaccum._steps.window import Window
 
 
-class TrainStep:
+class TrainStep(ModelStep):
     """A train step, called as `step(model, optimizer, batch) -> StepMetrics`.
 
     Use `make_train_step` to build one.
+
+    Attributes:
+      accumulate: `accumulate(model, optimizer, batch, *, rng=None, **loss_kwargs)` adds
+        a micro-batch and never closes the window.
+      close_window: `close_window(model, optimizer)` closes the window, for example at
+        the end of an epoch, and divides by the tokens it holds so far. A window without
+        tokens applies no update.
+
+    Both return `StepMetrics`, and have a `.lower` with the same arguments.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -43,174 +55,199 @@ class TrainStep:
       True
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, donate: bool):
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool,
+        mode: OneDevice,
+        donate: bool,
+    ):
+        super().__init__(mode, donate)
         self._loss_fn = loss_fn
         self._has_aux = has_aux
-        self._donate = donate
-        self._jitted: dict[Any, Any] = {}
-
-    def __reduce__(self) -> Any:
-        return TrainStep, (self._loss_fn, self._has_aux, self._donate)
+        self.accumulate = Part(self, "accumulate")
+        self.close_window = Part(self, "close_window")
 
     def __call__(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Batch
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: Batch,
+        *,
+        rng: jax.Array | None = None,
+        **loss_kwargs: Any,
     ) -> StepMetrics:
-        """Adds a micro-batch, and applies the update if the window closes with it.
+        """Adds a micro-batch; if this closes the window, applies the update.
 
         Args:
           model: updated in place.
           optimizer: updated in place.
           batch: the second argument of `loss_fn`.
+          rng: as for `optax_tokenaccum.make_train_step`. The model's own `nnx.Rngs`
+            need none.
+          **loss_kwargs: passed to `loss_fn`, as for that step.
 
         Raises:
           TypeError: `optimizer` is not an `nnx.Optimizer` around an accumulation, or
             `loss_fn` did not return `(loss_sum, num_tokens)`.
           ValueError: the accumulation has no schedule, or was built with
-            `gradients="mean"`.
+            `gradients="mean"` or `axis_name`.
         """
-        return self._run(self._program, model, optimizer, batch)
+        if not _accumulation_of(optimizer).schedule.is_set:
+            raise ValueError(
+                "A window needs a rule that closes it: got an accumulation with "
+                "neither every_k_schedule nor every_n_tokens. Give one to "
+                "token_accumulation, or call step.accumulate(model, optimizer, batch) "
+                "for each micro-batch and step.close_window(model, optimizer) at the "
+                "end of the window."
+            )
+        return self.run("__call__", model, optimizer, batch, rng=rng, **loss_kwargs)
 
-    def close_window(self, model: nnx.Module, optimizer: nnx.Optimizer) -> StepMetrics:
-        """Closes a partial window, for example at the end of an epoch.
-
-        The window's tokens so far are the denominator. On an empty window nothing
-        changes except `optimizer.step`, which counts the call.
-        """
-        return self._run(_close_window, model, optimizer)
-
-    def _run(
+    def compile(
         self,
-        program: Callable[..., StepMetrics],
         model: nnx.Module,
         optimizer: nnx.Optimizer,
-        *batch: Batch,
-    ) -> StepMetrics:
-        """Runs `program` and keeps the placement of every array."""
-        _accumulation_of(optimizer)
-        leaves = _leaves(model, optimizer)
-        if not self._is_settled(leaves, batch):
-            self._settle(model, optimizer, batch)
-        shardings = tuple(map(_own_sharding, leaves))
+        batches: Iterable[Any],
+        *,
+        rng: jax.Array | None = None,
+        progress: Progress = iter,
+        **loss_kwargs: Any,
+    ) -> None:
+        """Compiles the programs for all shapes of batches, so that no call has to.
 
-        # Without constraints the compiler chooses the placement of the results, and the
-        # next call compiles again.
-        def run(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Batch) -> Any:
-            leaves = _leaves(model, optimizer)
-            metrics = program(model, optimizer, *batch)
-            for leaf, sharding in zip(leaves, shardings, strict=True):
-                if sharding is not None:
-                    value = leaf.get_raw_value()
-                    leaf.set_raw_value(
-                        jax.lax.with_sharding_constraint(value, sharding)
-                    )
-            return metrics
-
-        key = program, shardings
-        if key not in self._jitted:
-            donated = (0, 1) if self._donate else ()
-            self._jitted[key] = nnx.jit(run, donate_argnums=donated)
-        return self._jitted[key](model, optimizer, *batch)
-
-    def _is_settled(self, leaves: list[Any], batch: Batch) -> bool:
-        """Whether `_settle`, which is slow, can be skipped."""
-        values = jax.tree.leaves(list(map(_value_of, leaves)))
-        ids = set(map(id, values))
-        shared = ids & set(map(id, jax.tree.leaves(batch)))
-        if self._donate and (shared or len(ids) < len(values)):
-            return False
-        unplaced = set(map(arrays.is_unplaced, values))
-        return len(unplaced) == 1 and not any(
-            getattr(x, "weak_type", False) for x in values
-        )
-
-    def _settle(self, model: Any, optimizer: Any, batch: Batch) -> None:
-        """Prepares arrays that would be donated twice or cause a second compilation.
-
-        An array that occurs twice is copied. An array that was never placed moves to
-        the devices of the parameters. If its path ends with the path of a parameter of
-        the same shape, it is sharded like that parameter: these are sums and moments
-        that were created before the parameters were placed. Otherwise it is replicated.
+        Args:
+          model: laid out as by `init`, and otherwise unchanged.
+          optimizer: the same.
+          batches: a list of batches, or of their shapes, as for
+            `optax_tokenaccum.TrainStep.compile`.
+          rng: as for a call.
+          progress: wraps the list of programs, as for that method.
+          **loss_kwargs: as for a call.
         """
-        params = _held(nnx.state(model, optimizer.wrt))
-        home, taken = arrays.home(params), {id(x) for x in jax.tree.leaves(batch)}
+        kwargs = {"rng": rng, "progress": progress, **loss_kwargs}
+        self.lowered("compile", model, optimizer, batches, **kwargs)
 
-        def settle(path: Any, x: Any) -> Any:
-            if home is not None and arrays.is_unplaced(x):
-                ends = (params.get(path[i:]) for i in range(len(path)))
-                like = [p for p in ends if getattr(p, "shape", None) == x.shape]
-                x = jax.device_put(x, arrays.home(like, whole=False) or home)
-            return arrays.settled(x, taken if self._donate else set())
-
-        state = {
-            path: jax.tree.map(functools.partial(settle, path), x)
-            for path, x in _held(nnx.state((model, optimizer))).items()
-        }
-        _put((model, optimizer), state)
-
-    def _program(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Batch
-    ) -> StepMetrics:
+    def _build(self, optimizer: nnx.Optimizer) -> train_step.TrainStep:
         accumulation = _accumulation_of(optimizer)
-        before = _held(nnx.state(model))
-        opt_state = _pure(optimizer.opt_state)
-        params = _pure(nnx.state(model, optimizer.wrt))
-        try:
-            opt_state, skipped, (aux, after) = accumulation.add_loss(
-                self._loss_of(model, optimizer.wrt, batch), opt_state, params
-            )
-            _put(model, after)
-        except _NewVariables:
-            (loss_sum, (num_tokens, aux)), grads = self._value_and_grad(
-                model, optimizer.wrt, batch
-            )
-            opt_state, skipped = accumulation.add(
-                grads, opt_state, params, num_tokens, loss_sum
-            )
-        if accumulation.should_skip_update_fn is not None:
-            _take_back(skipped, before, model)
-        closes = accumulation.schedule.closes(
-            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
+        may_restructure = (
+            accumulation.should_skip_update_fn is None and not self._mode.data_axes
         )
-        metrics = _close(accumulation, closes, model, optimizer, opt_state)
-        return metrics._replace(skipped=skipped, aux=aux)
-
-    def _loss_of(self, model: nnx.Module, wrt: Any, batch: Batch) -> Any:
-        """A function of the parameters, which also returns what the loss updated."""
-        graphdef, own, rest = nnx.split(model, wrt, ...)
-        structure = jax.tree.structure(own)
-        others, other_structure = jax.tree.flatten(rest)
-        before = _held(nnx.state(model))
-
-        def loss_of(params: Params) -> Any:
-            # Variables can be updated only in the trace in which they were made.
-            own = jax.tree.unflatten(structure, jax.tree.leaves(params))
-            rest = jax.tree.unflatten(other_structure, others)
-            copy = nnx.merge(graphdef, own, rest)
-            loss_sum, (num_tokens, aux) = self._loss(copy, batch)
-            after = _held(nnx.state(copy))
-            if after.keys() != before.keys():
-                raise _NewVariables
-            return loss_sum, (num_tokens, (aux, after))
-
-        return loss_of
-
-    def _value_and_grad(self, model: nnx.Module, wrt: Any, batch: Batch) -> Any:
-        """`((loss_sum, (num_tokens, aux)), gradients)`, if the loss adds variables."""
-        result, grads = nnx.value_and_grad(
-            self._loss, argnums=nnx.DiffState(0, wrt), has_aux=True
-        )(model, batch)
-        return result, _pure(nnx.state(grads))
-
-    def _loss(self, model: nnx.Module, batch: Batch) -> Any:
-        return unpack(self._loss_fn(model, batch), self._has_aux)
+        call = ModelLoss(self._loss_fn, self._has_aux, may_restructure)
+        loss = Loss(call, self._has_aux or may_restructure)
+        return train_step.TrainStep(loss, accumulation, self._mode, self._donate)
 
 
-class _NewVariables(Exception):
-    """The loss added variables to the model, or removed some."""
+class WindowStep(ModelStep):
+    """A window step, called as `step(model, optimizer, micro_batches)`.
+
+    Use `make_window_step` to build one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from optax_tokenaccum.nnx import make_window_step
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> step = make_window_step(lambda model, x: (jnp.sum(model(x)), len(x)))
+      >>> print(step(model, optimizer, jnp.ones((4, 3, 2))).num_tokens)
+      12.0
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        count_fn: CountFn | None,
+        options: dict[str, Any],
+        mode: OneDevice,
+        donate: bool,
+    ):
+        super().__init__(mode, donate)
+        self._loss = loss
+        self._count_fn = count_fn
+        self._options = options
+
+    def __call__(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        micro_batches: Batch,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **loss_kwargs: Any,
+    ) -> StepMetrics:
+        """Runs a window and applies its update, unless the window has no tokens.
+
+        Args:
+          model: updated in place.
+          optimizer: updated in place.
+          micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
+            `PlannedWindow`, see `pad_window`.
+          rng: as for `optax_tokenaccum.make_window_step`. The model's own `nnx.Rngs`
+            need none.
+          num_micro_batches: runs only the first `num_micro_batches`.
+          **loss_kwargs: passed to `loss_fn`, as for that step.
+        """
+        kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
+        return self.run("__call__", model, optimizer, micro_batches, **kwargs)
+
+    def lower(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        micro_batches: Batch,
+        **kwargs: Any,
+    ) -> jax.stages.Lowered:
+        """Lowers the program of a call with these arguments."""
+        return self.lowered("lower", model, optimizer, micro_batches, **kwargs)
+
+    def compile(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        windows: Iterable[Any],
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        progress: Progress = iter,
+        **loss_kwargs: Any,
+    ) -> None:
+        """Compiles the programs for all shapes, so that no call has to compile.
+
+        Args:
+          model: laid out as by `init`, and otherwise unchanged.
+          optimizer: the same.
+          windows: a list of the `micro_batches` of later calls, or of their shapes, as
+            for `optax_tokenaccum.WindowStep.compile`.
+          rng: as for a call.
+          num_micro_batches: as for a call; one number compiles the program for all.
+          progress: wraps the list of programs, as for that method.
+          **loss_kwargs: as for a call.
+        """
+        kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
+        self.lowered("compile", model, optimizer, windows, progress=progress, **kwargs)
+
+    def _build(self, optimizer: nnx.Optimizer) -> window_step.WindowStep:
+        kinds = TokenAccumulationState, optax.MultiStepsState
+        if accumulation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
+            raise ValueError(
+                "The optimizer of a window step must not accumulate, since a call is a "
+                f"whole window: got {optimizer.tx!r}. Give nnx.Optimizer the plain "
+                "optimizer, or use make_train_step."
+            )
+        accumulation = make_accumulation(optimizer.tx, make_schedule(), **self._options)
+        window = Window(self._loss, self._count_fn, accumulation)
+        return window_step.WindowStep(window, self._mode, self._donate)
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, donate: bool = True
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    reduce_every: ReduceEvery = "window",
+    donate: bool = True,
 ) -> TrainStep:
     """Builds a jitted NNX train step that takes one micro-batch per call.
 
@@ -220,10 +257,24 @@ def make_train_step(
     tokens, because its rows are real. If `should_skip_update_fn` rejects a micro-batch,
     all variables of the model keep the values they had before it.
 
+    Over several devices, with `reduce_every="window"`, each device computes the
+    statistics of its own rows, and after every micro-batch the model takes their mean:
+    floating variables are averaged. The mean in `nnx.BatchNorm` is then that of all
+    rows. The variance is the mean of the devices' variances, without the part between
+    devices. Keys are folded with the index of the device, so that masks differ. A
+    variable of whole numbers may not depend on the rows. With
+    `reduce_every="micro_batch"`, `loss_fn` sees all rows, and statistics are of them.
+
     Args:
-      loss_fn: `loss_fn(model, batch) -> (loss_sum, num_tokens)`: the loss *summed* over
-        the micro-batch's tokens, and the number of those tokens.
+      loss_fn: `loss_fn(model, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss
+        *summed* over the micro-batch's tokens, and the number of those tokens. On one
+        device, and without a skip function, it may add variables to the model.
       has_aux: whether `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      mesh: the mesh of devices, see `optax_tokenaccum.make_train_step`.
+      data_axes: the axes of `mesh` over which rows are spread, see there. The first
+        call places the model on the mesh and lays out the optimizer's sums; so does
+        `step.init(model, optimizer)`, which comes before a checkpoint is restored.
+      reduce_every: when gradients are reduced over devices, see there.
       donate: whether to update buffers in place. A call then deletes the arrays that
         the model and the optimizer held before it. `nnx.clone(model)` shares these
         arrays: to keep a model, copy its arrays or pass `False`.
@@ -258,87 +309,78 @@ def make_train_step(
       True 4.0
     """
     checks.check_function(loss_fn, "loss_fn")
-    return TrainStep(loss_fn, has_aux, donate)
+    mode = make_mode(mesh, data_axes, reduce_every)
+    return TrainStep(loss_fn, has_aux, mode, donate)
 
 
-def _close_window(model: nnx.Module, optimizer: nnx.Optimizer) -> StepMetrics:
-    opt_state = _pure(optimizer.opt_state)
-    closes = opt_state.mini_step > 0
-    return _close(_accumulation_of(optimizer), closes, model, optimizer, opt_state)
+def make_window_step(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    count_fn: CountFn | None = None,
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    accumulator_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    reduce_every: ReduceEvery = "window",
+    donate: bool = True,
+) -> WindowStep:
+    """Builds a jitted NNX train step that runs a whole window per call.
 
+    It is `optax_tokenaccum.make_window_step` for a model and an optimizer that are
+    updated in place. Statistics and `nnx.Rngs` move from micro-batch to micro-batch, as
+    in `make_train_step`, which also says what they mean over several devices. The model
+    must keep its variables: take sown values out in `loss_fn` with `nnx.pop`.
 
-def _close(
-    accumulation: Accumulation,
-    closes: jax.Array | bool,
-    model: nnx.Module,
-    optimizer: nnx.Optimizer,
-    opt_state: Any,
-) -> StepMetrics:
-    """Closes the window if `closes`, and updates the model and the optimizer."""
-    params = _pure(nnx.state(model, optimizer.wrt))
-    params, opt_state, metrics = close_and_apply(
-        accumulation, closes, params, opt_state
-    )
-    nnx.update(model, params)
-    nnx.update(optimizer.opt_state, nnx.state(opt_state))
-    optimizer.step[...] += 1
-    return metrics
+    Args:
+      loss_fn: `loss_fn(model, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
+        *summed* over the micro-batch's tokens.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      count_fn: for several losses with different denominators, see
+        `optax_tokenaccum.window_value_and_grad`.
+      should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      mesh: the mesh of devices, see `optax_tokenaccum.make_train_step`.
+      data_axes: the axes of `mesh` over which rows are spread, see
+        `optax_tokenaccum.make_window_step`.
+      reduce_every: reduces sums in every micro-batch instead of once.
+      donate: update buffers in place, see `make_train_step`.
 
+    Returns:
+      `step(model, optimizer, micro_batches) -> StepMetrics`, where `optimizer` is
+      `nnx.Optimizer(model, tx, wrt=...)` around the plain optimizer.
+      `optimizer.step` counts calls.
 
-def _take_back(skipped: jax.Array, before: dict[Any, Any], model: nnx.Module) -> None:
-    """Restores the model's variables to the values in `before`, if `skipped`."""
-    after = _held(nnx.state(model))
-    pairs = {path: (before[path], after[path]) for path in before if path in after}
-    trees.check_same_tree(
-        {"/".join(map(str, path)): new for path, (_, new) in pairs.items()},
-        {"/".join(map(str, path)): old for path, (old, _) in pairs.items()},
-        "With should_skip_update_fn the model's variables must keep their shapes, so "
-        "that a rejected micro-batch can be undone",
-    )
-    select = functools.partial(jnp.where, skipped)
-    _put(model, {path: jax.tree.map(select, *pair) for path, pair in pairs.items()})
+    Raises:
+      ValueError: `count_fn` and `should_skip_update_fn` are both given.
+      TypeError: an argument of the wrong type.
 
-
-def _held(state: Any) -> dict[Any, Any]:
-    """The values of a state's variables, keyed by path."""
-    return {path: _pure(variable) for path, variable in nnx.to_flat_state(state)}
-
-
-def _put(node: Any, held: dict[Any, Any]) -> None:
-    """Writes the values in `held`, keyed by path as in `_held`, back to `node`."""
-    for path, leaf in nnx.to_flat_state(nnx.state(node)):
-        if path not in held:
-            continue
-        if isinstance(leaf, nnx.Variable):
-            leaf.set_raw_value(held[path])
-            continue
-        with contextlib.suppress(ValueError):  # nnx cannot set an array in a tuple
-            nnx.update(node, nnx.from_flat_state({path: held[path]}))
-
-
-def _leaves(model: nnx.Module, optimizer: nnx.Optimizer) -> list[Any]:
-    """Every variable once, and the model's arrays that are not in a variable.
-
-    Modules may refer to each other in cycles, which jax's tree functions do not
-    support. For the optimizer jax's tree functions are used, because nnx's are slow.
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from optax_tokenaccum import split_batch
+      >>> from optax_tokenaccum.nnx import make_window_step
+      >>> def loss_fn(model, batch):
+      ...     errors = (model(batch["x"])[:, 0] - batch["y"]) ** 2
+      ...     return jnp.sum(errors), len(errors)
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+      >>> step = make_window_step(loss_fn)
+      >>> batch = {"x": jnp.ones((8, 2)), "y": jnp.ones(8)}
+      >>> metrics = step(model, optimizer, split_batch(batch, 4))
+      >>> print(metrics.updated, metrics.num_tokens)
+      True 8.0
     """
-    of_model = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
-    of_optimizer = jax.tree.leaves(
-        (optimizer.step, optimizer.opt_state),
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-    return [*of_model, *of_optimizer]
-
-
-def _value_of(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _own_sharding(leaf: Any) -> NamedSharding | None:
-    """A variable's mesh sharding, unless the array type already includes it."""
-    sharding = sharding_of(_value_of(leaf))
-    is_kept = isinstance(leaf, nnx.Variable) and sharding is not None
-    return sharding if is_kept and not is_explicit(sharding.mesh) else None
+    checks.check_function(loss_fn, "loss_fn")
+    options = {
+        "should_skip_update_fn": should_skip_update_fn,
+        "accumulator_dtype": accumulator_dtype,
+        "token_mean": count_fn is None,
+    }
+    window_step.check_options(count_fn, should_skip_update_fn)
+    loss = Loss(ModelLoss(loss_fn, has_aux, may_restructure=False), has_aux)
+    mode = make_mode(mesh, data_axes, reduce_every)
+    return WindowStep(loss, count_fn, options, mode, donate)
 
 
 def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:
@@ -356,5 +398,11 @@ def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:
             "loss_fn returns a sum over tokens, so the optimizer must be told "
             f"gradients='sum': got {gradients!r}. Write token_accumulation(inner, k), "
             "or MultiSteps(inner, k, gradients='sum')."
+        )
+    if accumulation.layout != Layout():
+        raise ValueError(
+            "The step spreads rows over devices itself, so the optimizer must have no "
+            f"axis_name: got {given!r} with one. Leave it out, and give mesh and "
+            "data_axes to make_train_step."
         )
     return accumulation

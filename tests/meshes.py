@@ -5,6 +5,8 @@ from typing import Any
 
 import helpers
 import jax
+import nnx_ways
+import pytest
 from helpers import (
     cut,
     difference,
@@ -37,6 +39,7 @@ LAYOUTS = {
 }
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 WAYS = ["two programs", "one program", "window"]
+ALL_WAYS = [*WAYS, *(pytest.param(x, marks=pytest.mark.slow) for x in nnx_ways.WAYS)]
 
 
 def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:
@@ -62,6 +65,8 @@ def make_batch(devices: int) -> Any:
 def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
     options = {"mesh": mesh, "data_axes": "data"} | options
     loss_fn, k = options.pop("loss_fn", loss_sum_fn), options.pop("k", K)
+    if way in nnx_ways.WAYS:
+        return nnx_ways.make_step(way, loss_fn, optimizer, k, **options)
     if way == "window":
         return make_window_step(loss_fn, optimizer, **options)
     return new_train_step(way, loss_fn, optimizer, k, **options)
@@ -73,7 +78,7 @@ def stacked(batch: Any) -> Any:
 
 def run(way: str, step: Any, state: Any, batch: Any, **kwargs: Any) -> Any:
     """Run one window."""
-    batches = [stacked(batch)] if way == "window" else cut(batch, K)
+    batches = [stacked(batch)] if "window" in way else cut(batch, K)
     return run_step(step, state, batches, **kwargs)
 
 

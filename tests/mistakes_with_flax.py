@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,10 +12,12 @@ from mistakes import GRADS, PARAMS, SGD, SKIPS, Mistake, Row
 
 from optax_tokenaccum import MultiSteps, token_accumulation
 from optax_tokenaccum.linen import TrainState
-from optax_tokenaccum.nnx import make_train_step
+from optax_tokenaccum.nnx import make_train_step, make_window_step
 
 OURS, OURS_AS_CLASS = token_accumulation(SGD, 2), MultiSteps(SGD, 2)
+SEEN = np.ones((1, 3), np.float32)
 LABELS = {"w": "one", "deep": "other"}
+ON_MESH = {"mesh": jax.sharding.Mesh(jax.devices(), "data"), "data_axes": "data"}
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
@@ -26,17 +29,40 @@ def growing_loss_fn(model: Any, batch: Any) -> Any:
     return loss_fn(model, batch)
 
 
+def assigning_loss_fn(model: Any, batch: Any) -> Any:
+    model.kernel.set_value(jnp.clip(model.kernel[...], -0.01, 0.01))
+    return loss_fn(model, batch)
+
+
+def counting_loss_fn(model: Any, batch: Any) -> Any:
+    model.seen.set_value(model.seen[...] + jnp.sum(batch > 0))
+    return loss_fn(model, batch)
+
+
 def nnx_stepped(
-    *transformations: Any, loss_fn: Callable[..., Any] = loss_fn
+    *transformations: Any,
+    loss_fn: Callable[..., Any] = loss_fn,
+    make: Callable[..., Any] = make_train_step,
+    seen: Any = SEEN,
+    batch: tuple[int, ...] = (8, 3),
+    **options: Any,
 ) -> list[Mistake]:
     def mistake(keep: Any, tx: Any) -> None:
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        model.seen = nnx.Variable(jnp.ones((1, 3)))
+        model.seen = nnx.Variable(jnp.asarray(seen))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         keep(nnx.state((model, optimizer)))
-        make_train_step(loss_fn)(model, optimizer, jnp.ones((2, 3)))
+        make(loss_fn, **options)(model, optimizer, jnp.ones(batch))
 
     return [lambda keep, tx=tx: mistake(keep, tx) for tx in transformations]
+
+
+def opened_elsewhere(keep: Any) -> None:
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, OURS, wrt=nnx.Param)
+    make_train_step(loss_fn, **ON_MESH)(model, optimizer, jnp.ones((8, 3)))
+    keep(nnx.state((model, optimizer)))
+    make_train_step(loss_fn)(model, optimizer, jnp.ones((8, 3)))
 
 
 def linen_applied(*transformations: Any, **arguments: Any) -> list[Mistake]:
@@ -51,7 +77,9 @@ def read_after_a_step(read: Callable[[Any, Any], Any]) -> list[Mistake]:
     def mistake(keep: Any) -> None:
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer, clone = nnx.Optimizer(model, OURS, wrt=nnx.Param), nnx.clone(model)
-        make_train_step(loss_fn)(model, optimizer, jnp.ones((2, 3)))
+        step = make_train_step(loss_fn)
+        for _ in range(2):  # the close donates the parameters
+            step(model, optimizer, jnp.ones((2, 3)))
         keep(nnx.state((model, optimizer)))
         read(clone, optimizer)
 
@@ -97,9 +125,54 @@ WITH_FLAX: list[Row] = [
         ),
     ),
     (
-        "a variable of another shape after the loss, with a skip function",
+        "a variable of another shape after the loss, with a skip function, over a "
+        "mesh, or in a window step",
         ValueError,
-        nnx_stepped(token_accumulation(SGD, 2, **SKIPS), loss_fn=growing_loss_fn),
+        nnx_stepped(token_accumulation(SGD, 2, **SKIPS), loss_fn=growing_loss_fn)
+        + nnx_stepped(OURS, loss_fn=growing_loss_fn, **ON_MESH)
+        + nnx_stepped(
+            SGD, loss_fn=growing_loss_fn, make=make_window_step, batch=(2, 8, 3)
+        ),
+    ),
+    (
+        "assigning a parameter in the loss of an `nnx` step",
+        ValueError,
+        nnx_stepped(OURS, loss_fn=assigning_loss_fn)
+        + nnx_stepped(OURS, loss_fn=assigning_loss_fn, **ON_MESH),
+    ),
+    (
+        "a variable of whole numbers that counts the rows of a device",
+        ValueError,
+        nnx_stepped(OURS, loss_fn=counting_loss_fn, seen=0, **ON_MESH)
+        + nnx_stepped(
+            SGD,
+            loss_fn=counting_loss_fn,
+            seen=0,
+            make=make_window_step,
+            batch=(2, 8, 3),
+            **ON_MESH,
+        ),
+    ),
+    (
+        "an open window of an `nnx` step on other devices",
+        ValueError,
+        [opened_elsewhere],
+    ),
+    (
+        "an optimizer that accumulates, in an `nnx` window step",
+        ValueError,
+        nnx_stepped(
+            OURS,
+            optax.MultiSteps(SGD, 2),
+            optax.chain(OURS),
+            make=make_window_step,
+            batch=(2, 8, 3),
+        ),
+    ),
+    (
+        "an `axis_name` of the accumulation, in the `nnx` step",
+        ValueError,
+        nnx_stepped(token_accumulation(SGD, 2, axis_name="data"), **ON_MESH),
     ),
     (
         "using a clone of a model that the `nnx` step has donated",

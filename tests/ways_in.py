@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import nnx_ways
 import numpy as np
 import optax
 from helpers import micro_step, run_step, stack
@@ -84,8 +85,14 @@ def multi_steps(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
 
 
 def train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
-    step = make_train_step(loss_fn, inner, k, **options)
+    return _run_of(make_train_step(loss_fn, inner, k, **options))
 
+
+def nnx_train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
+    return _run_of(nnx_ways.make_step("nnx two programs", loss_fn, inner, k, **options))
+
+
+def _run_of(step: Any) -> Run:
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = step.init(params), []
         for window in windows:
@@ -101,8 +108,16 @@ def in_one_program(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
 
 
 def window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
-    step = make_window_step(loss_fn, inner, **options)
+    return _run_of_windows(make_window_step(loss_fn, inner, **options))
 
+
+def nnx_window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
+    return _run_of_windows(
+        nnx_ways.make_step("nnx window", loss_fn, inner, k, **options)
+    )
+
+
+def _run_of_windows(step: Any) -> Run:
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = step.init(params), []
         for window in windows:
@@ -113,7 +128,15 @@ def window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
     return run
 
 
-WAYS = [transformation, multi_steps, train_step, in_one_program, window_step]
+WAYS = [
+    transformation,
+    multi_steps,
+    train_step,
+    in_one_program,
+    window_step,
+    nnx_train_step,
+    nnx_window_step,
+]
 
 
 @functools.cache

@@ -10,8 +10,7 @@ import optax
 
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, loss_of
+from optax_tokenaccum._core.loss_fn import LossFn, unpack
 from optax_tokenaccum._core.sums import is_float0, kinds_of
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
@@ -120,7 +119,9 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
 
     @jax.jit
     def sums(params: Params, batch: Batch) -> tuple[jax.Array, Any]:
-        loss = loss_of(loss_fn, False, params, batch, {}, Layout())
+        def loss(params: Params) -> Any:
+            return unpack(loss_fn(params, batch), False)
+
         gradient = jax.value_and_grad(loss, has_aux=True, allow_int=True)
         (_, (n, _)), g = gradient(params)
         return as_num_tokens(n), g

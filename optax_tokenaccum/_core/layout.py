@@ -74,14 +74,14 @@ class Layout:
 
     def check_counts(
         self,
-        of_rows: Callable[[Any, Any], tuple[dict[str, Any], Any]],
+        of_rows: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Any], Any]],
         batch: Batch,
         rng: jax.Array | None,
     ) -> None:
         """Raises `ValueError` if a count is not of the rows of this device alone.
 
-        `of_rows(batch, rng)` returns counts by name, and everything else that is
-        computed from the batch.
+        `of_rows(batch, rng)` returns counts by name, values by name that must be the
+        same on all devices, and everything else that is computed from the batch.
         """
 
     def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:
@@ -91,6 +91,10 @@ class Layout:
     def own_key(self, rng: jax.Array) -> jax.Array:
         """A key that differs from device to device."""
         return rng
+
+    def shared(self, x: jax.Array) -> jax.Array:
+        """One value for all devices of what each of them computed from its rows."""
+        return x
 
     def stacked(self, tree: Any, axis: int = 0) -> Any:
         """`tree` with a new axis, along which the devices' values are concatenated."""

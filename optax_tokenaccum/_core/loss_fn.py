@@ -1,6 +1,8 @@
 """The arguments and the return value of `loss_fn`."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,29 +10,71 @@ import jax.numpy as jnp
 
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.trees import Batch, Params
+from optax_tokenaccum._core.variables import Variables
 
 # loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens). With has_aux it returns
 # (loss_sum, (num_tokens, aux)).
 LossFn = Callable[..., tuple[Any, Any]]
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A loss of parameters, and of the variables of a model that has some.
+
+    Attributes:
+      call: `call(params, variables, batch, **loss_kwargs) -> (returned, changed)`, what
+        a `LossFn` returns, and the new values of variables by their index.
+      has_aux: the form of `returned`.
+    """
+
+    call: Callable[..., tuple[Any, dict[int, Any]]]
+    has_aux: bool
+
+
+def function_loss(loss_fn: LossFn, has_aux: bool) -> Loss:
+    """The loss of a function, which has no variables."""
+    return Loss(functools.partial(_call, loss_fn), has_aux)
+
+
+def _call(
+    loss_fn: LossFn, params: Params, _: Variables, batch: Batch, **loss_kwargs: Any
+) -> tuple[Any, dict[int, Any]]:
+    return loss_fn(params, batch, **loss_kwargs), {}
+
+
 def loss_of(
-    loss_fn: LossFn,
-    has_aux: bool,
+    loss: Loss,
     params: Params,
+    variables: Variables,
     batch: Batch,
     loss_kwargs: dict[str, Any],
     layout: Layout,
-) -> Callable[[Params], tuple[jax.Array, tuple[Any, Any]]]:
-    """`params -> (loss_sum, (num_tokens, aux))` of a micro-batch; checks its count."""
+) -> Callable[[Params], tuple[jax.Array, tuple[Any, tuple[Any, dict[int, Any]]]]]:
+    """The loss of a micro-batch as a function of the parameters; checks its count.
 
-    def of_rows(batch: Batch, rng: Any) -> tuple[dict[str, Any], Any]:
+    The function returns `(loss_sum, (num_tokens, (aux, changed)))`.
+    """
+    variables = variables.with_keys(layout.own_key)
+
+    def of_params(params: Params, batch: Batch, loss_kwargs: dict[str, Any]) -> Any:
+        returned, changed = loss.call(params, variables, batch, **loss_kwargs)
+        loss_sum, (num_tokens, aux) = unpack(returned, loss.has_aux)
+        return loss_sum, (num_tokens, (aux, changed))
+
+    def of_rows(batch: Batch, rng: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
         own_key = {} if rng is None else {"rng": rng}
-        returned = loss_fn(params, batch, **(loss_kwargs | own_key))
-        return {"num_tokens": unpack(returned, has_aux)[1][0]}, returned
+        returned = of_params(params, batch, loss_kwargs | own_key)
+        _, (num_tokens, (_, changed)) = returned
+        whole_numbers = {
+            variables.model.names[i] + jax.tree_util.keystr(path): x
+            for i, value in changed.items()
+            for path, x in jax.tree_util.tree_leaves_with_path(value)
+            if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+        }
+        return {"num_tokens": num_tokens}, whole_numbers, returned
 
     layout.check_counts(of_rows, batch, loss_kwargs.get("rng"))
-    return lambda params: unpack(loss_fn(params, batch, **loss_kwargs), has_aux)
+    return lambda params: of_params(params, batch, loss_kwargs)
 
 
 def key_at(

@@ -128,7 +128,7 @@ class LocalSums(Layout):
 
     def check_counts(
         self,
-        of_rows: Callable[[Any, Any], tuple[dict[str, Any], Any]],
+        of_rows: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Any], Any]],
         batch: Batch,
         rng: jax.Array | None,
     ) -> None:
@@ -140,18 +140,26 @@ class LocalSums(Layout):
             return flag, record
         place, end = jax.lax.axis_index(names), jax.lax.axis_size(names)
         first = jax.lax.pmin(jnp.where(flag, place, end), names)
-        is_source = place == jnp.where(first == end, 0, first)
-
-        def from_source(x: jax.Array) -> jax.Array:
-            x = jnp.asarray(x)
-            wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-            masked = jnp.where(is_source, wide, jnp.zeros_like(wide))
-            return jax.lax.psum(masked, names).astype(x.dtype)
-
-        return first != end, jax.tree.map(from_source, record)
+        source = jnp.where(first == end, 0, first)
+        record = jax.tree.map(
+            lambda x: _value_at(source, jnp.asarray(x), names), record
+        )
+        return first != end, record
 
     def own_key(self, rng: jax.Array) -> jax.Array:
         return jax.random.fold_in(rng, jax.lax.axis_index(self.names))
+
+    def shared(self, x: jax.Array) -> jax.Array:
+        """The mean of floating values; the first device's keys.
+
+        Other values are the same on all devices: `check_counts` has seen to it.
+        """
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = _value_at(0, jax.random.key_data(x), self.names)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jax.lax.pmean(x, self.names)
+        return x
 
     def stacked(self, tree: Any, axis: int = 0) -> Any:
         return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
@@ -164,6 +172,14 @@ class LocalSums(Layout):
         if cast is None:  # jax 0.8
             return getattr(jax.lax, "pvary")(x, names)  # noqa: B009
         return cast(x, names, to="varying")
+
+
+def _value_at(place: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The value of `x` on one device, on all of them."""
+    wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    is_source = jax.lax.axis_index(names) == place
+    masked = jnp.where(is_source, wide, jnp.zeros_like(wide))
+    return jax.lax.psum(masked, names).astype(x.dtype)
 
 
 def as_names(axes: Any, argument: str) -> tuple[str, ...]:

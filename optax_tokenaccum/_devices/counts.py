@@ -14,7 +14,7 @@ from optax_tokenaccum._core.trees import Batch, is_concrete
 
 
 def check_counts(
-    f: Callable[[Any, Any], tuple[dict[str, Any], Any]],
+    f: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Any], Any]],
     batch: Batch,
     rng: jax.Array | None,
     axes: tuple[str, ...],
@@ -27,10 +27,11 @@ def check_counts(
     batch, is the same number on all devices and would be added once per device. A
     constant may come from the shape of the rows, so it is accepted as the device's own.
     `f` must not communicate along `axes` either: its sums would be added up twice.
+    Values that are neither averaged nor added up must not depend on the rows at all.
 
     Args:
-      f: `f(batch, rng)` returns counts, by their names in errors, and everything else
-        that it computes.
+      f: `f(batch, rng)` returns counts and such values, by their names in errors, and
+        everything else that it computes.
       batch: the device's part of the batch.
       rng: the device's own key.
       axes: the axes over which rows are spread.
@@ -39,12 +40,13 @@ def check_counts(
     leaves, structure = jax.tree.flatten(batch)
     rows = {i: x for i, x in enumerate(leaves) if i not in copies}
     names: list[str] = []
+    shared_names: list[str] = []
 
     def of_rows(rows: dict[int, Any], rng: jax.Array | None) -> Any:
         whole = [rows.get(i, x) for i, x in enumerate(leaves)]
-        counts, rest = f(jax.tree.unflatten(structure, whole), rng)
-        names[:] = counts
-        return [*counts.values()], rest
+        counts, shared, rest = f(jax.tree.unflatten(structure, whole), rng)
+        names[:], shared_names[:] = counts, shared
+        return [*counts.values()], [*shared.values()], rest
 
     traced = jax.make_jaxpr(of_rows)(rows, rng)
     for name, along in _exchanges(traced.jaxpr):
@@ -57,6 +59,15 @@ def check_counts(
     size = jax.lax.axis_size(axes)
     if size == 1:
         return
+    of_own = depends(traced, [True] * len(traced.in_avals))[len(names) :]
+    for name, is_own in zip(shared_names, of_own, strict=False):
+        if is_own:
+            raise ValueError(
+                f"{name} must be the same on all devices, because the model has only "
+                "one: got a value that depends on the rows of the batch, which differ "
+                "from device to device, and no mean of it can be taken. Return it as "
+                'aux, or use reduce_every="micro_batch", where loss_fn sees all rows.'
+            )
     for name in _alike(of_rows, traced, names, rows, rng):
         raise ValueError(
             f"{name} must be a count of the rows that loss_fn is given, those of one "

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.loss_fn import Loss
 from optax_tokenaccum._core.sums import divide
 from optax_tokenaccum._core.trees import Batch, Params
+from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._steps.micro_batches import Group
 
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
@@ -28,17 +30,10 @@ class LossTerms:
     only on the batch: `count_fn` is not given the parameters.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        count_fn: CountFn,
-        has_aux: bool,
-        count_dtype: Any,
-    ):
-        self._loss_fn = loss_fn
+    def __init__(self, loss: Loss, count_fn: CountFn, count_dtype: Any):
+        self._loss = loss
         self._count_dtype = count_dtype
         self._count_fn = count_fn
-        self._has_aux = has_aux
 
     def totals(self, groups: list[Group], layout: Layout) -> dict[str, Any]:
         """Sums the count of each term over the micro-batches that run."""
@@ -46,9 +41,10 @@ class LossTerms:
         def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
             return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
 
-        def of_rows(batch: Batch, _: None) -> tuple[dict[str, Any], None]:
+        def of_rows(batch: Batch, _: None) -> tuple[dict[str, Any], Any, None]:
             named = self._counts(batch).items()
-            return {f"the count {n!r}": x for n, x in named if x is not None}, None
+            counts = {f"the count {n!r}": x for n, x in named if x is not None}
+            return counts, {}, None
 
         layout.check_counts(of_rows, groups[0].pick(0), None)
         shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
@@ -58,15 +54,19 @@ class LossTerms:
             totals = jax.lax.fori_loop(group.start, group.stop, body, totals)
         return layout.sum(totals)
 
-    def share_of(self, totals: dict[str, Any]) -> Callable[..., Any]:
-        """Returns a `loss_fn` for a micro-batch's share of the window's loss.
+    def share_of(self, totals: dict[str, Any]) -> Loss:
+        """Returns a micro-batch's share of the window's loss.
 
         Its `num_tokens` is 1, or 0 if every count of the micro-batch is 0. As
         everywhere, a micro-batch with 0 tokens adds nothing.
         """
 
-        def share(params: Params, batch: Batch, **loss_kwargs: Any) -> Any:
-            returned = self._loss_fn(params, batch, **loss_kwargs)
+        has_aux = self._loss.has_aux
+
+        def share(
+            params: Params, variables: Variables, batch: Batch, **loss_kwargs: Any
+        ) -> Any:
+            returned, changed = self._loss.call(params, variables, batch, **loss_kwargs)
             terms, aux = self._split(returned)
             _check_names(terms, totals)
             loss = sum(_divided(terms[name], total) for name, total in totals.items())
@@ -75,12 +75,12 @@ class LossTerms:
                 [True if count is None else count > 0 for count in counts.values()]
             ).any()
             num_tokens = holds_any.astype(jnp.float32)
-            return loss, (num_tokens, aux) if self._has_aux else num_tokens
+            return (loss, (num_tokens, aux) if has_aux else num_tokens), changed
 
-        return share
+        return Loss(share, has_aux)
 
     def _split(self, returned: Any) -> tuple[Any, Any]:
-        if not self._has_aux:
+        if not self._loss.has_aux:
             return returned, None
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Params
+from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
 
 
 class StepState(NamedTuple):
@@ -75,6 +76,23 @@ class StepMetrics(NamedTuple):
     aux: Any = None
 
 
+class ModelState(NamedTuple):
+    """A `StepState` with the variables of a model, such as its batch statistics."""
+
+    params: Params
+    opt_state: TokenAccumulationState
+    variables: Variables
+
+
+def variables_of(state: StepState | ModelState) -> Variables:
+    return state.variables if isinstance(state, ModelState) else NO_VARIABLES
+
+
+def with_variables(state: Any, variables: Variables) -> Any:
+    is_model = isinstance(state, ModelState)
+    return state._replace(variables=variables) if is_model else state
+
+
 def metrics_of(
     opt_state: TokenAccumulationState, loss: jax.Array, num_tokens: jax.Array
 ) -> StepMetrics:
@@ -90,7 +108,7 @@ def metrics_of(
     )
 
 
-def key_array(state: StepState) -> Any:
+def key_array(state: StepState | ModelState) -> Any:
     """The array whose identity is the key to what the host knows about a state."""
     if isinstance(state.opt_state, TokenAccumulationState):
         return state.opt_state.mini_step
@@ -98,7 +116,7 @@ def key_array(state: StepState) -> Any:
 
 
 def require_step_state(state: Any, *, accumulates: bool) -> None:
-    if not isinstance(state, StepState):
+    if not isinstance(state, StepState | ModelState):
         raise TypeError(
             "The state must be the StepState that step.init or the last call returned: "
             f"got {type(state).__name__}. A checkpoint is restored into one with "

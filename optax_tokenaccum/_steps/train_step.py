@@ -9,10 +9,17 @@ import optax
 from optax_tokenaccum._core import arrays, checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, key_at, loss_of
+from optax_tokenaccum._core.loss_fn import (
+    Loss,
+    LossFn,
+    function_loss,
+    key_at,
+    loss_of,
+)
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Gradients, Params, is_concrete
+from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._steps import program
@@ -23,6 +30,8 @@ from optax_tokenaccum._steps.state import (
     StepState,
     metrics_of,
     require_step_state,
+    variables_of,
+    with_variables,
 )
 from optax_tokenaccum._steps.update import close_and_apply
 
@@ -53,15 +62,13 @@ class TrainStep:
 
     def __init__(
         self,
-        loss_fn: LossFn,
+        loss: Loss,
         accumulation: Accumulation,
-        has_aux: bool,
         mode: OneDevice,
         donate: bool,
     ):
-        self._loss_fn = loss_fn
+        self._loss = loss
         self._accumulation = accumulation
-        self._has_aux = has_aux
         self._mode = mode
         # The values of `mini_step` arrays, so that no call waits for the device.
         self._counts: program.ArrayMemo[int] = program.ArrayMemo()
@@ -69,7 +76,7 @@ class TrainStep:
         self.accumulate = Program(
             self._accumulate,
             self._micro_batch_arguments,
-            lambda s: (s.opt_state._replace(inner_opt_state=None), s.params),
+            _window_and_variables,
             self._join_accumulated,
             shared=_batch_alone,
             **common,
@@ -77,7 +84,7 @@ class TrainStep:
         self.close_window = Program(
             self._close,
             _no_arguments,
-            lambda state: (_with_sums(state, None), state.opt_state.acc_grads),
+            _all_but_sums,
             self._join_closed,
             **common,
         )
@@ -225,18 +232,19 @@ class TrainStep:
     def _accumulate(
         self,
         shardings: Any,
-        opt_state: TokenAccumulationState,
+        window: tuple[TokenAccumulationState, Variables],
         params: Params,
         rows: Batch,
         rng: jax.Array | None,
         traced: list[Any],
         static: program.StaticPart,
-    ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
+    ) -> tuple[tuple[TokenAccumulationState, Variables], StepMetrics, Any]:
         """The program for every micro-batch.
 
         It only reads the parameters, and is not given the inner optimizer's state. It
         donates the sums, and adds each gradient to them as soon as that is computed.
         """
+        opt_state, variables = window
         self._mode.check_layout(opt_state.acc_grads, params)
 
         def add(
@@ -244,30 +252,40 @@ class TrainStep:
             opt_state: TokenAccumulationState,
             batch: Batch,
             params: Params,
+            variables: Variables,
             rng: jax.Array | None,
             traced: list[Any],
-        ) -> tuple[TokenAccumulationState, StepMetrics, Any]:
+        ) -> tuple[TokenAccumulationState, tuple[StepMetrics, Variables], Any]:
             accumulation = self._accumulation.with_layout(layout)
             loss_kwargs = program.join_arrays(traced, static) | key_at(
                 rng, layout, opt_state.gradient_step, opt_state.mini_step
             )
-            loss = loss_of(
-                self._loss_fn, self._has_aux, params, batch, loss_kwargs, layout
+            loss = loss_of(self._loss, params, variables, batch, loss_kwargs, layout)
+            opt_state, skipped, (aux, changed) = accumulation.add_loss(
+                loss, opt_state, params
             )
-            opt_state, skipped, aux = accumulation.add_loss(loss, opt_state, params)
+            variables = variables.updated(changed, skipped, layout.shared)
             metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
-            return opt_state, metrics._replace(skipped=skipped), layout.stacked(aux)
+            metrics = metrics._replace(skipped=skipped)
+            return opt_state, (metrics, variables), layout.stacked(aux)
 
-        return self._mode.map_rows(add, shardings, opt_state, rows, params, rng, traced)
+        shared = params, variables, rng, traced
+        opt_state, (metrics, variables), aux = self._mode.map_rows(
+            add, shardings, opt_state, rows, *shared
+        )
+        return (opt_state, variables), metrics, aux
 
     def _join_accumulated(
-        self, opt_state: TokenAccumulationState, old: StepState
+        self, window: tuple[TokenAccumulationState, Variables], old: StepState
     ) -> StepState:
+        opt_state, variables = window
         count = self._counts.get(old.opt_state.mini_step)
         if count is not None and self._accumulation.should_skip_update_fn is None:
             self._counts.remember(opt_state.mini_step, count + 1)
         inner = old.opt_state.inner_opt_state
-        return StepState(old.params, opt_state._replace(inner_opt_state=inner))
+        return with_variables(
+            old._replace(opt_state=opt_state._replace(inner_opt_state=inner)), variables
+        )
 
     def _close(
         self, shardings: Any, state: StepState, acc_grads: Gradients
@@ -281,19 +299,25 @@ class TrainStep:
 
     def _join_closed(self, state: StepState, old: StepState) -> StepState:
         self._counts.remember(state.opt_state.mini_step, 0)
-        return _with_sums(state, old.opt_state.acc_grads)
+        state = _with_sums(state, old.opt_state.acc_grads)
+        return old._replace(params=state.params, opt_state=state.opt_state)
 
     def _whole(
         self, shardings: Any, state: StepState, _: Any, *micro_batch: Batch, static: Any
     ) -> tuple[StepState, StepMetrics, Any]:
         """Both programs in one, if the host does not know when a window closes."""
-        opt_state, added, aux = self._accumulate(
-            shardings, state.opt_state, state.params, *micro_batch, static=static
+        (opt_state, variables), added, aux = self._accumulate(
+            shardings,
+            (state.opt_state, variables_of(state)),
+            state.params,
+            *micro_batch,
+            static=static,
         )
         closes = self._accumulation.schedule.closes(
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
-        state, closed = self._update(shardings, closes, state.params, opt_state)
+        updated, closed = self._update(shardings, closes, state.params, opt_state)
+        state = with_variables(state._replace(**updated._asdict()), variables)
         return state, closed._replace(skipped=added.skipped), aux
 
     def _update(
@@ -401,6 +425,7 @@ def make_train_step(
       True 4.0 0.2
     """
     checks.check_function(loss_fn, "loss_fn")
+    loss = function_loss(loss_fn, has_aux)
     accumulation = make_accumulation(
         optimizer,
         make_schedule(every_k_schedule, every_n_tokens),
@@ -408,7 +433,7 @@ def make_train_step(
         accumulator_dtype=accumulator_dtype,
     )
     mode = make_mode(mesh, data_axes, reduce_every)
-    return TrainStep(loss_fn, accumulation, has_aux, mode, donate)
+    return TrainStep(loss, accumulation, mode, donate)
 
 
 def _batch_alone(batch: Batch, **_: Any) -> tuple[Batch]:
@@ -418,6 +443,18 @@ def _batch_alone(batch: Batch, **_: Any) -> tuple[Batch]:
 def _no_arguments(state: StepState) -> Arguments:
     require_step_state(state, accumulates=True)
     return Arguments()
+
+
+def _window_and_variables(
+    state: StepState,
+) -> tuple[tuple[TokenAccumulationState, Variables], Params]:
+    window = state.opt_state._replace(inner_opt_state=None)
+    return (window, variables_of(state)), state.params
+
+
+def _all_but_sums(state: StepState) -> tuple[StepState, Gradients]:
+    rest = StepState(state.params, state.opt_state)
+    return _with_sums(rest, None), state.opt_state.acc_grads
 
 
 def _with_sums(state: StepState, acc_grads: Gradients) -> StepState:

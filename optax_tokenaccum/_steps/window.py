@@ -12,10 +12,18 @@ import optax
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, key_at, loss_of, unpack
+from optax_tokenaccum._core.loss_fn import (
+    Loss,
+    LossFn,
+    function_loss,
+    key_at,
+    loss_of,
+    unpack,
+)
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Params
+from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
 from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms
 from optax_tokenaccum._steps.micro_batches import Group, explained, groups_of
 
@@ -90,9 +98,9 @@ def window_value_and_grad(
       >>> print(loss, num_tokens, grad)  # not 16, the mean of the means
       23.0 4.0 23.0
     """
+    checks.check_function(loss_fn, "loss_fn")
     window = Window(
-        loss_fn,
-        has_aux,
+        function_loss(loss_fn, has_aux),
         count_fn,
         make_accumulation(
             optax.identity(),
@@ -110,8 +118,14 @@ def window_value_and_grad(
         num_micro_batches: Any = None,
         **loss_kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
-        state, (num_tokens, _), aux = window.run(
-            Layout(), micro_batches, params, rng, num_micro_batches, loss_kwargs
+        state, (num_tokens, *_), aux = window.run(
+            Layout(),
+            micro_batches,
+            params,
+            NO_VARIABLES,
+            rng,
+            num_micro_batches,
+            loss_kwargs,
         )
         loss, _ = window.accumulation.window_so_far(state)
         gradient = window.accumulation.window_gradient_in_place(state, like=params)
@@ -124,13 +138,11 @@ def window_value_and_grad(
 class Window:
     """The loop that `window_value_and_grad` and `make_window_step` share."""
 
-    loss_fn: LossFn
-    has_aux: bool
+    loss: Loss
     count_fn: CountFn | None
     accumulation: Accumulation
 
     def __post_init__(self) -> None:
-        checks.check_function(self.loss_fn, "loss_fn")
         if self.count_fn is not None:
             checks.check_function(self.count_fn, "count_fn")
 
@@ -139,11 +151,16 @@ class Window:
         layout: Layout,
         micro_batches: Batch,
         params: Params,
+        variables: Variables,
         rng: jax.Array | None,
         num_micro_batches: Any,
         loss_kwargs: dict[str, Any],
-    ) -> tuple[TokenAccumulationState, tuple[Any, jax.Array], Any]:
-        """Returns `(state before the close, (num_tokens, any_skipped), aux)`."""
+    ) -> tuple[TokenAccumulationState, tuple[Any, jax.Array, Variables], Any]:
+        """Runs the micro-batches.
+
+        Returns:
+          `(state before the close, (num_tokens, any_skipped, variables), aux)`.
+        """
         accumulation = self.accumulation.with_layout(layout)
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
@@ -154,45 +171,50 @@ class Window:
 
             return called
 
-        loss_fn, has_aux, totals = with_note(self.loss_fn), self.has_aux, None
+        loss, totals = Loss(with_note(self.loss.call), self.loss.has_aux), None
         empty = accumulation.empty_window(params)
         if self.count_fn is not None:
             count_fn, dtype = with_note(self.count_fn), empty.acc_tokens.dtype
-            terms = LossTerms(loss_fn, count_fn, has_aux, dtype)
+            terms = LossTerms(loss, count_fn, dtype)
             totals = terms.totals(groups, layout)
-            loss_fn = terms.share_of(totals)
+            loss = terms.share_of(totals)
 
         def kwargs_at(i: Any) -> dict[str, Any]:
             return loss_kwargs | key_at(rng, layout, i)
 
-        def add(pick: Any, i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            state, any_skipped, auxes = carry
-            loss = loss_of(loss_fn, has_aux, params, pick(i), kwargs_at(i), layout)
-            state, skipped, aux = accumulation.add_loss(loss, state, params)
+        def add(pick: Any, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, any_skipped, variables, auxes = carry
+            of_params = loss_of(loss, params, variables, pick(i), kwargs_at(i), layout)
+            state, skipped, (aux, changed) = accumulation.add_loss(
+                of_params, state, params
+            )
+            variables = variables.updated(changed, skipped, layout.shared)
             auxes = jax.tree.map(
                 lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
             )
-            return state, any_skipped | skipped, auxes
+            return state, any_skipped | skipped, variables, auxes
 
         def aux_of_first(pick: Any) -> Any:
-            returned = loss_fn(params, pick(0), **kwargs_at(0))
-            return unpack(returned, has_aux)[1][1]
+            own = variables.with_keys(layout.own_key)
+            returned, _ = loss.call(params, own, pick(0), **kwargs_at(0))
+            return unpack(returned, loss.has_aux)[1][1]
 
         carry = (
             empty,
             jnp.zeros((), jnp.bool_),
+            variables,
             jax.tree.map(
                 lambda x: jnp.zeros((capacity, *x.shape), x.dtype),
-                _same_for_all(aux_of_first, groups) if has_aux else None,
+                _same_for_all(aux_of_first, groups) if loss.has_aux else None,
             ),
         )
         for group in groups:
             body = functools.partial(add, group.pick)
             carry = jax.lax.fori_loop(group.start, group.stop, body, carry)
-        state, any_skipped, auxes = carry
+        state, any_skipped, variables, auxes = carry
         if totals is None:
             totals = accumulation.window_so_far(state)[1]
-        return state, (totals, any_skipped), layout.stacked(auxes, 1)
+        return state, (totals, any_skipped, variables), layout.stacked(auxes, 1)
 
 
 def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import optax
 
-from optax_tokenaccum._core import arrays
+from optax_tokenaccum._core import arrays, checks
 from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn
+from optax_tokenaccum._core.loss_fn import LossFn, function_loss
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
@@ -21,7 +21,13 @@ from optax_tokenaccum._steps.compile_ahead import Progress, compile_all
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.micro_batches import check_micro_batches, explained
 from optax_tokenaccum._steps.program import Arguments, Program
-from optax_tokenaccum._steps.state import StepMetrics, StepState, require_step_state
+from optax_tokenaccum._steps.state import (
+    StepMetrics,
+    StepState,
+    require_step_state,
+    variables_of,
+    with_variables,
+)
 from optax_tokenaccum._steps.update import close_and_apply
 from optax_tokenaccum._steps.window import Window
 
@@ -180,14 +186,19 @@ class WindowStep:
         static: program.StaticPart,
     ) -> tuple[StepState, StepMetrics, Any]:
         def run(layout: Layout, _: None, micro_batches: Batch, *shared: Any) -> Any:
-            params, rng, num_micro_batches, traced = shared
-            loss_kwargs = program.join_arrays(traced, static)
+            params, variables, rng, num_micro_batches, traced = shared
             return self._window.run(
-                layout, micro_batches, params, rng, num_micro_batches, loss_kwargs
+                layout,
+                micro_batches,
+                params,
+                variables,
+                rng,
+                num_micro_batches,
+                program.join_arrays(traced, static),
             )
 
-        shared = state.params, rng, num_micro_batches, traced
-        open_window, (num_tokens, any_skipped), aux = self._mode.map_rows(
+        shared = state.params, variables_of(state), rng, num_micro_batches, traced
+        open_window, (num_tokens, any_skipped, variables), aux = self._mode.map_rows(
             run, shardings, None, rows, *shared
         )
         accumulation = self._window.accumulation
@@ -198,7 +209,8 @@ class WindowStep:
             open_window._replace(inner_opt_state=state.opt_state),
         )
         metrics = metrics._replace(num_tokens=num_tokens, skipped=any_skipped)
-        return StepState(params, closed.inner_opt_state), metrics, aux
+        state = state._replace(params=params, opt_state=closed.inner_opt_state)
+        return with_variables(state, variables), metrics, aux
 
 
 def make_window_step(
@@ -258,12 +270,8 @@ def make_window_step(
       >>> print(state.params["w"], metrics.loss, metrics.num_tokens)
       0.2 1.0 8.0
     """
-    if count_fn is not None and should_skip_update_fn is not None:
-        raise ValueError(
-            "count_fn and should_skip_update_fn cannot go together: counts are summed "
-            "before the first backward pass, and a micro-batch rejected later would "
-            "stay in every denominator. Drop one of them."
-        )
+    check_options(count_fn, should_skip_update_fn)
+    checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
         make_schedule(),
@@ -271,8 +279,17 @@ def make_window_step(
         accumulator_dtype=accumulator_dtype,
         token_mean=count_fn is None,
     )
-    window = Window(loss_fn, has_aux, count_fn, accumulation)
+    window = Window(function_loss(loss_fn, has_aux), count_fn, accumulation)
     return WindowStep(window, make_mode(mesh, data_axes, reduce_every), donate)
+
+
+def check_options(count_fn: Any, should_skip_update_fn: Any) -> None:
+    if count_fn is not None and should_skip_update_fn is not None:
+        raise ValueError(
+            "count_fn and should_skip_update_fn cannot go together: counts are summed "
+            "before the first backward pass, and a micro-batch rejected later would "
+            "stay in every denominator. Drop one of them."
+        )
 
 
 def _known_shapes(

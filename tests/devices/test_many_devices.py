@@ -11,6 +11,7 @@ from helpers import count_compilations, cut, init_params, loss_mean_fn, relative
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
+    ALL_WAYS,
     GRADIENT,
     LAYOUTS,
     SCALE,
@@ -26,6 +27,7 @@ from meshes import (
     run,
     stacked,
 )
+from nnx_ways import WAYS as NNX_WAYS
 
 from optax_tokenaccum import CollectiveReport, collectives
 
@@ -34,11 +36,24 @@ ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 # (layout, axis type, way) for `reduce_every="window"` and for "micro_batch".
 WINDOW = [
     *[(layout, kind, way) for layout in LAYOUTS for kind in TYPES for way in WAYS],
+    ("data parallel", "auto", "nnx two programs"),
+    ("fsdp", "auto", "nnx window"),
+    *[
+        pytest.param(layout, kind, way, marks=SLOW)
+        for layout in LAYOUTS
+        for kind in TYPES
+        for way in NNX_WAYS
+    ],
 ]
 MICRO_BATCH = [
     *[(layout, "auto", way) for layout in LAYOUTS for way in WAYS[1:]],
     ("fsdp", "explicit", "two programs"),
     ("data parallel", "explicit", "window"),
+    *[
+        pytest.param(layout, "auto", way, marks=SLOW)
+        for layout in LAYOUTS
+        for way in NNX_WAYS
+    ],
 ]
 
 
@@ -78,7 +93,7 @@ def test_mean_over_devices_of_means_is_another_gradient(devices: int):
     assert relative_error(naive, exact(devices)) > 1e-2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("layout", ["data parallel", "tensor parallel"])
 def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
     """Sums are placed like the parameters and stay there."""
@@ -86,15 +101,15 @@ def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
     mesh, batch = make_mesh(shape), make_batch(shape[0])
     options = {"mesh": None, "data_axes": None}
     step = make_step(way, optax.sgd(SCALE), **options)
-    rows = NamedSharding(mesh, P(None, "data") if way == "window" else P("data"))
-    parts = [stacked(batch)] if way == "window" else cut(batch, K)
+    rows = NamedSharding(mesh, P(None, "data") if "window" in way else P("data"))
+    parts = [stacked(batch)] if "window" in way else cut(batch, K)
     state = step.init(placed(mesh, specs))
     with count_compilations() as compilations:
         for part in parts:
             state, _ = step(state, jax.device_put(part, rows))
-    assert len(compilations) == (2 if way == "two programs" else 1)
+    assert len(compilations) == (2 if "two programs" in way else 1)
     assert relative_error(applied(state.params), exact(shape[0])) < 2e-6
-    if way != "window":
+    if "window" not in way:
         for name, x in state.opt_state.acc_grads.items():
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), 2)
 
@@ -104,7 +119,7 @@ def test_without_a_mesh_sharded_arrays_are_right_too(layout: str, way: str):
 FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize(
     ("layout", "kind", "optimizer", "reduce_every"),
     [
@@ -126,7 +141,7 @@ def test_compilations_of_20_windows_from_the_first_call_on(
     with count_compilations() as compilations:
         for _ in range(20):
             state, _ = run(way, step, state, batch)
-    assert len(compilations) == (2 if way == "two programs" else 1)
+    assert len(compilations) == (2 if "two programs" in way else 1)
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{s}"),
         state,
@@ -134,13 +149,13 @@ def test_compilations_of_20_windows_from_the_first_call_on(
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", TYPES)
 def test_compiled_ahead_no_call_compiles(kind: str, way: str):
     mesh, batch = make_mesh((8,), kind), make_batch(8)
     step = make_step(way, ADAMW, mesh)
     state = step.init(placed(mesh, LAYOUTS["data parallel"][1]))
-    given = [stacked(batch)] if way == "window" else cut(batch, K)
+    given = [stacked(batch)] if "window" in way else cut(batch, K)
     step.compile(state, [jax.eval_shape(lambda: given[0])])
     with count_compilations() as compilations:
         for part in given:
@@ -235,7 +250,7 @@ def test_sums_live_in_place():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", TYPES)
 def test_inside_an_outer_jit(kind: str, way: str):
     mesh, batch = make_mesh((4, 2), kind), make_batch(4)

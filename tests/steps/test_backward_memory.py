@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import nnx_ways
 import numpy as np
 import optax
 import pytest
@@ -79,8 +80,7 @@ def accumulate(loss_fn: Any, params: Any, **options: Any) -> int:
     """With the bytes of the sums, which the state brings along."""
     step = make_train_step(loss_fn, SGD, 8, **options)
     if options:  # each device has sums of its own
-        params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
-        state, rows = step.init(params), 64
+        state, rows = step.init(zeros_of(params)), 64
     else:
         state, rows = jax.eval_shape(step.init, params), 8
     return net_bytes(step.accumulate.lower(state, batch_of(rows))) + bytes_of(params)
@@ -101,7 +101,29 @@ def value_and_grad(loss_fn: Any, params: Any) -> int:
     return net_bytes(f.lower(params, batch_of(8, 8)))
 
 
-WAYS = [accumulate, accumulate_on_8_devices, window_step, value_and_grad]
+def nnx_accumulate(loss_fn: Any, params: Any) -> int:
+    step = nnx_ways.make_step("nnx two programs", loss_fn, SGD, 8)
+    state = step.init(zeros_of(params))
+    return net_bytes(step.accumulate.lower(state, batch_of(8))) + bytes_of(params)
+
+
+def nnx_window_step(loss_fn: Any, params: Any) -> int:
+    step = nnx_ways.make_step("nnx window", loss_fn, SGD, 8)
+    return net_bytes(step.lower(step.init(zeros_of(params)), batch_of(8, 8)))
+
+
+def zeros_of(params: Any) -> Any:
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+
+
+WAYS = [
+    accumulate,
+    accumulate_on_8_devices,
+    window_step,
+    value_and_grad,
+    nnx_accumulate,
+    nnx_window_step,
+]
 
 
 def ratio(way: Any, loss_fn: Any, params: Any) -> float:

@@ -1,0 +1,140 @@
+"""The loss of an NNX model as a function of its parameters and its other variables."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from optax_tokenaccum._core.loss_fn import unpack
+from optax_tokenaccum._core.trees import Batch, Params
+from optax_tokenaccum._core.variables import Variables
+
+
+class Model:
+    """What a model is besides its arrays. Compared by identity: see `Models`."""
+
+    def __init__(self, graphdef: Any, params: Any, rest: Any):
+        """From the parts that `nnx.split` returns, with variables in their places."""
+        self.graphdef = graphdef
+        self._params, self._rest = map(jax.tree.structure, (params, rest))
+        place_of = {id(x): i for i, x in enumerate(leaves_of(rest))}
+        self.place_of = {
+            path: place_of[id(leaf)] for path, leaf in nnx.to_flat_state(rest)
+        }
+        places = sorted(self.place_of, key=lambda path: self.place_of[path])
+        self.names = ["/".join(map(str, path)) for path in places]
+
+    def merged(self, params: Params, values: list[Any]) -> nnx.Module:
+        """A copy of the model, whose variables belong to the current trace."""
+        return nnx.merge(
+            self.graphdef,
+            jax.tree.unflatten(self._params, jax.tree.leaves(params)),
+            jax.tree.unflatten(self._rest, jax.tree.leaves(values)),
+        )
+
+
+class Models:
+    """One `Model` for all equal ones, so that `jit` compares them by identity."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Model] = {}
+
+    def of(self, graphdef: Any, states: list[Any], structures: Any) -> Model:
+        """The model that `nnx.split` split; `structures` tell how it did."""
+        key = graphdef, structures
+        known = self._known.get(key)  # hashes large models once
+        if known is None:
+            known = self._known[key] = Model(graphdef, *states)
+        return known
+
+
+class AuxAndVariables(NamedTuple):
+    """The `aux` of a loss, and the variables that it added or gave another shape."""
+
+    aux: Any
+    variables: Any
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """`loss_fn(model, batch)` in the form of `Loss.call`.
+
+    If `may_restructure`, it always returns an `aux`, with `AuxAndVariables`. Otherwise
+    new variables and other shapes raise `ValueError`.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    may_restructure: bool
+
+    def __call__(
+        self, params: Params, variables: Variables, batch: Batch, **loss_kwargs: Any
+    ) -> tuple[Any, dict[int, Any]]:
+        model = variables.model
+        copy = model.merged(params, variables.values)
+        before = dict(nnx.to_flat_state(nnx.state(copy)))
+        before = {path: value_of(leaf) for path, leaf in before.items()}
+        returned = self.loss_fn(copy, batch, **loss_kwargs)
+        after = dict(nnx.to_flat_state(nnx.state(copy)))
+        removed = before.keys() - after.keys()
+        changed, others, assigned = {}, {}, []
+        for path, leaf in after.items():
+            value, old = value_of(leaf), before.get(path)
+            if path in before and _are_same(value, old):
+                continue
+            place = model.place_of.get(path)
+            if path in before and place is None:
+                assigned.append(path)
+            elif place is not None and _shapes(value) == _shapes(old):
+                changed[place] = value
+            else:
+                others[path] = leaf
+        _refuse(
+            assigned,
+            "loss_fn must not assign parameters, which only a closing window changes",
+            "Call a copy of the model, nnx.clone(model), and update the model's other "
+            "variables from it; nnx.SpectralNorm and nnx.WeightNorm need this too.",
+        )
+        _refuse(
+            removed if self.may_restructure else {*removed, *others},
+            "loss_fn must keep the model's variables and their shapes; on one device, "
+            "in a train step without should_skip_update_fn, it may add some",
+            "Return such values as aux, or take them out in loss_fn with nnx.pop.",
+        )
+        if self.may_restructure:
+            loss_sum, (num_tokens, aux) = unpack(returned, self.has_aux)
+            state = nnx.from_flat_state(list(others.items())) if others else None
+            returned = loss_sum, (num_tokens, AuxAndVariables(aux, state))
+        return returned, changed
+
+
+def _refuse(paths: Collection[Any], rule: str, advice: str) -> None:
+    if paths:
+        names = sorted("/".join(map(str, path)) for path in paths)
+        raise ValueError(f"{rule}: got a change at {', '.join(names)}. {advice}")
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The variables in `tree`, and the arrays that are in none."""
+    return jax.tree.leaves(tree, is_leaf=is_variable)
+
+
+def is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def value_of(leaf: Any) -> Any:
+    """The raw value of a variable: `variable[...]` would call its `get_value`."""
+    return leaf.get_raw_value() if is_variable(leaf) else leaf
+
+
+def _are_same(x: Any, y: Any) -> bool:
+    leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
+    return len(leaves) == len(others) and all(map(lambda a, b: a is b, leaves, others))
+
+
+def _shapes(value: Any) -> Any:
+    return jax.tree.structure(value), [jnp.shape(x) for x in jax.tree.leaves(value)]

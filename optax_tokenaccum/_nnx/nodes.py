@@ -1,0 +1,176 @@
+"""A model and its optimizer, read as the state of a step, and written back in place."""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from optax_tokenaccum._core import arrays, trees
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._core.variables import Variables
+from optax_tokenaccum._devices.one_device import OneDevice
+from optax_tokenaccum._nnx.model_loss import (
+    Model,
+    Models,
+    is_variable,
+    value_of,
+)
+from optax_tokenaccum._steps.state import ModelState
+
+
+class Places(NamedTuple):
+    """The variables that hold a tree of arrays; some leaves may be in no variable."""
+
+    leaves: list[Any]
+    structure: Any
+
+    def values(self) -> list[Any]:
+        return [*map(value_of, self.leaves)]
+
+    def tree(self) -> Any:
+        return self.structure.unflatten(self.values())
+
+    def write(self, values: Any) -> None:
+        for leaf, x in zip(self.leaves, jax.tree.leaves(values), strict=True):
+            _write(leaf, x)
+
+
+class Nodes(NamedTuple):
+    """The places of a state's arrays in a model and its optimizer."""
+
+    model: nnx.Module
+    params: Places
+    opt_state: Places
+    rest: Places
+    static: Model
+
+    def state(self) -> ModelState:
+        variables = Variables(self.rest.values(), self.static)
+        return ModelState(self.params.tree(), self.opt_state.tree(), variables)
+
+    def donatable(self, state: ModelState, batch: Batch) -> ModelState:
+        """The state with copies of the arrays that must outlive the donation.
+
+        These are arrays that are there twice, or in the batch too, and those in no
+        variable, which cannot always be replaced in the model.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        taken = {id(x) for x in jax.tree.leaves(batch)}
+        taken |= {id(x) for x in self.rest.leaves if not is_variable(x)}
+        if len({*map(id, leaves)} | taken) == len(leaves) + len(taken):
+            return state
+        return structure.unflatten([arrays.settled(x, taken) for x in leaves])
+
+    def write(self, state: ModelState) -> None:
+        """Puts the arrays of a state into their places."""
+        self.params.write(state.params)
+        self.opt_state.write(state.opt_state)
+        for path, place in self.static.place_of.items():
+            leaf, x = self.rest.leaves[place], state.variables.values[place]
+            if is_variable(leaf):
+                _write(leaf, x)
+            elif leaf is not x:
+                with contextlib.suppress(ValueError):  # an array in a tuple
+                    nnx.update(self.model, nnx.from_flat_state([(path, x)]))
+
+
+def read(models: Models, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
+    """Looks at all of the model: its structure may change from call to call."""
+    graphdef, *states = nnx.split(model, optimizer.wrt, ...)
+    params, opt_state, rest = (
+        Places(*jax.tree.flatten(tree, is_leaf=is_variable))
+        for tree in (states[0], optimizer.opt_state, states[1])
+    )
+    structures = params.structure, jax.tree.structure(rest.values())
+    static = models.of(graphdef, states, structures)
+    return Nodes(model, params, opt_state, rest, static)
+
+
+def _write(leaf: Any, x: Any) -> None:
+    if leaf.get_raw_value() is not x:
+        leaf.set_raw_value(x)
+
+
+def laid_out(state: ModelState, mode: OneDevice) -> ModelState:
+    """The state where a step needs it: arrays placed, and sums laid out.
+
+    Arrays that were never placed, and with a mesh those that are not on it, move to the
+    devices of the parameters. If the path of such an array ends with the path of a
+    parameter of the same shape, it is placed like that parameter: these are sums and
+    moments that were created before the parameters were placed. Otherwise every device
+    gets it.
+
+    Raises:
+      ValueError: the window is open, and its sums are laid out for other devices.
+    """
+    params, like = mode.init(state.params, lambda model: model)
+    home = arrays.home(params)
+    placed_like = {
+        path: (jnp.shape(x), arrays.home(x, whole=False)) for path, x in _by_path(like)
+    }
+    taken = {id(x) for x in jax.tree.leaves(params)}
+
+    def place(path: Any, x: Any) -> Any:
+        if home is not None and _may_move(x, home):
+            ends = (placed_like.get(path[i:]) for i in range(len(path)))
+            found = [own for own in ends if own and own[0] == jnp.shape(x)]
+            x = jax.device_put(x, (found[0][1] if found else None) or home)
+        return arrays.settled(x, taken)
+
+    opt_state = state.opt_state
+    if isinstance(opt_state, TokenAccumulationState):
+        opt_state = _with_sums(opt_state, params, mode)
+    opt_state, variables = (
+        jax.tree_util.tree_map_with_path(place, tree)
+        for tree in (opt_state, state.variables)
+    )
+    params = jax.tree.map(functools.partial(arrays.settled, taken=set()), params)
+    return ModelState(params, opt_state, variables)
+
+
+def _by_path(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _may_move(x: Any, home: jax.sharding.Sharding) -> bool:
+    """Whether nobody has chosen a place for `x` among the devices of the model."""
+    if not isinstance(x, jax.Array) or not trees.is_concrete(x):
+        return False
+    is_spread = isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
+    return not x.committed or (isinstance(home, NamedSharding) and not is_spread)
+
+
+def _with_sums(
+    opt_state: TokenAccumulationState,
+    params: Any,
+    mode: OneDevice,
+) -> TokenAccumulationState:
+    """The state with sums laid out for the devices of a step."""
+    shapes = [(*mode.leading_axes, *jnp.shape(p)) for p in jax.tree.leaves(params)]
+    sums = jax.tree.leaves(opt_state.acc_grads)
+    is_laid_out = [jnp.shape(x) for x in sums] == shapes
+    if is_laid_out and not mode.data_axes:
+        return opt_state
+    is_open = int(opt_state.mini_step) > 0
+    if not is_laid_out and is_open:
+        raise ValueError(
+            "The window must be closed before its sums are laid out for other devices: "
+            f"got {int(opt_state.mini_step)} micro-batches in it, and sums of shapes "
+            f"{[jnp.shape(x) for x in sums][:3]}, where {shapes[:3]} are needed. Call "
+            "close_window of the step that began the window, or restore the checkpoint "
+            "after step.init."
+        )
+    dtypes = jax.tree.map(jnp.result_type, opt_state.acc_grads)
+    laid_out = mode.layout().zeros(params, dtypes)
+    if is_open:
+        laid_out = jax.tree.map(
+            lambda x, zeros: jax.device_put(x, zeros.sharding),
+            opt_state.acc_grads,
+            laid_out,
+        )
+    return opt_state._replace(acc_grads=laid_out)

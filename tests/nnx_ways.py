@@ -1,0 +1,99 @@
+"""The steps for NNX models behind the interface of the core's steps."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import optax_tokenaccum.nnx
+from optax_tokenaccum import token_accumulation
+
+WAYS = ["nnx two programs", "nnx one program", "nnx window"]
+OF_THE_STEP = ("has_aux", "mesh", "data_axes", "reduce_every", "donate")
+
+
+class Holder(nnx.Module):
+    """A model that is nothing but a tree of parameters."""
+
+    def __init__(self, params: Any):
+        leaves, self.structure = jax.tree.flatten(params)
+        self.leaves = nnx.List([nnx.Param(jnp.copy(x)) for x in leaves])
+
+    def params(self) -> Any:
+        return jax.tree.unflatten(self.structure, [x[...] for x in self.leaves])
+
+
+class State(NamedTuple):
+    """A model and its optimizer, which read like the state of a step."""
+
+    model: Holder
+    optimizer: nnx.Optimizer
+
+    @property
+    def params(self) -> Any:
+        return self.model.params()
+
+    @property
+    def opt_state(self) -> Any:
+        def read(variable: Any) -> Any:
+            return variable.get_raw_value()
+
+        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+        state = jax.tree.map(read, self.optimizer.opt_state, is_leaf=is_variable)
+        if not hasattr(state, "acc_grads"):
+            return state
+        sums = jax.tree.leaves(state.acc_grads)
+        return state._replace(acc_grads=jax.tree.unflatten(self.model.structure, sums))
+
+
+class Step:
+    """`step(state, batch)`, and the other methods of the core's steps."""
+
+    def __init__(self, step: Any, tx: Any):
+        self._step, self._tx = step, tx
+        self.accumulate = Part(getattr(step, "accumulate", None))
+        self.close_window = Part(getattr(step, "close_window", None))
+        self.lower = Part(step).lower
+
+    def init(self, params: Any) -> State:
+        model = Holder(params)
+        optimizer = nnx.Optimizer(model, self._tx, wrt=nnx.Param)
+        self._step.init(model, optimizer)
+        return State(model, optimizer)
+
+    def __call__(self, state: State, batch: Any, **kwargs: Any) -> Any:
+        return state, self._step(*state, batch, **kwargs)
+
+    def compile(self, state: State, batches: Any, **kwargs: Any) -> None:
+        self._step.compile(*state, batches, **kwargs)
+
+
+class Part:
+    def __init__(self, part: Any):
+        self._part = part
+
+    def __call__(self, state: State, *batch: Any, **kwargs: Any) -> Any:
+        return state, self._part(*state, *batch, **kwargs)
+
+    def lower(self, state: State, *batch: Any, **kwargs: Any) -> Any:
+        return self._part.lower(*state, *batch, **kwargs)
+
+
+def of_model(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def loss_of_model(model: Holder, batch: Any, **kwargs: Any) -> Any:
+        return loss_fn(model.params(), batch, **kwargs)
+
+    return loss_of_model
+
+
+def make_step(way: str, loss_fn: Any, inner: Any, k: int, **options: Any) -> Step:
+    loss_of_model = of_model(loss_fn)
+    if way == "nnx window":
+        step = optax_tokenaccum.nnx.make_window_step(loss_of_model, **options)
+        return Step(step, inner)
+    own = {name: options.pop(name) for name in OF_THE_STEP if name in options}
+    schedule = k if way == "nnx two programs" else lambda _: k
+    step = optax_tokenaccum.nnx.make_train_step(loss_of_model, **own)
+    return Step(step, token_accumulation(inner, schedule, **options))
