@@ -1,0 +1,159 @@
+"""NNX models as large ones are written: scanned layers, tied, sharded, in any mesh."""
+
+import contextlib
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
+from optax_tokenaccum.nnx import make_train_step, make_window_step
+
+K, LAYERS = 4, 3
+SGD = optax.sgd(1.0, momentum=0.0)
+BATCH = helpers.ragged_batch(0, rows=64)
+MICRO_BATCHES = helpers.cut(BATCH, K)
+SLOW = pytest.mark.slow
+
+
+def mesh_of(kind: AxisType, *shape: int) -> jax.sharding.Mesh:
+    names = ("data", "model")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+AUTO, EXPLICIT = mesh_of(AxisType.Auto, 8), mesh_of(AxisType.Explicit, 8)
+TWO_AXES = mesh_of(AxisType.Auto, 4, 2)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        width = helpers.WIDTH
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.norm(x)  # moves its statistics
+        return x + self.dropout(nnx.tanh(self.linear(x)))
+
+
+class Scanned(nnx.Module):
+    """Stacked layers in a scan between the ends of one embedding."""
+
+    def __init__(self, spec: P | None = None):
+        rngs, init = nnx.Rngs(0), nnx.initializers.normal(0.3)
+        if spec is not None:
+            init = nnx.with_partitioning(init, spec)
+        size, width = helpers.VOCABULARY, helpers.WIDTH
+        self.embed = nnx.Embed(size, width, rngs=rngs, embedding_init=init)
+
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(rngs)
+
+        self.blocks = stacked(rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x: jax.Array, block: Block) -> jax.Array:
+            return block(x)
+
+        return self.embed.attend(run(self.embed(tokens), self.blocks))
+
+
+def loss_fn(model: Scanned, batch: Any) -> tuple[jax.Array, jax.Array]:
+    logits = model(batch["tokens"])
+    return softmax_cross_entropy_sum(logits, batch["labels"], batch["mask"])
+
+
+def mean_loss_fn(model: Scanned) -> jax.Array:
+    loss_sum, num_tokens = loss_fn(model, BATCH)
+    return loss_sum / num_tokens
+
+
+def values(state: Any) -> Any:
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(state))
+
+
+def check(model: Scanned, wrt: Any, way: str, **options: Any) -> Any:
+    """Train for two windows; the first gradient is that of the full batch."""
+    expected = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))(Scanned())
+    if way == "window":
+        tx, batches = SGD, [helpers.stack(MICRO_BATCHES)]
+        step: Any = make_window_step(loss_fn, **options)
+    else:
+        tx, batches = token_accumulation(SGD, K), MICRO_BATCHES
+        step = make_train_step(loss_fn, **options)
+    optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+    step.init(model, optimizer)
+    with helpers.count_compilations() as compilations:
+        for batch in batches:
+            metrics = step(model, optimizer, batch)
+        state = optimizer.opt_state
+        given = (state if way == "window" else state.inner_opt_state)[0].trace
+        error = helpers.relative_error(values(given), values(nnx.state(expected)))
+        for batch in batches:
+            step(model, optimizer, batch)
+    assert metrics.updated and error < helpers.RTOL["float32"]
+    assert len(compilations) == (1 if way == "window" else 2)
+
+
+@pytest.mark.parametrize("way", ["train", "window"])
+@pytest.mark.parametrize(
+    ("mesh", "reduce_every", "set_mesh"),
+    [
+        (None, "window", False),
+        pytest.param(AUTO, "window", False, marks=SLOW),
+        pytest.param(AUTO, "micro_batch", False, marks=SLOW),
+        pytest.param(EXPLICIT, "window", False, marks=SLOW),
+        pytest.param(EXPLICIT, "micro_batch", False, marks=SLOW),
+        pytest.param(EXPLICIT, "window", True, marks=SLOW),
+        pytest.param(TWO_AXES, "window", False, marks=SLOW),
+    ],
+)
+def test_scanned_layers_and_a_tied_embedding(
+    mesh: Any, reduce_every: Any, set_mesh: bool, way: str
+):
+    options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        check(Scanned(), nnx.Param, way, **options if mesh else {})
+
+
+@pytest.mark.parametrize("way", ["train", pytest.param("window", marks=SLOW)])
+def test_parameters_that_were_made_on_a_mesh_stay_there(way: str):
+    with jax.set_mesh(AUTO):
+        model = Scanned(P("data"))
+        check(model, nnx.Param, way, mesh=AUTO, data_axes="data")
+    sharding = model.embed.embedding.get_raw_value().sharding
+    assert sharding.is_equivalent_to(jax.NamedSharding(AUTO, P("data")), 2)
+
+
+def test_a_part_of_the_parameters_is_trained():
+    check(Scanned(), nnx.All(nnx.Param, nnx.PathContains("blocks")), "train")
+
+
+def test_inside_of_nnx_jit_and_between_evaluations():
+    expected = nnx.grad(mean_loss_fn)(Scanned())
+    model, step = Scanned(), make_train_step(loss_fn)
+    optimizer = nnx.Optimizer(model, token_accumulation(SGD, K), wrt=nnx.Param)
+
+    @nnx.jit
+    def outer(model: Scanned, optimizer: nnx.Optimizer, batch: Any) -> Any:
+        return step(model, optimizer, batch)
+
+    for i, batch in enumerate(MICRO_BATCHES):
+        model.eval()
+        loss_fn(model, batch)
+        model.train()
+        metrics = (outer if i % 2 else step)(model, optimizer, batch)
+    assert metrics.updated and optimizer.step[...] == K
+    given = optimizer.opt_state.inner_opt_state[0].trace
+    error = helpers.relative_error(values(given), values(nnx.state(expected)))
+    assert error < helpers.RTOL["float32"]
