@@ -12,7 +12,12 @@ from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._devices.shardings import sharding_of
 from optax_tokenaccum._steps.compile_ahead import signature
-from optax_tokenaccum._steps.state import StepMetrics, StepState, key_array
+from optax_tokenaccum._steps.state import (
+    StepMetrics,
+    StepState,
+    key_array,
+    variables_of,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -166,7 +171,7 @@ class ShardingCache:
             if key.sharding.num_devices == 1:
                 return None
             known = self._memo.get(key)
-            if known is not None:
+            if known is not None and _are_of_one_model(known.state, state):
                 return known
         leaves, structure = jax.tree.flatten(state)
         shardings = tuple(map(sharding_of, leaves))
@@ -178,6 +183,11 @@ class ShardingCache:
     def remember(self, state: StepState, shardings: StateShardings | None) -> None:
         if shardings is not None:
             self._memo.remember(key_array(state), shardings)
+
+
+def _are_of_one_model(shardings: Any, state: StepState) -> bool:
+    """Whether the static part of a model, such as `train()`, is still the same."""
+    return variables_of(shardings).model is variables_of(state).model
 
 
 class ArrayMemo(Generic[T]):

@@ -229,6 +229,19 @@ def test_lora_alone_is_trained(way: str, options: Any):
     chex.assert_trees_all_equal(held(run.model, frozen), rest)
 
 
+@pytest.mark.parametrize("options", [{}, ON_MESH], ids=["one device", "mesh"])
+def test_a_model_may_change_between_micro_batches(options: Any):
+    """For example its mode; the window goes on."""
+    run = Run("two programs", masked_loss_fn, has_aux=True, rate=0.5, **options)
+    masks = []
+    for i, micro_batch in enumerate(helpers.cut(BATCH, K) * 2):
+        run.model.train() if i % 2 else run.model.eval()
+        [metrics] = run.window([micro_batch])
+        masks.append(np.unique(metrics.aux).tolist())
+        assert metrics.updated == (i % K == K - 1)
+    assert masks == [[1], [0, 2]] * K
+
+
 def test_gradients_are_sent_once_a_window():
     run = Run("two programs", inner=optax.adamw(1e-3), **ON_MESH)
     micro_batch = helpers.cut(BATCH, K)[0]
