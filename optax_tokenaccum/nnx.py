@@ -232,7 +232,7 @@ class WindowStep(ModelStep):
         if accumulation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
             raise ValueError(
                 "The optimizer of a window step must not accumulate, since a call is a "
-                f"whole window: got {optimizer.tx!r}. Give nnx.Optimizer the plain "
+                "whole window: got an accumulation in it. Give nnx.Optimizer the plain "
                 "optimizer, or use make_train_step."
             )
         accumulation = make_accumulation(optimizer.tx, make_schedule(), **self._options)
