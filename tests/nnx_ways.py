@@ -1,5 +1,6 @@
 """The steps for NNX models behind the interface of the core's steps."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,11 @@ class Step:
 
     def init(self, params: Any) -> State:
         model = Holder(params)
-        optimizer = nnx.Optimizer(model, self._tx, wrt=nnx.Param)
+        # Older jax needs the mesh where types bind arrays to it, in nnx.Optimizer too.
+        mesh: Any = getattr(model.leaves[0].get_raw_value().sharding, "mesh", None)
+        binds = mesh and jax.sharding.AxisType.Explicit in mesh.axis_types
+        with jax.set_mesh(mesh) if binds else contextlib.nullcontext():
+            optimizer = nnx.Optimizer(model, self._tx, wrt=nnx.Param)
         self._step.init(model, optimizer)
         return State(model, optimizer)
 
