@@ -101,7 +101,7 @@ class TrainStep(ModelStep):
                 "for each micro-batch and step.close_window(model, optimizer) at the "
                 "end of the window."
             )
-        return self.run("__call__", model, optimizer, batch, rng=rng, **loss_kwargs)
+        return self._run("__call__", model, optimizer, batch, rng=rng, **loss_kwargs)
 
     def compile(
         self,
@@ -125,7 +125,7 @@ class TrainStep(ModelStep):
           **loss_kwargs: as for a call.
         """
         kwargs = {"rng": rng, "progress": progress, **loss_kwargs}
-        self.lowered("compile", model, optimizer, batches, **kwargs)
+        self._lowered("compile", model, optimizer, batches, **kwargs)
 
     def _build(self, optimizer: nnx.Optimizer) -> train_step.TrainStep:
         accumulation = _accumulation_of(optimizer)
@@ -189,7 +189,7 @@ class WindowStep(ModelStep):
           **loss_kwargs: passed to `loss_fn`, as for that step.
         """
         kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
-        return self.run("__call__", model, optimizer, micro_batches, **kwargs)
+        return self._run("__call__", model, optimizer, micro_batches, **kwargs)
 
     def lower(
         self,
@@ -199,7 +199,7 @@ class WindowStep(ModelStep):
         **kwargs: Any,
     ) -> jax.stages.Lowered:
         """Lowers the program of a call with these arguments."""
-        return self.lowered("lower", model, optimizer, micro_batches, **kwargs)
+        return self._lowered("lower", model, optimizer, micro_batches, **kwargs)
 
     def compile(
         self,
@@ -225,7 +225,7 @@ class WindowStep(ModelStep):
           **loss_kwargs: as for a call.
         """
         kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
-        self.lowered("compile", model, optimizer, windows, progress=progress, **kwargs)
+        self._lowered("compile", model, optimizer, windows, progress=progress, **kwargs)
 
     def _build(self, optimizer: nnx.Optimizer) -> window_step.WindowStep:
         kinds = TokenAccumulationState, optax.MultiStepsState

@@ -38,11 +38,11 @@ class State(NamedTuple):
 
     @property
     def opt_state(self) -> Any:
-        def read(variable: Any) -> Any:
-            return variable.get_raw_value()
-
-        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-        state = jax.tree.map(read, self.optimizer.opt_state, is_leaf=is_variable)
+        state = jax.tree.map(
+            lambda variable: variable.get_raw_value(),
+            self.optimizer.opt_state,
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
         if not hasattr(state, "acc_grads"):
             return state
         sums = jax.tree.leaves(state.acc_grads)

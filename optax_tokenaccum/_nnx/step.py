@@ -1,5 +1,6 @@
 """What the steps for a model share: they run the core's steps, and write in place."""
 
+import abc
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from optax_tokenaccum._steps.program import ArrayMemo
 from optax_tokenaccum._steps.state import ModelState, StepMetrics, key_array
 
 
-class ModelStep:
+class ModelStep(abc.ABC):
     """A step of the core for the transformation of each optimizer.
 
     Args:
@@ -51,11 +52,11 @@ class ModelStep:
           ValueError: a window is open whose sums are laid out for other devices; or an
             array of the model is on a mesh other than the step's.
         """
-        self.core(optimizer)
+        self._step_of(optimizer)
         self._lay_out(read(self._models, model, optimizer))
 
-    def core(self, optimizer: nnx.Optimizer) -> Any:
-        """The step of the core for the optimizer's transformation."""
+    def _step_of(self, optimizer: nnx.Optimizer) -> Any:
+        """The step of the core for the optimizer's transformation, built once."""
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
                 "The optimizer must be an nnx.Optimizer, made with "
@@ -65,10 +66,11 @@ class ModelStep:
             self._steps[optimizer.tx] = self._build(optimizer)
         return self._steps[optimizer.tx]
 
+    @abc.abstractmethod
     def _build(self, optimizer: nnx.Optimizer) -> Any:
-        raise NotImplementedError
+        """A step of the core for the optimizer's transformation."""
 
-    def run(
+    def _run(
         self,
         part: str,
         model: nnx.Module,
@@ -89,7 +91,7 @@ class ModelStep:
                 nnx.update(model, variables)
         return metrics
 
-    def lowered(
+    def _lowered(
         self,
         part: str,
         model: nnx.Module,
@@ -107,7 +109,7 @@ class ModelStep:
     def _opened(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any = (), *_: Any
     ) -> tuple[Any, Nodes, ModelState]:
-        step, nodes = self.core(optimizer), read(self._models, model, optimizer)
+        step, nodes = self._step_of(optimizer), read(self._models, model, optimizer)
         state = nodes.state()
         key = key_array(state)
         if isinstance(key, jax.Array) and is_concrete(key):
@@ -147,10 +149,10 @@ class Part:
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any
     ) -> StepMetrics:
-        return self._step.run(self._name, model, optimizer, *args, **kwargs)
+        return self._step._run(self._name, model, optimizer, *args, **kwargs)
 
     def lower(
         self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any
     ) -> jax.stages.Lowered:
         part = f"{self._name}.lower"
-        return self._step.lowered(part, model, optimizer, *args, **kwargs)
+        return self._step._lowered(part, model, optimizer, *args, **kwargs)
