@@ -34,6 +34,17 @@ def assigning_loss_fn(model: Any, batch: Any) -> Any:
     return loss_fn(model, batch)
 
 
+def carrying_loss_fn(model: Any, batch: Any) -> Any:
+    """Twice in a row, the parameter takes the value that the batch gives it."""
+
+    def body(model: Any, row: Any) -> tuple[Any, Any]:
+        model.kernel.set_value(row[:, None])
+        return model, 0.0
+
+    model, _ = nnx.scan(body)(model, batch[:2])
+    return loss_fn(model, batch)
+
+
 def counting_loss_fn(model: Any, batch: Any) -> Any:
     model.seen.set_value(model.seen[...] + jnp.sum(batch > 0))
     return loss_fn(model, batch)
@@ -138,6 +149,8 @@ WITH_FLAX: list[Row] = [
         "assigning a parameter in the loss of an `nnx` step",
         ValueError,
         nnx_stepped(OURS, loss_fn=assigning_loss_fn)
+        + nnx_stepped(OURS, loss_fn=nnx.remat(assigning_loss_fn))
+        + nnx_stepped(OURS, loss_fn=nnx.remat(carrying_loss_fn))
         + nnx_stepped(OURS, loss_fn=assigning_loss_fn, **ON_MESH),
     ),
     (

@@ -101,11 +101,7 @@ def _outputs(x: JaxprEqn, y: JaxprEqn, given: list[bool]) -> list[bool]:
 
 def _of_scan(x: JaxprEqn, f: Any, g: Any, given: list[bool]) -> list[bool]:
     """The same for a scan: the carry depends on everything that any iteration adds."""
-    body = getattr(f, "jaxpr", f)
-    # Sliced inputs and stacked outputs have one axis less in the body. The equation's
-    # parameters say which these are too, but differ between versions of jax.
-    last = sum(map(_have_same_rank, x.invars, body.invars))
-    first = last - sum(map(_have_same_rank, x.outvars, body.outvars))
+    first, last = _carry_of(x, getattr(f, "jaxpr", f))
     while True:
         found = depends(f, given, twin=g)
         carried = map(max, given[first:last], found)
@@ -113,6 +109,39 @@ def _of_scan(x: JaxprEqn, f: Any, g: Any, given: list[bool]) -> list[bool]:
         if grown == given:
             return found
         given = grown
+
+
+def _carry_of(x: JaxprEqn, body: Any) -> tuple[int, int]:
+    """The first input of a scan that is in the carry, and the first after it."""
+    # Sliced inputs and stacked outputs have one axis less in the body. The equation's
+    # parameters say which these are too, but differ between versions of jax.
+    last = sum(map(_have_same_rank, x.invars, body.invars))
+    return last - sum(map(_have_same_rank, x.outvars, body.outvars)), last
+
+
+def forwarded(traced: Any) -> list[int | None]:
+    """For each output, the index of the input that it is known to be, if any."""
+    jaxpr = getattr(traced, "jaxpr", traced)
+    source = {x: i for i, x in enumerate(jaxpr.invars)}
+    for x in jaxpr.eqns:
+        inner = [*functions_in(x)]
+        if len(inner) != 1:
+            continue
+        found = forwarded(inner[0])
+        if x.primitive.name == "scan":
+            body = getattr(inner[0], "jaxpr", inner[0])
+            first, last = _carry_of(x, body)
+            for i, j in enumerate(found):
+                is_carry = i < last - first
+                if j is not None and (j != first + i if is_carry else j < last):
+                    found[i] = None
+        elif x.primitive.name not in _CALLS or len(found) != len(x.outvars):
+            continue
+        for out, j in zip(x.outvars, found, strict=True):
+            given = None if j is None else x.invars[j]
+            if given is not None and not isinstance(given, Literal) and given in source:
+                source[out] = source[given]
+    return [None if isinstance(x, Literal) else source.get(x) for x in jaxpr.outvars]
 
 
 def _no_input_of(f: Any) -> list[bool]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from optax_tokenaccum._core.dependence import forwarded
 from optax_tokenaccum._core.loss_fn import unpack
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._core.variables import Variables
@@ -74,22 +75,35 @@ class ModelLoss:
         self, params: Params, variables: Variables, batch: Batch, **loss_kwargs: Any
     ) -> tuple[Any, dict[int, Any]]:
         model = variables.model
-        copy = model.merged(params, variables.values)
-        before = dict(nnx.to_flat_state(nnx.state(copy)))
-        before = {path: value_of(leaf) for path, leaf in before.items()}
-        returned = self.loss_fn(copy, batch, **loss_kwargs)
-        after = dict(nnx.to_flat_state(nnx.state(copy)))
+
+        def run(params: Params, values: list[Any]) -> tuple[Any, ...]:
+            copy = model.merged(params, values)
+            before = dict(nnx.to_flat_state(nnx.state(copy)))
+            before = {path: value_of(leaf) for path, leaf in before.items()}
+            returned = self.loss_fn(copy, batch, **loss_kwargs)
+            return returned, before, dict(nnx.to_flat_state(nnx.state(copy)))
+
+        returned, before, after = run(params, variables.values)
         removed = before.keys() - after.keys()
+        rewritten = {
+            path
+            for path in before.keys() & after.keys()
+            if not _are_same(value_of(after[path]), before[path])
+        }
+        if any(
+            path not in model.place_of or isinstance(after[path], nnx.Param)
+            for path in rewritten
+        ):  # nnx.remat and nnx.jit write the parameters back, mostly as they were
+            rewritten -= _as_before(run, rewritten, params, variables.values)
         changed, others, assigned = {}, {}, []
         for path, leaf in after.items():
-            value, old = value_of(leaf), before.get(path)
-            if path in before and _are_same(value, old):
+            if path in before and path not in rewritten:
                 continue
             place = model.place_of.get(path)
             if path in before and place is None:
                 assigned.append(path)
-            elif place is not None and _shapes(value) == _shapes(old):
-                changed[place] = value
+            elif place is not None and _shapes(value_of(leaf)) == _shapes(before[path]):
+                changed[place] = value_of(leaf)
             else:
                 others[path] = leaf
         _refuse(
@@ -109,6 +123,22 @@ class ModelLoss:
             state = nnx.from_flat_state(list(others.items())) if others else None
             returned = loss_sum, (num_tokens, AuxAndVariables(aux, state))
         return returned, changed
+
+
+def _as_before(run: Any, paths: Collection[Any], *args: Any) -> set[Any]:
+    """Those of the variables at `paths` that end `run` with the values they had."""
+
+    def values(*args: Any) -> Any:
+        _, before, after = run(*args)
+        return [
+            (jax.tree.leaves(before[path]), jax.tree.leaves(value_of(after[path])))
+            for path in paths
+        ]
+
+    traced, shapes = jax.make_jaxpr(values, return_shape=True)(*args)
+    inputs = jax.tree.unflatten(jax.tree.structure(shapes), forwarded(traced))
+    pairs = zip(paths, inputs, strict=True)
+    return {path for path, (old, new) in pairs if old == new and None not in old}
 
 
 def _refuse(paths: Collection[Any], rule: str, advice: str) -> None:

@@ -262,6 +262,15 @@ def test_gradients_are_sent_once_a_window():
     assert size <= collectives(lowered.compile()).bytes(axes="data") < 1.1 * size
 
 
+def test_frozen_parameters_under_remat_are_not_sent():
+    run = Run("two programs", nnx.remat(loss_fn), wrt=nnx.LoRAParam, **ON_MESH)
+    micro_batch = helpers.cut(BATCH, K)[0]
+    lowered = run.step.accumulate.lower(run.model, run.optimizer, micro_batch)
+    statistics = sum(x.nbytes for x in held(run.model, nnx.BatchStat))
+    sent = collectives(lowered.compile()).bytes(axes="data")
+    assert statistics <= sent < 2 * statistics
+
+
 def test_init_lays_out_and_may_be_called_again():
     run = Run("two programs", **ON_MESH)
     run.step.init(run.model, run.optimizer)

@@ -5,6 +5,7 @@ from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -46,7 +47,8 @@ class Block(nnx.Module):
 class Scanned(nnx.Module):
     """Stacked layers in a scan between the ends of one embedding."""
 
-    def __init__(self, spec: P | None = None):
+    def __init__(self, spec: P | None = None, remat: bool = False):
+        self.remat = remat
         rngs, init = nnx.Rngs(0), nnx.initializers.normal(0.3)
         if spec is not None:
             init = nnx.with_partitioning(init, spec)
@@ -61,10 +63,11 @@ class Scanned(nnx.Module):
         self.blocks = stacked(rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def run(x: jax.Array, block: Block) -> jax.Array:
+        def call(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 
+        body = nnx.remat(call) if self.remat else call
+        run = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         return self.embed.attend(run(self.embed(tokens), self.blocks))
 
 
@@ -82,7 +85,9 @@ def values(state: Any) -> Any:
     return jax.tree.map(np.asarray, nnx.to_pure_dict(state))
 
 
-def check(model: Scanned, wrt: Any, way: str, **options: Any) -> Any:
+def check(
+    model: Scanned, wrt: Any, way: str, loss_fn: Any = loss_fn, **options: Any
+) -> Any:
     """Train for two windows; the first gradient is that of the full batch."""
     expected = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))(Scanned())
     if way == "window":
@@ -137,6 +142,55 @@ def test_parameters_that_were_made_on_a_mesh_stay_there(way: str):
 
 def test_a_part_of_the_parameters_is_trained():
     check(Scanned(), nnx.All(nnx.Param, nnx.PathContains("blocks")), "train")
+
+
+@pytest.mark.parametrize("way", ["train", pytest.param("window", marks=SLOW)])
+@pytest.mark.parametrize("on_mesh", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit, None])
+def test_transformations_that_write_parameters_back(wrap: Any, on_mesh: bool, way: str):
+    loss = wrap(loss_fn) if wrap else loss_fn
+    options = {"mesh": AUTO, "data_axes": "data"} if on_mesh else {}
+    check(Scanned(remat=not wrap), nnx.Param, way, loss, **options)
+
+
+class Pair(nnx.Module):
+    def __init__(self):
+        self.a, self.b = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.ones(3))
+
+    def swap(self) -> None:
+        a, b = self.a[...], self.b[...]
+        self.a.set_value(b)
+        self.b.set_value(a)
+
+
+def swap_in_remat(pair: Pair, batch: Any) -> None:
+    nnx.remat(Pair.swap)(pair)
+
+
+def swap_in_a_scan(pair: Pair, batch: Any) -> None:
+    def body(pair: Pair, _: Any) -> tuple[Pair, Any]:
+        pair.swap()
+        return pair, 0.0
+
+    nnx.scan(body)(pair, batch)
+
+
+def swap_in_remat_of_a_scan(pair: Pair, batch: Any) -> None:
+    nnx.remat(swap_in_a_scan)(pair, batch)
+
+
+@pytest.mark.parametrize(
+    "swap", [swap_in_remat, swap_in_a_scan, swap_in_remat_of_a_scan]
+)
+def test_parameters_that_change_places_are_refused(swap: Any):
+    def swapping_loss_fn(pair: Pair, batch: Any) -> Any:
+        swap(pair, batch)
+        return jnp.sum(pair.a[...] * batch), len(batch)
+
+    model, step = Pair(), make_train_step(swapping_loss_fn)
+    optimizer = nnx.Optimizer(model, token_accumulation(SGD, K), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"must not assign .* a, b"):
+        step(model, optimizer, jnp.ones((3, 3)))
 
 
 def test_inside_of_nnx_jit_and_between_evaluations():
