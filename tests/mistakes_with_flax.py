@@ -97,6 +97,16 @@ def read_after_a_step(read: Callable[[Any, Any], Any]) -> list[Mistake]:
     return [mistake]
 
 
+def trains_nothing(make: Any, tx: Any) -> Mistake:
+    def mistake(keep: Any) -> None:
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+        keep(nnx.state((model, optimizer)))
+        make(loss_fn).init(model, optimizer)
+
+    return mistake
+
+
 WITH_FLAX: list[Row] = [
     (
         "no `num_tokens` for `linen.TrainState`",
@@ -125,6 +135,11 @@ WITH_FLAX: list[Row] = [
             optax.MultiSteps(SGD, 2).gradient_transformation(),
         )
         + [lambda keep: make_train_step(loss_fn)(keep(PARAMS), OURS, PARAMS["w"])],
+    ),
+    (
+        "an `nnx.Optimizer` whose `wrt` matches no variable of the model",
+        ValueError,
+        [trains_nothing(make_train_step, OURS), trains_nothing(make_window_step, SGD)],
     ),
     (
         "gradients of a mean in the `nnx` step",

@@ -38,15 +38,21 @@ class State(NamedTuple):
 
     @property
     def opt_state(self) -> Any:
-        state = jax.tree.map(
-            lambda variable: variable.get_raw_value(),
-            self.optimizer.opt_state,
-            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        return jax.tree.map(
+            self._read, self.optimizer.opt_state, is_leaf=is_variable_or_params
         )
-        if not hasattr(state, "acc_grads"):
-            return state
-        sums = jax.tree.leaves(state.acc_grads)
-        return state._replace(acc_grads=jax.tree.unflatten(self.model.structure, sums))
+
+    def _read(self, x: Any) -> Any:
+        if isinstance(x, nnx.Variable):
+            return x.get_raw_value()
+        if not isinstance(x, Holder | nnx.State):
+            return x
+        leaves = jax.tree.leaves(x, is_leaf=lambda y: isinstance(y, nnx.Variable))
+        return jax.tree.unflatten(self.model.structure, map(self._read, leaves))
+
+
+def is_variable_or_params(x: Any) -> bool:
+    return isinstance(x, nnx.Variable | Holder | nnx.State)
 
 
 class Step:

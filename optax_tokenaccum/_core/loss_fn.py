@@ -93,7 +93,10 @@ def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, tuple[Any, Any]]:
     form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
     rule = f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise TypeError(f"{rule}: got {_describe(returned)}.")
+        advice = ""
+        if not has_aux and isinstance(returned, tuple | list) and len(returned) == 3:
+            advice = " With has_aux=True, return (loss_sum, (num_tokens, aux))."
+        raise TypeError(f"{rule}: got {_describe(returned)}.{advice}")
     loss_sum, num_tokens = returned
     aux = None
     if has_aux:

@@ -86,6 +86,11 @@ def read(models: Models, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
         Places(*jax.tree.flatten(tree, is_leaf=is_variable))
         for tree in (states[0], optimizer.opt_state, states[1])
     )
+    if not params.leaves:
+        raise ValueError(
+            "The optimizer must train some variables of the model: got none that match "
+            f"wrt={optimizer.wrt!r}, with which nnx.Optimizer was made."
+        )
     structures = params.structure, jax.tree.structure(rest.values())
     static = models.of(graphdef, states, structures)
     return Nodes(model, params, opt_state, rest, static)

@@ -101,10 +101,14 @@ def _broadcast(pad_values: Any, sequence: Any) -> Any:
         return jax.tree.broadcast(pad_values, sequence)
     except ValueError as error:
         raise ValueError(
-            "pad_values must be one number for all leaves, or a tree of numbers with "
-            f"the structure of a sequence or of its beginning: expected a prefix of "
-            f"{jax.tree.structure(sequence)}, got {jax.tree.structure(pad_values)}."
+            "pad_values must be one number for all leaves of a sequence, or a number "
+            "for each, or for each subtree: got a sequence with the leaves "
+            f"{_leaf_names(sequence)}, and pad_values for {_leaf_names(pad_values)}."
         ) from error
+
+
+def _leaf_names(tree: Any) -> str:
+    return ", ".join(path for path, _ in named_leaves(tree)) or "none"
 
 
 def _as_leaf(path: str, x: Any, pad: Any) -> Leaf:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import helpers
+import nnx_ways
 import numpy as np
 import optax
 import pytest
@@ -54,9 +55,14 @@ def _train_step_in_one_program(k: int) -> Run:
     return _steps(make_train_step(helpers.loss_sum_fn, SGD, lambda _: k))
 
 
+def _nnx_train_step(k: int) -> Run:
+    return _steps(nnx_ways.make_step(nnx_ways.WAYS[0], helpers.loss_sum_fn, SGD, k))
+
+
 def _steps(step: Any) -> Run:
     def run(params: Any, micro_batches: list[Any]) -> tuple[Any, Any]:
-        return helpers.run_step(step, step.init(params), micro_batches)[0]
+        state, _ = helpers.run_step(step, step.init(params), micro_batches)
+        return state.params, state.opt_state
 
     return run
 
@@ -79,6 +85,7 @@ WAYS = {
     "multi_steps": _multi_steps,
     "train_step": _train_step,
     "train_step_in_one_program": _train_step_in_one_program,
+    "nnx_train_step": _nnx_train_step,
 }
 
 

@@ -164,7 +164,7 @@ def pad(sequences: Any, plan: Any = PLAN, pad_values: Any = 0) -> Any:
         ),
         (
             ValueError,
-            "expected a prefix of .*'ids'.* got .*'mask'",
+            r"the leaves \['ids'\], and pad_values for \['mask'\]",
             lambda: pad(ids(2, 4), pad_values={"mask": 0}),
         ),
         (
