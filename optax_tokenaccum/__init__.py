@@ -4,6 +4,7 @@ from optax_tokenaccum._audit.audit import audit
 from optax_tokenaccum._audit.check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._audit.report import AuditReport, Verdict
 from optax_tokenaccum._compiled.collectives import CollectiveReport, collectives
+from optax_tokenaccum._core.noise import GradientNoise
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AuditReport",
     "CollectiveReport",
+    "GradientNoise",
     "LossReport",
     "MicroBatchPlan",
     "MultiSteps",

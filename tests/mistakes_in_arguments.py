@@ -152,6 +152,11 @@ BUILDING: list[Row] = [
         ValueError,
         [lambda _: window_step(SGD, count_fn=len, **SKIPS)],
     ),
+    (
+        "`count_fn` with `gradient_noise`",
+        ValueError,
+        [lambda _: window_step(SGD, count_fn=len, gradient_noise=True)],
+    ),
 ]
 
 UPDATING: list[Row] = [

@@ -20,6 +20,7 @@ PLAN = MicroBatchPlan(np.array([1, 0]), 2, 4)
 WINDOW = pad_window([np.ones(n) for n in (2, 4)], pad_values=0, max_tokens=4)
 TRAIN_STEP, WINDOW_STEP = train_step(SGD, 2), window_step(SGD)
 PLANNED_STEP = make_window_step(loss_fn, SGD)
+NOISE_STEP = make_window_step(loss_fn, SGD, gradient_noise=True)
 
 
 def padded(sequences: Any = SEQUENCES, pad_values: Any = 0) -> list[Mistake]:
@@ -119,6 +120,11 @@ PLANNING: list[Row] = [
                 PARAMS, WINDOW, num_micro_batches=1
             ),
         ],
+    ),
+    (
+        "`gradient_noise` with a `PlannedWindow`",
+        ValueError,
+        [lambda keep: NOISE_STEP(keep(NOISE_STEP.init(PARAMS)), WINDOW)],
     ),
     (
         "`aux` of another shape for another length",

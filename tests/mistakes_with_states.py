@@ -80,6 +80,11 @@ CARRYING: list[Row] = [
         + stepped(window_step(ADAM).init(PARAMS), WINDOWS, batch=WINDOW),
     ),
     (
+        "the state of a run without `gradient_noise`",
+        ValueError,
+        stepped(STEP_STATE, train_step(SGD, 2, gradient_noise=True), halves=False),
+    ),
+    (
         "the state of a run without a skip function",
         ValueError,
         updated(token_accumulation(SGD, 2, **SKIPS), state=STATE, **N)

@@ -19,8 +19,14 @@ from optax_tokenaccum._core.contribution import (
     usable_tokens,
 )
 from optax_tokenaccum._core.layout import Layout, Reduced
+from optax_tokenaccum._core.noise import GradientNoise
 from optax_tokenaccum._core.schedule import Schedule
-from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._core.state import (
+    TokenAccumulationState,
+    nodes_of,
+    skip_and_noise,
+    with_noise,
+)
 from optax_tokenaccum._core.sums import SUM, Kind, kinds_of
 from optax_tokenaccum._core.trees import Gradients, Params
 
@@ -36,6 +42,7 @@ class Accumulation:
     accumulator_dtype: Any  # `None`: float32 or wider
     token_mean: bool  # `False`: sums are handed over undivided
     layout: Layout
+    gradient_noise: bool = False  # estimated for every window
 
     def with_layout(self, layout: Layout) -> "Accumulation":
         return replace(self, layout=layout)
@@ -81,7 +88,12 @@ class Accumulation:
             acc_tokens=zero,
             acc_value=zero,
             has_updated=jnp.zeros((), jnp.bool_),
-            skip_state=skip_state,
+            skip_state=with_noise(
+                skip_state,
+                self.layout.empty_noise(params, zero.dtype)
+                if self.gradient_noise
+                else (),
+            ),
         )
         return arrays.stable(params, state)
 
@@ -214,19 +226,31 @@ class Accumulation:
         is_first, counts = state.mini_step == 0, _counts(layout, new)
         is_first &= ~new.skipped
 
+        def own(x: jax.Array) -> jax.Array:
+            is_own = counts(layout.reduced(x))
+            return jax.lax.select(is_own, x, jnp.zeros_like(x))
+
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
-            own = counts(layout.reduced(x))
-            of_all = layout.sum(jax.lax.select(own, x, jnp.zeros_like(x)))
-            return SUM.add(SUM.emptied(total, is_first), of_all)
+            return SUM.add(SUM.emptied(total, is_first), layout.sum(own(x)))
 
         value = new.weighted(new.value, state.acc_value.dtype)
+        # A step without this argument forgets what another has kept.
+        noise_state = jax.tree.map(
+            lambda x: jnp.full_like(x, jnp.nan), skip_and_noise(state).noise_state
+        )
+        if self.gradient_noise:
+            so_far = jnp.where(state.mini_step == 0, 0, state.acc_tokens)
+            norm = functools.partial(sums.norm, totals, so_far.dtype)
+            noise_state = layout.noise_with(
+                _noise_state_of(state), norm, own(new.num_tokens), so_far
+            )
         return state._replace(
             mini_step=state.mini_step + (1 - new.skipped.astype(jnp.int32)),
             acc_grads=layout.stored(totals),
             acc_tokens=add(state.acc_tokens, new.num_tokens),
             acc_value=add(state.acc_value, value),
             has_updated=jnp.zeros_like(state.has_updated),
-            skip_state=new.skip_state,
+            skip_state=with_noise(new.skip_state, noise_state),
         )
 
     def close(
@@ -329,13 +353,17 @@ class Accumulation:
         Divided after the norm: where the divided gradient has a second reader, XLA
         stores all of it (25 MB instead of 1 KB of temporaries in a 25 MB model).
         """
-        dtype = state.acc_value.dtype
-        wide = jax.tree.map(
-            lambda acc: acc.astype(sums.common_dtype(acc.dtype, dtype)),
-            sums.only_gradients(state.acc_grads),
-        )
-        norm = optax.tree.norm(wide).astype(dtype)
+        norm = sums.norm(state.acc_grads, state.acc_value.dtype)
         return sums.divide(norm, self._divisor(state))
+
+    def noise_of_window(
+        self, state: TokenAccumulationState, gradient_norm: jax.Array
+    ) -> GradientNoise | None:
+        """The noise of a window with tokens; `None` if nobody asked for it."""
+        if not self.gradient_noise:
+            return None
+        kept, tokens = _noise_state_of(state), state.acc_tokens
+        return self.layout.noise(kept, state.acc_grads, gradient_norm, tokens)
 
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:
         tokens = state.acc_tokens
@@ -344,6 +372,17 @@ class Accumulation:
             return one
         # Under vmap both sides of the conditional are computed: never divide by 0.
         return jax.lax.select(tokens > 0, tokens, one)
+
+
+def _noise_state_of(state: TokenAccumulationState) -> Any:
+    noise_state = skip_and_noise(state).noise_state
+    if not jax.tree.leaves(noise_state):
+        raise ValueError(
+            "With gradient_noise=True, the state needs a noise_state: got a state "
+            "without, as steps without gradient_noise have. Take it over with "
+            "regroup_sums(state, step.init(params))."
+        )
+    return noise_state
 
 
 def _counts(layout: Layout, new: Contribution) -> Callable[[Reduced], jax.Array]:
@@ -364,6 +403,7 @@ def make_accumulation(
     accumulator_dtype: Any = None,
     token_mean: bool = True,
     layout: Layout | None = None,
+    gradient_noise: bool = False,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
     if gradients not in ("sum", "mean"):
@@ -390,6 +430,7 @@ def make_accumulation(
         accumulator_dtype,
         token_mean,
         layout or Layout(),
+        gradient_noise,
     )
 
 

@@ -119,29 +119,60 @@ def _carry_of(x: JaxprEqn, body: Any) -> tuple[int, int]:
     return last - sum(map(_have_same_rank, x.outvars, body.outvars)), last
 
 
-def forwarded(traced: Any) -> list[int | None]:
-    """For each output, the index of the input that it is known to be, if any."""
+# An input by its index, and the order in which its axes are.
+Forwarded = tuple[int, tuple[int, ...]]
+
+
+def forwarded(traced: Any) -> list[Forwarded | None]:
+    """For each output, the input that it is known to be, with its axes in some order.
+
+    It is the same value if the axes are in the order of `as_given`.
+    """
     jaxpr = getattr(traced, "jaxpr", traced)
-    source = {x: i for i, x in enumerate(jaxpr.invars)}
+    known = {x: (i, as_given(_shape(x))) for i, x in enumerate(jaxpr.invars)}
+
+    def look_up(x: Any) -> Forwarded | None:
+        return None if isinstance(x, Literal) else known.get(x)
+
     for x in jaxpr.eqns:
-        inner = [*functions_in(x)]
-        if len(inner) != 1:
+        for out, found in zip(x.outvars, _forwarded_by(x), strict=False):
+            given = look_up(x.invars[found[0]]) if found else None
+            if given:
+                i, axes = given
+                known[out] = i, tuple(axes[axis] for axis in found[1])
+    return [look_up(x) for x in jaxpr.outvars]
+
+
+def as_given(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of an array in their order."""
+    return tuple(range(len(shape)))
+
+
+def _forwarded_by(x: JaxprEqn) -> list[Any]:
+    if x.primitive.name == "transpose":
+        return [(0, x.params["permutation"])]
+    inner = [*functions_in(x)]
+    if len(inner) != 1:
+        return []
+    if x.primitive.name in _CALLS:
+        return forwarded(inner[0])
+    return _forwarded_by_scan(x, inner[0]) if x.primitive.name == "scan" else []
+
+
+def _forwarded_by_scan(x: JaxprEqn, f: Any) -> list[Any]:
+    body = getattr(f, "jaxpr", f)
+    first, last = _carry_of(x, body)
+    found: list[Any] = forwarded(f)
+    for i, out in enumerate(found):
+        if out is None:
             continue
-        found = forwarded(inner[0])
-        if x.primitive.name == "scan":
-            body = getattr(inner[0], "jaxpr", inner[0])
-            first, last = _carry_of(x, body)
-            for i, j in enumerate(found):
-                is_carry = i < last - first
-                if j is not None and (j != first + i if is_carry else j < last):
-                    found[i] = None
-        elif x.primitive.name not in _CALLS or len(found) != len(x.outvars):
-            continue
-        for out, j in zip(x.outvars, found, strict=True):
-            given = None if j is None else x.invars[j]
-            if given is not None and not isinstance(given, Literal) and given in source:
-                source[out] = source[given]
-    return [None if isinstance(x, Literal) else source.get(x) for x in jaxpr.outvars]
+        j, axes = out
+        if i < last - first:  # in the carry, which the next iteration is given
+            is_same = j == first + i and axes == as_given(_shape(x.outvars[i]))
+            found[i] = out if is_same else None
+        else:  # a stack of slices
+            found[i] = (j, (0, *(axis + 1 for axis in axes))) if j >= last else None
+    return found
 
 
 def _no_input_of(f: Any) -> list[bool]:

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.trees import Params
+from optax_tokenaccum._core.trees import Gradients, Params
 
 # Flax's OVERWRITE_WITH_GRADIENT: the scales of 8-bit floats, and histories of their
 # largest values (amax). The "gradient" of such a parameter is its next value.
@@ -67,6 +68,14 @@ def only_gradients(tree: Any) -> Any:
         return x if kind.is_gradient else jnp.zeros_like(x)
 
     return jax.tree.map(keep, tree, kinds_of(tree))
+
+
+def norm(gradients: Gradients, dtype: Any) -> jax.Array:
+    """The global norm of the leaves that are gradients, in `dtype`."""
+    wide = jax.tree.map(
+        lambda x: x.astype(common_dtype(x.dtype, dtype)), only_gradients(gradients)
+    )
+    return optax.tree.norm(wide).astype(dtype)
 
 
 def check_only_gradients(params: Params) -> None:

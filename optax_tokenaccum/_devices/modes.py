@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.state import SkipAndNoise, TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.axes import LocalSums, as_names
 from optax_tokenaccum._devices.layouts import ShardedSums, StackedSums
@@ -96,9 +96,10 @@ class SumOnEach(SumOverAll):
 
     keeps_sums_apart = True
 
-    def __init__(self, devices: DataParallel):
+    def __init__(self, devices: DataParallel, keeps_noise: bool):
         super().__init__(devices)
         self.leading_axes = (devices.size,)
+        self._keeps_noise = keeps_noise
 
     def _like_sums(self, params: Params) -> Any:
         return params
@@ -115,6 +116,9 @@ class SumOnEach(SumOverAll):
         everywhere: Any = P()
         fields = [everywhere] * len(TokenAccumulationState._fields)
         state = TokenAccumulationState(*fields)._replace(acc_grads=P(devices.entry))
+        if self._keeps_noise:
+            noise_of_each = SkipAndNoise(P(), P(devices.entry))
+            state = state._replace(skip_state=noise_of_each)
         return devices.map(
             functools.partial(f, layout),
             in_specs=(
@@ -133,7 +137,9 @@ class SumOnEach(SumOverAll):
         return P(*[None] * axis, self._devices.entry)
 
 
-def make_mode(mesh: Any, data_axes: Any, reduce_every: Any) -> OneDevice:
+def make_mode(
+    mesh: Any, data_axes: Any, reduce_every: Any, gradient_noise: bool
+) -> OneDevice:
     """Checks the arguments of steps about devices."""
     if reduce_every not in ("window", "micro_batch"):
         raise ValueError(
@@ -161,5 +167,7 @@ def make_mode(mesh: Any, data_axes: Any, reduce_every: Any) -> OneDevice:
             f"data_axes must be axes of the mesh: got {unknown}, the mesh has "
             f"{list(mesh.axis_names)}."
         )
-    mode = SumOnEach if reduce_every == "window" else SumOverAll
-    return mode(DataParallel(mesh, names))
+    devices = DataParallel(mesh, names)
+    if reduce_every == "window":
+        return SumOnEach(devices, gradient_noise)
+    return SumOverAll(devices)

@@ -10,7 +10,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from optax_tokenaccum._core import arrays, trees
-from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.state import (
+    TokenAccumulationState,
+    skip_and_noise,
+    with_noise,
+)
 from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._devices.one_device import OneDevice
@@ -96,6 +100,21 @@ def read(models: Models, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
     return Nodes(model, params, opt_state, rest, static)
 
 
+def keep_noise(optimizer: nnx.Optimizer, mode: OneDevice) -> None:
+    """Gives the state of an optimizer room for the noise of a window, if it has none.
+
+    The noise of a window that is open then stays unknown.
+    """
+    state = optimizer.opt_state
+    counter, tokens = state.mini_step, value_of(state.acc_tokens)
+    skip_state, kept = skip_and_noise(state)
+    empty = mode.layout().empty_noise([tokens], tokens.dtype)
+    kept = jax.tree.map(value_of, kept, is_leaf=is_variable)
+    if jax.tree.map(jnp.shape, kept) != jax.tree.map(jnp.shape, empty):
+        empty = jax.tree.map(type(counter), empty)
+        optimizer.opt_state = state._replace(skip_state=with_noise(skip_state, empty))
+
+
 def _write(leaf: Any, x: Any) -> None:
     if leaf.get_raw_value() is not x:
         leaf.set_raw_value(x)
@@ -148,6 +167,21 @@ def _may_move(x: Any, home: jax.sharding.Sharding) -> bool:
         return False
     is_spread = isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
     return not x.committed or (isinstance(home, NamedSharding) and not is_spread)
+
+
+def check_laid_out(state: ModelState, mode: OneDevice) -> None:
+    """Raises `ValueError` for sums that only `laid_out` can bring into place."""
+    if not isinstance(state.opt_state, TokenAccumulationState):
+        return
+    sums = jax.tree.leaves(state.opt_state.acc_grads)
+    params = jax.tree.leaves(state.params)
+    if [*map(jnp.shape, sums)] != [(*mode.leading_axes, *jnp.shape(p)) for p in params]:
+        raise ValueError(
+            "Inside of a jit, and with shapes in the place of arrays, the optimizer's "
+            "sums must be laid out already: got sums of shapes "
+            f"{[jnp.shape(x) for x in sums][:3]} for {mode.num_devices} devices. Call "
+            "step.init(model, optimizer) before, outside of the jit."
+        )
 
 
 def _with_sums(

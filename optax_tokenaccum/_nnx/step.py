@@ -10,7 +10,7 @@ from flax import nnx
 from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._nnx.model_loss import AuxAndVariables, Models
-from optax_tokenaccum._nnx.nodes import Nodes, laid_out, read
+from optax_tokenaccum._nnx.nodes import Nodes, check_laid_out, laid_out, read
 from optax_tokenaccum._steps.program import ArrayMemo
 from optax_tokenaccum._steps.state import ModelState, StepMetrics, key_array
 
@@ -118,6 +118,8 @@ class ModelStep(abc.ABC):
                 state = nodes.state()
             if self._donate:
                 state = nodes.donatable(state, batch)
+        else:
+            check_laid_out(state, self._mode)
         return step, nodes, state
 
     def _count_call(self, variable: nnx.Variable) -> None:

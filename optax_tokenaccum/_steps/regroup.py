@@ -1,12 +1,18 @@
 """Moves an open window to a different number of devices."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.sums import Kind, kinds_of
+from optax_tokenaccum._core.state import (
+    TokenAccumulationState,
+    skip_and_noise,
+    with_noise,
+)
+from optax_tokenaccum._core.sums import SUM, Kind, kinds_of
 from optax_tokenaccum._steps.state import StepState, require_step_state
 
 
@@ -59,7 +65,11 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
         like.params,
         kinds_of(like.params),
     )
-    state = state._replace(opt_state=state.opt_state._replace(acc_grads=sums))
+    opt_state = state.opt_state._replace(
+        acc_grads=sums,
+        skip_state=_regrouped_noise(state.opt_state, like.opt_state),
+    )
+    state = state._replace(opt_state=opt_state)
     trees.check_same_tree(state, like, "The states must be of the same training")
     return jax.tree.map(_put, state, like)
 
@@ -79,6 +89,19 @@ def _regrouped(acc: Any, like: Any, param: Any, kind: Kind) -> Any:
         return kind.reduce(acc, 1).reshape(like.shape)
 
     return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
+
+
+def _regrouped_noise(
+    state: TokenAccumulationState, like: TokenAccumulationState
+) -> Any:
+    """A `skip_state` with the tokens of each new group, unknown if they were not."""
+    skip_state, kept = skip_and_noise(state)
+    wanted = skip_and_noise(like).noise_state
+    if jax.tree.structure(kept) == jax.tree.structure(wanted):
+        add_up = functools.partial(_regrouped, param=jnp.zeros(()), kind=SUM)
+        return with_noise(skip_state, jax.tree.map(add_up, kept, wanted))
+    unknown = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), wanted)
+    return with_noise(skip_state, unknown)
 
 
 def _number_of_sums(acc: Any, shape: tuple[int, ...]) -> int:

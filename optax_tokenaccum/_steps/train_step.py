@@ -265,7 +265,11 @@ class TrainStep:
                 loss, opt_state, params
             )
             variables = variables.updated(changed, skipped, layout.shared)
-            metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
+            metrics = metrics_of(
+                opt_state,
+                *accumulation.window_so_far(opt_state),
+                accumulation.gradient_noise,
+            )
             metrics = metrics._replace(skipped=skipped)
             return opt_state, (metrics, variables), layout.stacked(aux)
 
@@ -351,6 +355,7 @@ def make_train_step(
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
+    gradient_noise: bool = False,
     donate: bool = True,
 ) -> TrainStep:
     r"""Builds a jitted train step that takes one micro-batch per call.
@@ -399,6 +404,11 @@ def make_train_step(
         in every micro-batch, over all rows; the sums are spread over the data axes,
         like such parameters (FSDP), or even if the parameters are not (ZeRO-2).
         `loss_fn` then sees all rows.
+      gradient_noise: estimates the `GradientNoise` of every window, for
+        `metrics.gradient_noise`: from the norm of the sums after the window's first
+        micro-batch, or, with `data_axes` and `reduce_every="window"`, from the norms of
+        the devices' sums. Rows must be in random order: micro-batches of sequences that
+        were sorted by length, as `plan_window` does, give wrong estimates.
       donate: update buffers in place. The state passed to a call is deleted.
 
     Returns:
@@ -431,8 +441,9 @@ def make_train_step(
         make_schedule(every_k_schedule, every_n_tokens),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
+        gradient_noise=gradient_noise,
     )
-    mode = make_mode(mesh, data_axes, reduce_every)
+    mode = make_mode(mesh, data_axes, reduce_every, gradient_noise)
     return TrainStep(loss, accumulation, mode, donate)
 
 

@@ -22,24 +22,29 @@ def close_and_apply(
 ) -> tuple[Any, TokenAccumulationState, StepMetrics]:
     """If `closes`, closes the window and applies its update to `params`."""
     checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
-    metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
+    metrics = metrics_of(
+        opt_state,
+        *accumulation.window_so_far(opt_state),
+        accumulation.gradient_noise,
+    )
 
     def finish(
         updates: Gradients, whole: TokenAccumulationState
-    ) -> tuple[Any, jax.Array]:
+    ) -> tuple[Any, jax.Array, Any]:
         norm = accumulation.gradient_norm(whole)
+        noise = accumulation.noise_of_window(opt_state, norm)
         applied = _apply(params, updates, whole.acc_grads)
-        return accumulation.layout.settled(applied), norm
+        return accumulation.layout.settled(applied), norm, noise
 
     try:
-        (params, grad_norm), opt_state = accumulation.close(
+        (params, grad_norm, noise), closed = accumulation.close(
             opt_state,
             closes,
             like=params,
             params=params,
             extra_args={"value": metrics.loss},
             finish=finish,
-            otherwise=(params, metrics.grad_norm),
+            otherwise=(params, metrics.grad_norm, metrics.gradient_noise),
         )
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
@@ -52,11 +57,12 @@ def close_and_apply(
         ) from error
     metrics = metrics._replace(
         grad_norm=grad_norm,
-        updated=opt_state.has_updated,
-        mini_step=opt_state.mini_step,
-        gradient_step=opt_state.gradient_step,
+        updated=closed.has_updated,
+        mini_step=closed.mini_step,
+        gradient_step=closed.gradient_step,
+        gradient_noise=noise,
     )
-    return params, opt_state, metrics
+    return params, closed, metrics
 
 
 def _apply(params: Params, updates: Gradients, sums: Any) -> Any:

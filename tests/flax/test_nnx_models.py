@@ -47,8 +47,8 @@ class Block(nnx.Module):
 class Scanned(nnx.Module):
     """Stacked layers in a scan between the ends of one embedding."""
 
-    def __init__(self, spec: P | None = None, remat: bool = False):
-        self.remat = remat
+    def __init__(self, spec: P | None = None, remat: bool = False, axis: int = 0):
+        self.remat, self.axes = remat, nnx.StateAxes({nnx.Param: axis, ...: 0})
         rngs, init = nnx.Rngs(0), nnx.initializers.normal(0.3)
         if spec is not None:
             init = nnx.with_partitioning(init, spec)
@@ -56,7 +56,7 @@ class Scanned(nnx.Module):
         self.embed = nnx.Embed(size, width, rngs=rngs, embedding_init=init)
 
         @nnx.split_rngs(splits=LAYERS)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
+        @nnx.vmap(in_axes=(0,), out_axes=self.axes)
         def stacked(rngs: nnx.Rngs) -> Block:
             return Block(rngs)
 
@@ -67,7 +67,7 @@ class Scanned(nnx.Module):
             return block(x)
 
         body = nnx.remat(call) if self.remat else call
-        run = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        run = nnx.scan(body, in_axes=(nnx.Carry, self.axes), out_axes=nnx.Carry)
         return self.embed.attend(run(self.embed(tokens), self.blocks))
 
 
@@ -86,10 +86,16 @@ def values(state: Any) -> Any:
 
 
 def check(
-    model: Scanned, wrt: Any, way: str, loss_fn: Any = loss_fn, **options: Any
+    model: Scanned,
+    wrt: Any,
+    way: str,
+    loss_fn: Any = loss_fn,
+    expected: Any = None,
+    **options: Any,
 ) -> Any:
     """Train for two windows; the first gradient is that of the full batch."""
-    expected = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))(Scanned())
+    if expected is None:
+        expected = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))(Scanned())
     if way == "window":
         tx, batches = SGD, [helpers.stack(MICRO_BATCHES)]
         step: Any = make_window_step(loss_fn, **options)
@@ -151,6 +157,12 @@ def test_transformations_that_write_parameters_back(wrap: Any, on_mesh: bool, wa
     loss = wrap(loss_fn) if wrap else loss_fn
     options = {"mesh": AUTO, "data_axes": "data"} if on_mesh else {}
     check(Scanned(remat=not wrap), nnx.Param, way, loss, **options)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_parameters_that_are_stacked_along_another_axis(remat: bool):
+    expected = nnx.grad(mean_loss_fn)(Scanned(axis=1))
+    check(Scanned(axis=1, remat=remat), nnx.Param, "train", expected=expected)
 
 
 class Pair(nnx.Module):
