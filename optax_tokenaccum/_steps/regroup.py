@@ -29,9 +29,11 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
     devices nothing is added up, and the gradient is the same bit for bit.
 
     Args:
-      state: the state that was saved.
+      state: the state that was saved. For NNX, the tree that was restored from a
+        checkpoint of `nnx.state((model, optimizer))`, in the shapes that it has there.
       like: a state of the step that resumes, `step.init(params)`, or its shapes with
-        shardings. Every array is placed like the array in `like`.
+        shardings. For NNX, `nnx.state((model, optimizer))` after `step.init`. Every
+        array is placed like the array in `like`.
 
     Returns:
       `state` in the shapes and shardings of `like`.
@@ -56,6 +58,8 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
       >>> print(state.params)
       -1.0
     """
+    if not isinstance(like, StepState) and _sums_of(like):
+        return _regrouped_tree(state, like)
     for each in (state, like):
         require_step_state(each, accumulates=True)
     sums = jax.tree.map(
@@ -89,6 +93,47 @@ def _regrouped(acc: Any, like: Any, param: Any, kind: Kind) -> Any:
         return kind.reduce(acc, 1).reshape(like.shape)
 
     return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
+
+
+def _regrouped_tree(state: Any, like: Any) -> Any:
+    """The same for an NNX model and its optimizer, by the names of the leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    saved = {_names_of(path): x for path, x in leaves}
+    kinds = dict(jax.tree_util.tree_leaves_with_path(kinds_of(like)))
+
+    def place(path: Any, x: Any) -> Any:
+        names = _names_of(path)
+        if names not in saved:
+            if "noise_state" in names:
+                return x
+            raise ValueError(
+                "The states must be of the same training: got no "
+                f"{jax.tree_util.keystr(path)} in the state that was saved."
+            )
+        old = saved[names]
+        if {"acc_grads", "noise_state"} & {*names} and old.shape != x.shape:
+            # The shorter shape is that of the parameter, without an axis of devices.
+            shape = old.shape if len(old.shape) < len(x.shape) else x.shape
+            is_each = len(old.shape) == len(x.shape)
+            param = jnp.zeros(shape[1:] if is_each else shape)
+            old = _regrouped(old, x, param, kinds[path])
+        return _put(old, x)
+
+    return jax.tree_util.tree_map_with_path(place, like)
+
+
+def _sums_of(tree: Any) -> list[Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [x for path, x in leaves if "acc_grads" in _names_of(path)]
+
+
+def _names_of(path: Any) -> tuple[str, ...]:
+    """The same for an object and for the dictionary that a checkpoint makes of it."""
+    names = ("key", "name", "idx")
+    return tuple(
+        str(next(getattr(entry, name) for name in names if hasattr(entry, name)))
+        for entry in path
+    )
 
 
 def _regrouped_noise(

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from optax_tokenaccum import (
     collectives,
     pad_window,
+    regroup_sums,
     softmax_cross_entropy_sum,
     token_accumulation,
 )
@@ -326,6 +327,37 @@ def test_a_checkpoint_in_the_middle_of_a_window(options: Any, tmp_path: Any):
 def as_data(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 4), (8, 1), (4, 8)])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_checkpoint_on_other_devices(
+    before: int, after: int, is_open: bool, tmp_path: Any
+):
+    ocp = pytest.importorskip("orbax.checkpoint")
+
+    def options(devices: int) -> dict[str, Any]:
+        mesh = jax.sharding.Mesh(jax.devices()[:devices], "data")
+        return {"mesh": mesh, "data_axes": "data"} if devices > 1 else {}
+
+    adam, micro_batches = optax.adamw(0.1), helpers.cut(BATCH, K)
+    first = micro_batches[: K // 2 if is_open else K]
+    rest = micro_batches[len(first) :] + micro_batches
+    straight = Run("two programs", inner=adam, **options(before))
+    straight.window(first)
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = nnx.state((straight.model, straight.optimizer))
+        checkpointer.save(tmp_path / "state", state)
+    resumed = Run("two programs", inner=adam, **options(after))
+    resumed.step.init(resumed.model, resumed.optimizer)
+    nodes = resumed.model, resumed.optimizer
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.restore(tmp_path / "state")
+    nnx.update(nodes, regroup_sums(saved, nnx.state(nodes)))
+    straight.window(rest)
+    resumed.window(rest)
+    pair = [held(run.model, nnx.Param) for run in (straight, resumed)]
+    chex.assert_trees_all_close(*pair, rtol=0.0, atol=1e-5)
 
 
 def test_new_variables_stay_in_a_model_on_one_device_and_are_refused_elsewhere():
