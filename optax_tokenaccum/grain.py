@@ -3,7 +3,7 @@
 import copy
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import grain
@@ -47,6 +47,7 @@ def planned_micro_batches(
     max_tokens: int,
     length_buckets: Sequence[int] | None = None,
     batch_multiple: int = 1,
+    cost: Callable[[int, int], float] | None = None,
     pad_values: Any,
 ) -> grain.IterDataset[PlannedMicroBatch]:
     """Cuts a Grain dataset of sequences into windows and planned micro-batches.
@@ -73,6 +74,7 @@ def planned_micro_batches(
       max_tokens: upper limit of a micro-batch's `num_rows * length`.
       length_buckets: as in `plan_window`.
       batch_multiple: as in `plan_window`.
+      cost: as in `plan_window`. It is not in the iterator's state, but its plan is.
       pad_values: as in `pad_micro_batch`: values that carry no weight in the loss.
 
     Returns:
@@ -127,7 +129,7 @@ def planned_micro_batches(
         [length for _, length in shapes],
         batch_multiple,
     )
-    return _PlannedIterDataset(dataset, settings, pad_values)
+    return _PlannedIterDataset(dataset, settings, cost, pad_values)
 
 
 class _Settings(NamedTuple):
@@ -141,15 +143,22 @@ class _Settings(NamedTuple):
 
 class _PlannedIterDataset(grain.IterDataset[PlannedMicroBatch]):
     def __init__(
-        self, dataset: grain.IterDataset, settings: _Settings, pad_values: Any
+        self,
+        dataset: grain.IterDataset,
+        settings: _Settings,
+        cost: Any,
+        pad_values: Any,
     ):
         super().__init__(dataset)
         self._settings = settings
+        self._cost = cost
         self._pad_values = pad_values
 
     def __iter__(self) -> "_PlannedIterator":
         (dataset,) = self.parents
-        return _PlannedIterator(iter(dataset), self._settings, self._pad_values)
+        return _PlannedIterator(
+            iter(dataset), self._settings, self._cost, self._pad_values
+        )
 
     def filter(self, transform: Any) -> NoReturn:
         raise TypeError(
@@ -181,11 +190,16 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
     """Reads a window, plans it, and pads its micro-batches one by one."""
 
     def __init__(
-        self, dataset: grain.DatasetIterator, settings: _Settings, pad_values: Any
+        self,
+        dataset: grain.DatasetIterator,
+        settings: _Settings,
+        cost: Any,
+        pad_values: Any,
     ):
         super().__init__(dataset)
         self._dataset = dataset
         self._settings = settings
+        self._cost = cost
         self._pad_values = pad_values
         self._window = _Window(self._position(), 0, [], [], 0)
         self._num_done = 0
@@ -279,6 +293,7 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
             max_tokens=max_tokens,
             length_buckets=length_buckets,
             batch_multiple=batch_multiple,
+            cost=self._cost,
         )
         shown = lengths, [(plan.indices.tolist(), *plan[1:]) for plan in plans]
         return plans, zlib.crc32(repr(shown).encode())

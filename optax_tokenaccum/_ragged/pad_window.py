@@ -1,7 +1,7 @@
 """Plans a window of ragged sequences, and pads it for one program."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ def pad_window(
     length_buckets: Sequence[int] | None = None,
     batch_multiple: int = 1,
     max_sequences: int | None = None,
+    cost: Callable[[int, int], float] | None = None,
 ) -> PlannedWindow:
     """Plans a window of ragged sequences, and lays it out for one program.
 
@@ -40,6 +41,7 @@ def pad_window(
         for the devices of a step with `data_axes`.
       max_sequences: the most sequences in any window of the run; by default the number
         of `sequences`. Set it to use the same program for windows with fewer sequences.
+      cost: see `plan_window`.
 
     Returns:
       A `PlannedWindow` of NumPy arrays, with room for the most micro-batches that any
@@ -79,6 +81,7 @@ def pad_window(
         max_tokens=max_tokens,
         length_buckets=length_buckets,
         batch_multiple=batch_multiple,
+        cost=cost,
     )
     shapes = tuple(reversed(shapes_of(max_tokens, length_buckets, batch_multiple)))
     # Every micro-batch except the last is full, and the longest bucket has the fewest

@@ -1,6 +1,7 @@
 """Cuts ragged sequences into micro-batches of few shapes and little padding."""
 
 from collections.abc import Callable, Sequence
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ def plan_window(
     max_tokens: int,
     length_buckets: Sequence[int] | None = None,
     batch_multiple: int = 1,
+    cost: Callable[[int, int], float] | None = None,
 ) -> list[MicroBatchPlan]:
     """Cuts a window's sequences into micro-batches with the least padding.
 
@@ -54,6 +56,10 @@ def plan_window(
         by default the powers of two that fit.
       batch_multiple: `num_rows` is a multiple of this, the number of devices that share
         a batch.
+      cost: `cost(num_rows, length)`, the cost of a micro-batch of this shape, to be
+        minimized over the window. The default is `num_rows * length`, the padded
+        tokens; where attention dominates, pass `num_rows * length**2`. The limit stays
+        `max_tokens`.
 
     Returns:
       Plans that contain every sequence once, longest first.
@@ -86,7 +92,7 @@ def plan_window(
         )
     order = np.argsort(-tokens, kind="stable")
     plans, start = [], 0
-    for num_rows, length in _cheapest(tokens[order], shapes):
+    for num_rows, length in _cheapest(tokens[order], shapes, cost or mul):
         plans.append(MicroBatchPlan(order[start : start + num_rows], num_rows, length))
         start += num_rows
     return plans
@@ -189,17 +195,19 @@ def shapes_of(
 
 
 def _cheapest(
-    lengths: np.ndarray, shapes: list[tuple[int, int]]
+    lengths: np.ndarray,
+    shapes: list[tuple[int, int]],
+    cost_of: Callable[[int, int], float],
 ) -> list[tuple[int, int]]:
     """The cheapest shapes for decreasing lengths, each filled in order."""
-    count = len(lengths)
+    count, costs = len(lengths), [float(cost_of(*shape)) for shape in shapes]
     cost = np.zeros(count + 1)
     choice = np.zeros(count, np.int64)
     fits = np.searchsorted([length for _, length in shapes], lengths)
     for start in reversed(range(count)):
         totals = [
-            num_rows * length + cost[min(start + num_rows, count)]
-            for num_rows, length in shapes[fits[start] :]
+            costs[i] + cost[min(start + shapes[i][0], count)]
+            for i in range(fits[start], len(shapes))
         ]
         choice[start] = fits[start] + int(np.argmin(totals))
         cost[start] = min(totals)

@@ -2,14 +2,17 @@
 
 import functools
 import itertools
+import operator
 from typing import Any
 
+import grain
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from optax_tokenaccum import choose_length_buckets, plan_window
+from optax_tokenaccum import choose_length_buckets, pad_window, plan_window
+from optax_tokenaccum.grain import planned_micro_batches
 
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 buckets = st.sets(st.integers(1, 64), max_size=5).map(
@@ -17,8 +20,12 @@ buckets = st.sets(st.integers(1, 64), max_size=5).map(
 )
 
 
-def cost(plans: Any) -> int:
-    return sum(plan.num_rows * plan.length for plan in plans)
+COSTS = [None, lambda rows, length: rows * length**2, lambda rows, length: 7 + rows]
+
+
+def cost(plans: Any, price: Any = None) -> int:
+    price = price or (lambda rows, length: rows * length)
+    return sum(price(plan.num_rows, plan.length) for plan in plans)
 
 
 @hypothesis.settings(deadline=None)
@@ -71,19 +78,20 @@ def test_never_dearer_than_sort_and_chop(
     st.lists(st.integers(1, 16), min_size=1, max_size=6),
     st.sets(st.integers(1, 15), max_size=2).map(lambda found: sorted(found | {16})),
     st.integers(16, 40),
+    st.sampled_from(COSTS),
 )
 def test_no_assignment_to_the_shapes_is_cheaper(
-    window: list[int], length_buckets: list[int], max_tokens: int
+    window: list[int], length_buckets: list[int], max_tokens: int, price: Any
 ):
     shapes = [(max_tokens // length, length) for length in length_buckets]
     best = np.inf
     for assigned in itertools.product(range(len(shapes)), repeat=len(window)):
         if all(n <= shapes[s][1] for n, s in zip(window, assigned, strict=True)):
             calls = [-(-assigned.count(s) // shapes[s][0]) for s in range(len(shapes))]
-            sizes = [rows * length for rows, length in shapes]
+            sizes = [(price or operator.mul)(*shape) for shape in shapes]
             best = min(best, sum(map(np.multiply, calls, sizes)))
-    plans = plan_window(window, max_tokens=max_tokens, length_buckets=length_buckets)
-    assert cost(plans) == best
+    options: Any = {"max_tokens": max_tokens, "length_buckets": length_buckets}
+    assert cost(plan_window(window, **options, cost=price), price) == best
 
 
 def test_left_overs_ride_in_another_shape():
@@ -91,6 +99,22 @@ def test_left_overs_ride_in_another_shape():
     plans = plan_window([100, 3, 4], max_tokens=300, length_buckets=[4, 100])
     assert [(plan.num_rows, plan.length) for plan in plans] == [(3, 100)]
     assert sort_and_chop([100, 100, 100, 4], [(75, 4), (3, 100)]) == 600
+
+
+@pytest.mark.parametrize(
+    ("price", "shape"), [(None, (3, 64)), (lambda rows, length: 1 / length, (2, 100))]
+)
+def test_a_cost_chooses_the_plan_everywhere(price: Any, shape: tuple[int, int]):
+    sequences = [np.zeros(60)] * 4
+    options: Any = {"max_tokens": 200, "length_buckets": [64, 100], "cost": price}
+    plans = plan_window([60] * 4, **options)
+    window = pad_window(sequences, pad_values=0, **options)
+    dataset = planned_micro_batches(
+        grain.MapDataset.source(sequences), window_size=4, pad_values=0, **options
+    )
+    used = [s for s, n in zip(window.shapes, window.counts, strict=True) if n]
+    assert {(plan.num_rows, plan.length) for plan in plans} == {shape}
+    assert used == [shape] and {batch.shape for batch, _ in dataset} == {shape}
 
 
 def test_shapes_stay_few_over_a_run():

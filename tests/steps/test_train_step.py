@@ -34,7 +34,8 @@ def batches(*sizes: int) -> list[jax.Array]:
 
 
 def numbers(metrics: StepMetrics) -> dict[str, Any]:
-    return {k: np.asarray(v).item() for k, v in metrics._asdict().items() if k != "aux"}
+    found = metrics._replace(aux=None)._asdict().items()
+    return {k: np.asarray(v).item() for k, v in found if v is not None}
 
 
 def new_step(kind: str, k: int, loss_fn: Any = loss_fn, **options: Any) -> Any:
