@@ -122,6 +122,14 @@ PLANNING: list[Row] = [
         ],
     ),
     (
+        "a `PlannedWindow` in a train step",
+        TypeError,
+        [
+            lambda keep: TRAIN_STEP(keep(TRAIN_STEP.init(PARAMS)), WINDOW),
+            lambda keep: TRAIN_STEP.accumulate(keep(TRAIN_STEP.init(PARAMS)), WINDOW),
+        ],
+    ),
+    (
         "`gradient_noise` with a `PlannedWindow`",
         ValueError,
         [lambda keep: NOISE_STEP(keep(NOISE_STEP.init(PARAMS)), WINDOW)],

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import make_mesh
 from mistakes import ADAM, SGD, Row
@@ -20,6 +21,13 @@ from optax_tokenaccum import (
 
 W, BATCH = jnp.zeros(()), jnp.ones((9, 2))
 ROWS = BATCH[:8]
+
+
+def nnx_state(size: int) -> Any:
+    """As it is restored from a checkpoint without a target."""
+    model = nnx.Linear(size, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, token_accumulation(SGD, 2), wrt=nnx.Param)
+    return nnx.to_pure_dict(nnx.state({"model": model, "optimizer": optimizer}))
 
 
 def loss_fn(w: Any, x: Any) -> Any:
@@ -224,7 +232,10 @@ ON_DEVICES: list[Row] = [
             lambda keep: regroup_sums(
                 keep(make_train_step(loss_fn, ADAM).init(W)),
                 keep(make_train_step(loss_fn, SGD).init(W)),
-            )
+            ),
+            lambda keep: regroup_sums(keep(nnx_state(3)), keep(nnx_state(4))),
+            lambda keep: regroup_sums(keep(nnx_state(3) | {"more": W}), nnx_state(3)),
+            lambda keep: regroup_sums({}, keep(nnx_state(3))),
         ],
     ),
     (

@@ -41,7 +41,7 @@ class TokenAccumulationState(NamedTuple):
       acc_value: sum of the window's losses; 0 if no `value` was given.
       has_updated: whether the last call closed its window with an update.
       skip_state: the tree that `should_skip_update_fn` last returned; `()` if there
-        is no such function. With `gradient_noise=True` in a step, a `SkipAndNoise`.
+        is none. With `gradient_noise=True` in a step, a `SkipAndNoise`.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -1,22 +1,20 @@
 """Moves an open window to a different number of devices."""
 
-import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.state import (
-    TokenAccumulationState,
-    skip_and_noise,
-    with_noise,
-)
-from optax_tokenaccum._core.sums import SUM, Kind, kinds_of
+from optax_tokenaccum._core.sums import Kind, kinds_of
 from optax_tokenaccum._steps.state import StepState, require_step_state
 
+State = TypeVar("State")
 
-def regroup_sums(state: StepState, like: StepState) -> StepState:
+# The path of a leaf, by the names of its keys, attributes and indices.
+Name = tuple[str, ...]
+
+
+def regroup_sums(state: Any, like: State) -> State:
     """Lays out a train step's state for the devices of another step.
 
     A step with `data_axes` holds one sum per device, `[devices, ...]`. When a run
@@ -29,17 +27,17 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
     devices nothing is added up, and the gradient is the same bit for bit.
 
     Args:
-      state: the state that was saved. For NNX, the tree that was restored from a
-        checkpoint of `nnx.state((model, optimizer))`, in the shapes that it has there.
+      state: the state that was saved, or the dictionary that a checkpoint makes of it,
+        in the shapes that it was saved with. Leaves are found by their names.
       like: a state of the step that resumes, `step.init(params)`, or its shapes with
-        shardings. For NNX, `nnx.state((model, optimizer))` after `step.init`. Every
+        shardings; for NNX, `nnx.state((model, optimizer))` after `step.init`. Every
         array is placed like the array in `like`.
 
     Returns:
       `state` in the shapes and shardings of `like`.
 
     Raises:
-      TypeError: `state` or `like` is not a `StepState` of a train step.
+      TypeError: `like` is not the state of a train step.
       ValueError: the states differ in more than the layout of the sums.
 
     Example:
@@ -58,29 +56,68 @@ def regroup_sums(state: StepState, like: StepState) -> StepState:
       >>> print(state.params)
       -1.0
     """
-    if not isinstance(like, StepState) and _sums_of(like):
-        return _regrouped_tree(state, like)
+    saved, wanted = _leaves_by_name(state), _leaves_by_name(like)
     for each in (state, like):
-        require_step_state(each, accumulates=True)
-    sums = jax.tree.map(
-        _regrouped,
-        state.opt_state.acc_grads,
-        like.opt_state.acc_grads,
-        like.params,
-        kinds_of(like.params),
-    )
-    opt_state = state.opt_state._replace(
-        acc_grads=sums,
-        skip_state=_regrouped_noise(state.opt_state, like.opt_state),
-    )
-    state = state._replace(opt_state=opt_state)
-    trees.check_same_tree(state, like, "The states must be of the same training")
-    return jax.tree.map(_put, state, like)
+        if isinstance(each, StepState):
+            require_step_state(each, accumulates=True)
+    if not any("acc_grads" in name for name in wanted):
+        require_step_state(like, accumulates=True)
+    kinds = zip(wanted, jax.tree.leaves(kinds_of(like)), strict=True)
+    leaves = [
+        _regrouped(name, saved.pop(name, None), wanted[name], k) for name, k in kinds
+    ]
+    for name, x in saved.items():
+        if "noise_state" not in name:
+            raise _unlike(name, None, x)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _regrouped(acc: Any, like: Any, param: Any, kind: Kind) -> Any:
-    shape = jnp.shape(param)
-    if acc.shape == like.shape or shape not in (acc.shape, acc.shape[1:]):
+def _leaves_by_name(tree: Any) -> dict[Name, Any]:
+    """The names are the same in the dictionary that a checkpoint makes of a state."""
+
+    def name_of(entry: Any) -> str:
+        kinds = ("key", "name", "idx")
+        return str(next(getattr(entry, x) for x in kinds if hasattr(entry, x)))
+
+    leaves = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        names = [name_of(entry) for entry in path]
+        # With gradient_noise, skip_state holds another one beside the noise.
+        pairs = zip(names, [None, *names], strict=False)
+        leaves[tuple(x for x, y in pairs if not x == y == "skip_state")] = x
+    return leaves
+
+
+def _regrouped(name: Name, old: Any, like: Any, kind: Kind) -> Any:
+    if old is None and "noise_state" in name:  # it was not kept, or in another way
+        old = jnp.full(like.shape, jnp.nan, like.dtype)
+    elif old is not None and {"acc_grads", "noise_state"} & {*name}:
+        old = _sums_for(old, like, kind)
+    if old is None or jnp.shape(old) != like.shape:
+        raise _unlike(name, like, old)
+    return _put(old, like)
+
+
+def _unlike(name: Name, expected: Any, got: Any) -> ValueError:
+    shapes = [
+        "no leaf" if x is None else f"shape {jnp.shape(x)}" for x in (expected, got)
+    ]
+    return ValueError(
+        f"The states must be of the same training: at {'/'.join(name)} expected "
+        f"{shapes[0]}, got {shapes[1]}."
+    )
+
+
+def _sums_for(acc: Any, like: Any, kind: Kind) -> Any:
+    """The sums in groups for other devices, which have an axis or none."""
+    if acc.shape == like.shape:
+        return acc
+    is_each = len(acc.shape) >= len(like.shape), len(like.shape) >= len(acc.shape)
+    shape, wanted = (
+        x.shape[1:] if has_axis else x.shape
+        for x, has_axis in zip((acc, like), is_each, strict=True)
+    )
+    if shape != wanted:
         return acc
 
     def regroup(acc: jax.Array) -> jax.Array:
@@ -93,60 +130,6 @@ def _regrouped(acc: Any, like: Any, param: Any, kind: Kind) -> Any:
         return kind.reduce(acc, 1).reshape(like.shape)
 
     return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
-
-
-def _regrouped_tree(state: Any, like: Any) -> Any:
-    """The same for an NNX model and its optimizer, by the names of the leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    saved = {_names_of(path): x for path, x in leaves}
-    kinds = dict(jax.tree_util.tree_leaves_with_path(kinds_of(like)))
-
-    def place(path: Any, x: Any) -> Any:
-        names = _names_of(path)
-        if names not in saved:
-            if "noise_state" in names:
-                return x
-            raise ValueError(
-                "The states must be of the same training: got no "
-                f"{jax.tree_util.keystr(path)} in the state that was saved."
-            )
-        old = saved[names]
-        if {"acc_grads", "noise_state"} & {*names} and old.shape != x.shape:
-            # The shorter shape is that of the parameter, without an axis of devices.
-            shape = old.shape if len(old.shape) < len(x.shape) else x.shape
-            is_each = len(old.shape) == len(x.shape)
-            param = jnp.zeros(shape[1:] if is_each else shape)
-            old = _regrouped(old, x, param, kinds[path])
-        return _put(old, x)
-
-    return jax.tree_util.tree_map_with_path(place, like)
-
-
-def _sums_of(tree: Any) -> list[Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [x for path, x in leaves if "acc_grads" in _names_of(path)]
-
-
-def _names_of(path: Any) -> tuple[str, ...]:
-    """The same for an object and for the dictionary that a checkpoint makes of it."""
-    names = ("key", "name", "idx")
-    return tuple(
-        str(next(getattr(entry, name) for name in names if hasattr(entry, name)))
-        for entry in path
-    )
-
-
-def _regrouped_noise(
-    state: TokenAccumulationState, like: TokenAccumulationState
-) -> Any:
-    """A `skip_state` with the tokens of each new group, unknown if they were not."""
-    skip_state, kept = skip_and_noise(state)
-    wanted = skip_and_noise(like).noise_state
-    if jax.tree.structure(kept) == jax.tree.structure(wanted):
-        add_up = functools.partial(_regrouped, param=jnp.zeros(()), kind=SUM)
-        return with_noise(skip_state, jax.tree.map(add_up, kept, wanted))
-    unknown = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), wanted)
-    return with_noise(skip_state, unknown)
 
 
 def _number_of_sums(acc: Any, shape: tuple[int, ...]) -> int:

@@ -108,7 +108,7 @@ def test_empty_and_rejected_micro_batches_do_not_count(way: str, options: Any):
     first, second, *others = window_of(1)
     bad = second | {"x": second["x"] + np.nan}
     empty = first | {"mask": 0 * first["mask"]}
-    # A device without tokens is no part of the window.
+    # The first device has no tokens in this window, and does not count.
     others = [x | {"mask": x["mask"] * (np.arange(ROWS) >= 4)} for x in others]
     skips = {"should_skip_update_fn": optax.skip_not_finite}
     step = new_step(way, options, k=len(others) + 1, **skips)
