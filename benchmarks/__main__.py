@@ -15,12 +15,15 @@ import argparse
 from pathlib import Path
 
 from benchmarks import (
+    fit,
     growth,
     host,
     memory,
+    noise,
     padding,
     programs,
     ragged,
+    rebalance,
     report,
     settings,
     speed,
@@ -34,6 +37,10 @@ SUITES = {
     "host": host.run,
     "growth": growth.run,
     "ragged": ragged.run,
+    "rebalance": rebalance.run,
+    "fit": fit.run,
+    "real memory": fit.run_real,
+    "noise": noise.run,
 }
 ONLY_IF_NAMED = {"tpu": tpu.run}
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 
 from benchmarks.workloads import (
+    FIT_WORKLOADS,
+    GIGABYTE_WORKLOADS,
     LARGE_WORKLOADS,
     TINY_WORKLOADS,
     WORKLOADS,
@@ -35,8 +37,12 @@ class Settings(NamedTuple):
       sequences: the number of sequences in a window of the ragged suite.
       windows: the number of windows of real dialogue in the ragged suite.
       max_length: the maximum length of a sequence in the ragged suite, in tokens.
-      shapes: the number of micro-batch shapes in the ragged suite.
+      shapes: the number of micro-batch shapes in the ragged and rebalance suites.
       lengths: the names of the length distributions in the ragged suite.
+      rebalance_runs: the number of runs of 1,600 sequences in the rebalance suite.
+      noise_workloads: the workloads of the noise suite.
+      noise_rounds: the number of rounds in the noise suite; with its three ways, every
+        order comes equally often in a multiple of 6.
       grown_in_memory: the workload of the memory suite.
       memory_ks: the values of k in the memory suite.
       host_leaves: the numbers of leaves in the host suite.
@@ -44,6 +50,10 @@ class Settings(NamedTuple):
       tpu_layers: the number of layers, the width and the length in the tpu suite. The
         gradients must not fit into the on-chip memory of 128 MiB.
       tpu_vocabulary: the number of tokens that the tpu suite embeds.
+      fit_workloads: the workloads of the fit suite.
+      fit_sizes: the number of sizes of a micro-batch that the fit suite compiles.
+      fit_limits: the number of limits of memory in the fit suite.
+      gigabyte_workloads: the workloads of the real memory suite.
     """
 
     workloads: Workloads
@@ -58,12 +68,19 @@ class Settings(NamedTuple):
     max_length: int
     shapes: int
     lengths: tuple[str, ...]
+    rebalance_runs: int = 20
+    noise_workloads: tuple[str, ...] = ("stacked layers",)
+    noise_rounds: int = 30
     grown_in_memory: str = "stacked"
     memory_ks: tuple[int, ...] = (1, 2, 4, 8, 16)
     host_leaves: tuple[int, ...] = (10, 300, 3000)
     host_variables: tuple[int, ...] = (10, 100, 1000)
     tpu_layers: tuple[int, int, int] = (24, 2048, 512)
     tpu_vocabulary: int = 32_768
+    fit_workloads: tuple[str, ...] = tuple(FIT_WORKLOADS)
+    fit_sizes: int = 32
+    fit_limits: int = 20
+    gigabyte_workloads: tuple[str, ...] = tuple(GIGABYTE_WORKLOADS)
 
     def say(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -82,11 +99,18 @@ QUICK = Settings(
     max_length=64,
     shapes=2,
     lengths=("dialogue",),
+    rebalance_runs=1,
+    noise_workloads=("stacked",),
+    noise_rounds=2,
     memory_ks=(1, 2),
     host_leaves=(3,),
     host_variables=(3,),
     tpu_layers=(32, 1024, 128),
     tpu_vocabulary=16_384,
+    fit_workloads=("square layers",),
+    fit_sizes=5,
+    fit_limits=2,
+    gigabyte_workloads=(),
 )
 
 

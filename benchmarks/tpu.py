@@ -61,14 +61,7 @@ def is_available() -> bool:
 
 def measure(name: str, make: Callable[[], Workload]) -> list[dict[str, Any]]:
     """Compiles every way for one chip of a TPU v5e."""
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
-    chip = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    place = functools.partial(
-        jax.tree.map,
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip),
-    )
+    place = on_a_chip()
     peaks = {}
     for way, (lowered, held) in _programs(shapes_alone(make), place).items():
         peaks[way] = net_memory(lowered.compile()) + held
@@ -84,16 +77,28 @@ def measure(name: str, make: Callable[[], Workload]) -> list[dict[str, Any]]:
     ]
 
 
+def on_a_chip() -> Callable[[Any], Any]:
+    """A function that places shapes on a TPU v5e, for which programs then compile."""
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
+    chip = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return functools.partial(
+        jax.tree.map,
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip),
+    )
+
+
 def shapes_alone(make: Callable[[], Workload]) -> Workload:
     """The workload with the shapes of its parameters instead of arrays."""
     made = []
 
-    def params() -> Any:
+    def arrays() -> Any:
         made.append(make())
-        return made[0].params
+        return made[0].params, made[0].frozen
 
-    shapes = jax.eval_shape(params)
-    return made[0]._replace(params=shapes)
+    params, frozen = jax.eval_shape(arrays)
+    return made[0]._replace(params=params, frozen=frozen)
 
 
 def _programs(

@@ -14,6 +14,10 @@ Here the frozen matrices are random too, so there is less to learn.
 `--plan` adds two ways that cut each window by length instead of into a fixed number of
 rows, see `planned.py`: the same updates with less padding.
 
+`--micro-batch-size auto --memory-limit 2GB` takes the rows that fit, see `fitting.py`.
+
+`--gradient-noise` measures how many tokens a window needs, see `noise.py`.
+
 `--data FILE.jsonl` uses your data: one example per line, with `prompt` and
 `completion`.
 
@@ -40,6 +44,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import jax
+import noise
 import optax
 import processes
 import resumable
@@ -56,10 +61,11 @@ from batches import (
 )
 from compare import compare
 from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
+from fitting import MemoryLimitError, fit_rows
 from jax.sharding import Mesh
 from lora import init_adapters
 from methods import REFERENCE, loss_fn
-from options import OPTIMIZERS, parse_options
+from options import AUTO, OPTIMIZERS, parse_options
 from planned import PLANNED
 from processes import PeerError, on_every_device, spread_rows
 from report import (
@@ -102,7 +108,7 @@ def main() -> None:
                 options.coordinator, options.num_processes, options.process_id
             )
         run(options)
-    except (CheckpointError, DataError, OSError, PeerError) as error:
+    except (CheckpointError, DataError, MemoryLimitError, OSError, PeerError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -110,8 +116,8 @@ def how_to_continue(directory: Path | None) -> str:
     """Says, after an interruption, what the same command would do."""
     if directory is None:
         return (
-            ": a comparison cannot be resumed, the same command starts from the "
-            "beginning"
+            ": only --checkpoint-dir makes a run that resumes, the same command starts "
+            "from the beginning"
         )
     number = last_checkpoint(directory)
     if number is None:
@@ -127,6 +133,7 @@ def run(options: Namespace) -> None:
     Raises:
       CheckpointError: see `train_one_run`.
       DataError: the data cannot be used as it is.
+      MemoryLimitError: see `rows_that_fit`.
       PeerError: another process cannot continue.
     """
     quiet = not processes.is_first()
@@ -138,6 +145,8 @@ def run(options: Namespace) -> None:
         train, validation = load(options.data, options.max_length, console)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
+    if options.micro_batch_size == AUTO:
+        options.micro_batch_size = rows_that_fit(options, len(train), console)
     windows = make_windows(
         train,
         updates=options.updates,
@@ -149,10 +158,38 @@ def run(options: Namespace) -> None:
     console.print(describe(windows, len(train)))
     if options.plan:
         console.print(describe_plans(windows))
-    if options.checkpoint_dir is None:
+    if options.gradient_noise:
+        noise.measure(options, *make_parameters(options), windows, console)
+    elif options.checkpoint_dir is None:
         compare_methods(options, windows, train, validation, console)
     else:
         train_one_run(options, windows, train, console)
+
+
+def rows_that_fit(options: Namespace, num_pairs: int, console: Console) -> int:
+    """Finds the rows of `--micro-batch-size auto`, and prints what they need.
+
+    Raises:
+      MemoryLimitError: not even a row fits, or the memory is not known.
+    """
+    params, frozen = make_parameters(options)
+    mesh = None if options.checkpoint_dir is None else processes.make_mesh()
+    fit = fit_rows(
+        make_step(options, mesh),
+        params,
+        frozen,
+        padded_lengths(options.max_length),
+        options.memory_limit,
+        devices=1 if mesh is None else mesh.size,
+    )
+    most = max(num_pairs // options.gradient_accumulation_steps, 1)
+    rows = min(fit.size, most)
+    console.print(
+        f"micro-batches of {rows} rows: {fit.size} need {fit.peak_bytes / 1e6:,.0f} of "
+        f"{fit.limit_bytes / 1e6:,.0f} MB"
+        + (f", and a window of {most} has all pairs" if rows < fit.size else "")
+    )
+    return rows
 
 
 def compare_methods(
@@ -258,14 +295,14 @@ def train_one_run(
     )
 
 
-def make_step(options: Namespace, mesh: Mesh) -> TrainStep:
-    """Makes the train step of the single run."""
+def make_step(options: Namespace, mesh: Mesh | None) -> TrainStep:
+    """Makes the train step, of the single run if there is a mesh."""
     return make_train_step(
         loss_fn,
         OPTIMIZERS[options.optimizer](options.learning_rate),
         options.gradient_accumulation_steps,
         mesh=mesh,
-        data_axes=processes.DATA,
+        data_axes=None if mesh is None else processes.DATA,
     )
 
 

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import optax
+from fitting import num_bytes
 from methods import METHODS
 from transformer import HEAD_DIM
 
@@ -12,6 +13,7 @@ OPTIMIZERS = {"adamw": optax.adamw, "sgd": optax.sgd}
 LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
 OUT = Path("finetune_results")
 SAVE_EVERY = 50
+AUTO = "auto"
 
 
 def parse_options(words: list[str]) -> argparse.Namespace:
@@ -31,10 +33,18 @@ def parse_options(words: list[str]) -> argparse.Namespace:
     )
     add(
         "--micro-batch-size",
-        type=positive_int,
+        type=positive_int_or_auto,
         default=2,
         metavar="ROWS",
-        help="dialogues in a micro-batch (%(default)s)",
+        help="dialogues in a micro-batch (%(default)s); with auto, as many as fit into "
+        "the memory of a device when make_train_step trains",
+    )
+    add(
+        "--memory-limit",
+        type=num_bytes,
+        metavar="BYTES",
+        help="of a device, for --micro-batch-size auto: 500MB, 2GB or 1.5GiB, say; "
+        "needed on a CPU (what the device tells)",
     )
     add(
         "--updates",
@@ -98,6 +108,13 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         "too: several shapes, less padding, the same update",
     )
     add(
+        "--gradient-noise",
+        action="store_true",
+        help="instead of comparing, train by make_train_step and measure how many "
+        "tokens a window needs: the noise scale over the run, next to the tokens of a "
+        "window, and noise.png; with a hundred updates or more",
+    )
+    add(
         "--data",
         type=Path,
         metavar="FILE.jsonl",
@@ -115,7 +132,7 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         "--out",
         type=Path,
         metavar="DIRECTORY",
-        help=f"for results.json and finetune.png ({OUT})",
+        help=f"for results.json and finetune.png, or for noise.png ({OUT})",
     )
     add(
         "--checkpoint-dir",
@@ -170,6 +187,23 @@ def parse_options(words: list[str]) -> argparse.Namespace:
                 f"got {options.process_id}"
             )
         options.distributed = True
+    if options.memory_limit is not None and options.micro_batch_size != AUTO:
+        parser.error(
+            "--memory-limit decides the rows of a micro-batch: give --micro-batch-size "
+            "auto too"
+        )
+    if options.gradient_noise:
+        for name in ("methods", "plan", "checkpoint_dir"):
+            if getattr(options, name):
+                parser.error(
+                    f"--gradient-noise measures a run of its own, by make_train_step "
+                    f"on random micro-batches: leave --{name.replace('_', '-')} out"
+                )
+        if options.gradient_accumulation_steps == 1:
+            parser.error(
+                "--gradient-noise compares the micro-batches of a window: give "
+                "--gradient-accumulation-steps of 2 or more"
+            )
     if options.checkpoint_dir is None:
         if options.distributed:
             parser.error(
@@ -206,6 +240,11 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
     return int(text)
+
+
+def positive_int_or_auto(text: str) -> int | str:
+    """A whole number, one or more, or `auto`."""
+    return AUTO if text == AUTO else positive_int(text)
 
 
 def width(text: str) -> int:

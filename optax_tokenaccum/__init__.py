@@ -4,6 +4,7 @@ from optax_tokenaccum._audit.audit import audit
 from optax_tokenaccum._audit.check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._audit.report import AuditReport, Verdict
 from optax_tokenaccum._compiled.collectives import CollectiveReport, collectives
+from optax_tokenaccum._compiled.memory import MemoryReport, memory
 from optax_tokenaccum._core.noise import GradientNoise
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._losses import softmax_cross_entropy_sum
@@ -16,6 +17,10 @@ from optax_tokenaccum._ragged.plan import (
     plan_window,
 )
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
+from optax_tokenaccum._steps.largest_micro_batch import (
+    MicroBatchFit,
+    largest_micro_batch,
+)
 from optax_tokenaccum._steps.regroup import regroup_sums
 from optax_tokenaccum._steps.split_batch import split_batch
 from optax_tokenaccum._steps.state import StepMetrics, StepState
@@ -35,6 +40,8 @@ __all__ = [
     "CollectiveReport",
     "GradientNoise",
     "LossReport",
+    "MemoryReport",
+    "MicroBatchFit",
     "MicroBatchPlan",
     "MultiSteps",
     "PlannedWindow",
@@ -51,8 +58,10 @@ __all__ = [
     "collectives",
     "from_multi_steps_state",
     "has_updated",
+    "largest_micro_batch",
     "make_train_step",
     "make_window_step",
+    "memory",
     "pad_micro_batch",
     "pad_window",
     "plan_window",

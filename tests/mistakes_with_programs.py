@@ -1,29 +1,84 @@
 """Rows of docs/bad_input.md: reading a compiled program."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mistakes import BATCH, PARAMS, SGD, Row, eager, train_step
 
-from optax_tokenaccum import collectives
+from optax_tokenaccum import collectives, largest_micro_batch, memory
 
 STEP = train_step(SGD, 2)
-LOWERED = STEP.accumulate.lower(jax.eval_shape(STEP.init, PARAMS), BATCH)
+STATE = jax.eval_shape(STEP.init, PARAMS)
+LOWERED = STEP.accumulate.lower(STATE, BATCH)
 OVER_DATA = NamedSharding(Mesh(np.array(jax.devices()[:1]), "data"), PartitionSpec())
 PLACED = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=OVER_DATA)
 REPORTS = [
     collectives(jax.jit(jnp.sum).lower(x).compile()) for x in (PLACED, jnp.ones(2))
 ]
 
+
+def batch_of(rows: int) -> list[Any]:
+    return [
+        jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), BATCH
+        )
+    ]
+
+
+def fit(batch_of: Any) -> Any:
+    return largest_micro_batch(STEP, STATE, batch_of, limit_bytes=10)
+
+
 READING: list[Row] = [
     (
-        "a program that is not compiled, given to `collectives`",
+        "a program that is not compiled, given to `collectives` or `memory`",
         TypeError,
         [
-            lambda _, given=given: collectives(given)
+            lambda _, given=given, report=report: report(given)
+            for report in (collectives, memory)
             for given in (STEP, LOWERED, jax.jit(eager), LOWERED.compile().as_text())
         ],
+    ),
+    (
+        "something else than a step, given to `largest_micro_batch`",
+        TypeError,
+        [lambda _: largest_micro_batch(STEP.accumulate, STATE, batch_of)],
+    ),
+    (
+        "`multiple_of` below 1",
+        ValueError,
+        [lambda _: largest_micro_batch(STEP, STATE, batch_of, multiple_of=0)],
+    ),
+    (
+        "a `batch_of` that returns one batch",
+        TypeError,
+        [lambda _: fit(lambda n: batch_of(n)[0]), lambda _: fit(lambda n: {"x": n})],
+    ),
+    (
+        "a `batch_of` that returns no batch",
+        ValueError,
+        [lambda _: fit(lambda n: [])],
+    ),
+    (
+        "a `batch_of` that returns the same shapes for other sizes",
+        ValueError,
+        [
+            lambda _: fit(lambda n: batch_of(9)),
+            lambda _: fit(lambda n: batch_of(n // 8)),
+        ],
+    ),
+    (
+        "no micro-batch that fits",
+        ValueError,
+        [lambda _: fit(batch_of)],
+    ),
+    (
+        "no `limit_bytes` on a CPU",
+        ValueError,
+        [lambda _: largest_micro_batch(STEP, STATE, batch_of)],
     ),
     (
         "`bytes` of an axis that the mesh does not have",

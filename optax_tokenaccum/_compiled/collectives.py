@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from optax_tokenaccum._compiled.checks import as_compiled
 from optax_tokenaccum._compiled.replica_groups import Groups, axes_of
 from optax_tokenaccum._compiled.text import KINDS, Program
 
@@ -189,15 +190,7 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
       No collective operations on 1 device (data=1).
       >>> assert report.bytes(axes="data") < 100  # a gradient has more
     """
-    given = type(compiled).__name__
-    # nnx.jit wraps the compiled program in a flax class.
-    compiled = getattr(compiled, "compiled", compiled)
-    if not isinstance(compiled, jax.stages.Compiled):
-        raise TypeError(
-            "collectives needs a compiled program, a jax.stages.Compiled: got "
-            f"{given}. Write jax.jit(f).lower(...).compile(), or "
-            "step.accumulate.lower(state, batch).compile() for a step."
-        )
+    compiled = as_compiled(compiled, "collectives")
     text = compiled.as_text()
     if text is None:
         raise ValueError(

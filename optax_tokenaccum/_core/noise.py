@@ -14,11 +14,12 @@ class GradientNoise(NamedTuple):
     squared norm :math:`|g|^2 + \operatorname{tr} \Sigma / n`. Norms of the sums at two
     different :math:`n` give both unknowns, for any numbers of tokens.
 
-    Both estimates are unbiased if the window's micro-batches are cut at random, but one
-    window's are very noisy, and may be negative. Average each of them over many
-    windows, with `nanmean`, before you divide. Both are NaN while a window is open, and
-    for a window that has tokens in only one micro-batch (on a mesh with
-    `reduce_every="window"`: on only one device).
+    Both estimates are unbiased if the window's micro-batches are cut at random, and if
+    their mean gradients do not depend on their numbers of tokens. One window's are very
+    noisy, and may be negative. Average each of them over many windows, with `nanmean`,
+    before you divide. Both are NaN while a window is open, and for a window that has
+    tokens in only one micro-batch (on a mesh with `reduce_every="window"`: on only one
+    device).
 
     Attributes:
       trace: the estimate of :math:`\operatorname{tr} \Sigma`, for one token.

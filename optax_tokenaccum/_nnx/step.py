@@ -11,6 +11,7 @@ from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._nnx.model_loss import AuxAndVariables, Models
 from optax_tokenaccum._nnx.nodes import Nodes, check_laid_out, laid_out, read
+from optax_tokenaccum._steps.compile_ahead import Programs
 from optax_tokenaccum._steps.program import ArrayMemo
 from optax_tokenaccum._steps.state import ModelState, StepMetrics, key_array
 
@@ -105,6 +106,13 @@ class ModelStep(abc.ABC):
         return getattr(getattr(step, owner) if owner else step, name)(
             state, *args, **kw
         )
+
+    def _programs(
+        self, state: tuple[nnx.Module, nnx.Optimizer], **kwargs: Any
+    ) -> Programs:
+        """The programs of a run whose calls have these keywords."""
+        step, _, opened = self._opened(*state)
+        return step._programs(opened, **kwargs)
 
     def _opened(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any = (), *_: Any

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,26 +10,49 @@ import jax
 Progress = Callable[[list[Any]], Iterable[Any]]
 
 
-def compile_all(
-    lower: Callable[[Any], jax.stages.Lowered],
-    batches: Any,
-    name: str,
-    progress: Progress,
-    *others: Callable[[], jax.stages.Lowered],
-) -> None:
-    """Compiles `lower(batch)` for all shapes of batches, called `name` in errors.
+class Lowering(NamedTuple):
+    """A program that is not compiled yet."""
 
-    Later calls of `jit` find the programs. `others` are compiled last.
+    lowered: jax.stages.Lowered
+    arguments: Any  # in any tree, as arrays or their shapes
+
+
+class Programs(NamedTuple):
+    """All programs of a run.
+
+    Attributes:
+      state: the state that they run on.
+      for_batch: the program for batches of the shapes of a given batch.
+      others: the programs that no batch is given to.
     """
+
+    state: Any
+    for_batch: Callable[[Any], Lowering]
+    others: tuple[Callable[[], Lowering], ...] = ()
+
+
+def compile_all(
+    programs: Programs, batches: Any, name: str, progress: Progress
+) -> None:
+    """Compiles the programs for all shapes of batches, called `name` in errors.
+
+    Later calls of `jit` find them.
+    """
+    distinct = distinct_batches(batches, name)
+    lowerings = [partial(programs.for_batch, batch) for batch in distinct]
+    for lowering in progress([*lowerings, *programs.others]):
+        lowering().lowered.compile()
+
+
+def distinct_batches(batches: Any, name: str) -> list[Any]:
+    """One batch of each shape."""
     is_one = isinstance(batches, Mapping) or hasattr(batches, "dtype")
     if is_one or not isinstance(batches, Iterable):
         raise TypeError(
             f"{name} must be a list, one for each shape of the run: got "
             f"{type(batches).__name__}. Put a single one into a list."
         )
-    distinct = {signature(batch): batch for batch in batches}.values()
-    for program in progress([*(partial(lower, x) for x in distinct), *others]):
-        program().compile()
+    return [*{signature(batch): batch for batch in batches}.values()]
 
 
 def signature(tree: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._devices.shardings import sharding_of
-from optax_tokenaccum._steps.compile_ahead import signature
+from optax_tokenaccum._steps.compile_ahead import Lowering, signature
 from optax_tokenaccum._steps.state import (
     StepMetrics,
     StepState,
@@ -101,8 +101,12 @@ class Program(Generic[P]):
     def lower(
         self, state: StepState, *args: P.args, **kwargs: P.kwargs
     ) -> jax.stages.Lowered:
+        return self.lowering(state, *args, **kwargs).lowered
+
+    def lowering(self, state: StepState, *args: P.args, **kwargs: P.kwargs) -> Lowering:
         shardings, arguments, static = self._prepare(state, *args, **kwargs)
-        return self._at(shardings).lower(*arguments, static=static)
+        lowered = self._at(shardings).lower(*arguments, static=static)
+        return Lowering(lowered, arguments)
 
     def make_ready(self, state: StepState, *args: P.args, **kwargs: P.kwargs) -> None:
         """Compiles the program now, unless it is compiled for such a state already."""

@@ -24,7 +24,7 @@ from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
 from optax_tokenaccum._steps import program
-from optax_tokenaccum._steps.compile_ahead import Progress, compile_all
+from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.program import Arguments, Program
 from optax_tokenaccum._steps.state import (
     StepMetrics,
@@ -207,16 +207,19 @@ class TrainStep:
           >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 9)]
           >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), shapes)
         """
+        programs = self._programs(state, rng=rng, **loss_kwargs)
+        compile_all(programs, batches, "batches", progress)
+
+    def _programs(self, state: StepState, **kwargs: Any) -> Programs:
+        """The programs of a run whose calls have these keywords."""
         require_step_state(state, accumulates=True)
         has_schedule = self._accumulation.schedule.is_set
         is_whole = has_schedule and self._host_known_k(state) is None
         first = self._accumulate_and_close if is_whole else self.accumulate
-        compile_all(
-            lambda batch: first.lower(state, batch, rng=rng, **loss_kwargs),
-            batches,
-            "batches",
-            progress,
-            lambda: self.close_window.lower(state),
+        return Programs(
+            state,
+            lambda batch: first.lowering(state, batch, **kwargs),
+            (lambda: self.close_window.lowering(state),),
         )
 
     def _micro_batch_arguments(

@@ -17,7 +17,7 @@ from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
 from optax_tokenaccum._steps import program
-from optax_tokenaccum._steps.compile_ahead import Progress, compile_all
+from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.micro_batches import check_micro_batches, explained
 from optax_tokenaccum._steps.program import Arguments, Program
@@ -153,12 +153,11 @@ class WindowStep:
           -1.0 12.0
         """
         kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
-        compile_all(
-            lambda window: self.lower(state, window, **kwargs),
-            windows,
-            "windows",
-            progress,
-        )
+        compile_all(self._programs(state, **kwargs), windows, "windows", progress)
+
+    def _programs(self, state: StepState, **kwargs: Any) -> Programs:
+        """The programs of a run whose calls have these keywords."""
+        return Programs(state, lambda x: self._program.lowering(state, x, **kwargs))
 
     def _arguments(
         self,

@@ -334,6 +334,13 @@ def test_bad_values_are_refused(capsys, flag, value, message):
         (["--checkpoint-dir=x", "--methods", "MultiSteps"], "--methods is of the"),
         (["--checkpoint-dir=x", "--out=y"], "--out is of the comparison"),
         (["--checkpoint-dir=x", "--plan"], "--plan is of the comparison"),
+        (["--gradient-noise", "--plan"], "random micro-batches: leave --plan out"),
+        (["--gradient-noise", "--methods", "MultiSteps"], "leave --methods out"),
+        (["--gradient-noise", "--checkpoint-dir=x"], "leave --checkpoint-dir out"),
+        (
+            ["--gradient-noise", "--gradient-accumulation-steps=1"],
+            "give --gradient-accumulation-steps of 2 or more",
+        ),
         (["--distributed"], "several processes train a single run"),
         (["--checkpoint-dir=x", "--process-id=0"], "--process-id go together"),
         (
@@ -343,6 +350,7 @@ def test_bad_values_are_refused(capsys, flag, value, message):
         ),
     ],
     ids=["save-every alone", "methods", "out", "plan"]
+    + ["noise of a plan", "noise of methods", "noise of a run", "noise of one"]
     + ["distributed alone", "process-id alone", "process-id"],
 )
 def test_flags_that_do_not_go_together_are_refused(capsys, words, message):
@@ -411,8 +419,8 @@ def test_ctrl_c_ends_a_comparison_with_one_line(tmp_path):
     small = "--updates=1", "--d-model=32", "--layers=1"
     complaint = interrupted_after("compiling: full-batch\n", *small, "--out", tmp_path)
     assert complaint == (
-        "interrupted: a comparison cannot be resumed, the same command starts from the "
-        "beginning\n"
+        "interrupted: only --checkpoint-dir makes a run that resumes, the same command "
+        "starts from the beginning\n"
     )
     assert not [*tmp_path.iterdir()]
 
@@ -464,4 +472,22 @@ def test_exact_methods_follow_the_full_batch_and_the_mean_of_means_does_not(
     assert frozen > 4 * trained > 0 if lora_rank else trained > frozen == 0
     assert set(content["versions"]) == {"python", "jax", "optax"}
     picture = (tmp_path / "out" / "finetune.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["full", "lora"])
+def test_the_noise_is_measured_over_the_run(tmp_path, lora_rank):
+    result = run_command(
+        *("--gradient-noise", "--updates", 60, "--max-length", 64, "--d-model", 32),
+        *("--layers", 1, "--gradient-accumulation-steps", 4, "--out", tmp_path),
+        *("--lora-rank", lora_rank),
+    )
+    assert result.returncode == 0, result.stderr
+    printed = " ".join(result.stdout.split())
+    for third in ("updates 1 to 20", "updates 21 to 40", "updates 41 to 60"):
+        assert f"{third}: loss " in printed
+    assert "; noise scale " in printed and "docs/how_many_tokens.md." in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["noise.png"]
+    picture = (tmp_path / "noise.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000

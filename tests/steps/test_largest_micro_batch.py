@@ -1,0 +1,306 @@
+"""`memory` and `largest_micro_batch`, against compiling every size."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import helpers
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from meshes import make_mesh
+
+import optax_tokenaccum.nnx
+from benchmarks import tpu
+from optax_tokenaccum import (
+    MemoryReport,
+    largest_micro_batch,
+    make_train_step,
+    make_window_step,
+    memory,
+    token_accumulation,
+)
+from optax_tokenaccum._steps.largest_micro_batch import _free
+from optax_tokenaccum._steps.largest_size import largest_size
+
+WIDTH, LAYERS, K = 64, 4, 2
+ADAMW = optax.adamw(1e-3)
+
+
+def loss_fn(params: Any, x: jax.Array) -> Any:
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        return jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(layer, x, params)
+    return jnp.sum(x**2), x.size
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(init_params())
+
+    def __call__(self, x: jax.Array) -> Any:
+        return loss_fn(self.w[...], x)
+
+
+def init_params() -> jax.Array:
+    return jnp.zeros((LAYERS, WIDTH, WIDTH))
+
+
+def rows_of(n: int) -> list[Any]:
+    return [jax.ShapeDtypeStruct((n, 8, WIDTH), jnp.float32)]
+
+
+def windows_of(n: int) -> list[Any]:
+    return [jax.ShapeDtypeStruct((K, n, 8, WIDTH), jnp.float32)]
+
+
+class Run(NamedTuple):
+    """A step, its state, its batches and the programs that it runs for a batch.
+
+    `besides` are the bytes on a device that are no arguments of a program.
+    """
+
+    step: Any
+    state: Any
+    batch_of: Callable[[int], list[Any]]
+    programs: Callable[[Any], list[tuple[jax.stages.Lowered, int]]]
+
+    def peak(self, n: int) -> int:
+        found = []
+        for batch in self.batch_of(n):
+            for lowered, besides in self.programs(batch):
+                held = lowered.compile().memory_analysis()
+                made = held.output_size_in_bytes - held.alias_size_in_bytes
+                found.append(
+                    held.argument_size_in_bytes
+                    + made
+                    + held.temp_size_in_bytes
+                    + besides
+                )
+        return max(found)
+
+
+def bytes_of(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def two_programs(devices: int = 1, **options: Any) -> Run:
+    step = make_train_step(loss_fn, ADAMW, K, **options)
+    state = step.init(init_params())
+
+    def programs(batch: Any) -> Any:
+        moments = bytes_of(state.opt_state.inner_opt_state)
+        yield step.accumulate.lower(state, batch), moments
+        yield step.close_window.lower(state), bytes_of(batch) // devices
+
+    return Run(step, state, rows_of, programs)
+
+
+def one_program() -> Run:
+    step = make_train_step(loss_fn, ADAMW, every_n_tokens=1000)
+    state = jax.eval_shape(step.init, init_params())
+
+    def programs(batch: Any) -> Any:
+        yield step._accumulate_and_close.lower(state, batch), 0
+        yield step.close_window.lower(state), bytes_of(batch)
+
+    return Run(step, state, rows_of, programs)
+
+
+def window_step() -> Run:
+    step = make_window_step(loss_fn, ADAMW)
+    state = jax.eval_shape(step.init, init_params())
+    return Run(step, state, windows_of, lambda x: [(step.lower(state, x), 0)])
+
+
+def on_a_mesh() -> Run:
+    mesh = make_mesh((8,))
+    run = two_programs(8, mesh=mesh, data_axes="data")
+    return run._replace(batch_of=lambda n: rows_of(8 * n))
+
+
+def nnx_step(make: Callable[[], tuple[Model, nnx.Optimizer]]) -> Run:
+    step = optax_tokenaccum.nnx.make_train_step(Model.__call__)
+    model, optimizer = make()
+
+    def programs(batch: Any) -> Any:
+        moments = bytes_of(optimizer.opt_state.inner_opt_state)
+        yield step.accumulate.lower(model, optimizer, batch), moments
+        yield step.close_window.lower(model, optimizer), bytes_of(batch)
+
+    return Run(step, (model, optimizer), rows_of, programs)
+
+
+def nnx_model() -> tuple[Model, nnx.Optimizer]:
+    model = Model()
+    tx = token_accumulation(ADAMW, K)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+RUNS = {
+    "two programs": two_programs,
+    "not donated": lambda: two_programs(donate=False),
+    "one program": one_program,
+    "window": window_step,
+    "8 devices": on_a_mesh,
+    "nnx": lambda: nnx_step(nnx_model),
+    "nnx, abstract": lambda: nnx_step(lambda: nnx.eval_shape(nnx_model)),
+}
+FAST = ("two programs", "8 devices", "nnx, abstract")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in RUNS
+    ],
+)
+def test_the_largest_that_fits(name: str):
+    run = RUNS[name]()
+    peaks = {n: run.peak(n) for n in (3, 9, 10)}
+    for n in (3, 9):
+        fit = largest_micro_batch(
+            run.step, run.state, run.batch_of, limit_bytes=peaks[n]
+        )
+        assert fit == (n, peaks[n], peaks[n])
+    fit = largest_micro_batch(
+        run.step, run.state, run.batch_of, limit_bytes=peaks[10] - 1
+    )
+    assert fit == (9, peaks[9], peaks[10] - 1)
+
+
+def test_nothing_is_counted_that_a_program_does_not_need():
+    run = two_programs()
+    params = bytes_of(run.state.params)
+    fit = largest_micro_batch(run.step, run.state, rows_of, limit_bytes=6 * params)
+    # Parameters, sums and two moments; activations and the gradient of one layer.
+    assert 4 * params < fit.peak_bytes
+    report = memory(run.step.accumulate.lower(run.state, *rows_of(1)).compile())
+    assert report.arguments < 2.2 * params  # the moments are held beside it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two programs", "window", "nnx"])
+def test_at_most_five_compilations_for_every_shape(name: str):
+    run = RUNS[name]()
+    for times in (6, 8, 40):
+        limit = times * bytes_of(init_params())
+        with helpers.count_compilations() as compilations:
+            fit = largest_micro_batch(
+                run.step, run.state, run.batch_of, limit_bytes=limit
+            )
+        assert fit.size > 1
+        assert len(compilations) <= 5 + (name != "window")
+
+
+def test_every_shape_of_the_list_must_fit():
+    run = two_programs()
+
+    def buckets_of(max_tokens: int) -> list[Any]:
+        lengths = 4, 16, 32
+        return [
+            jax.ShapeDtypeStruct((max_tokens // length, length, WIDTH), jnp.float32)
+            for length in lengths
+        ]
+
+    limit = 8 * bytes_of(init_params())
+    fit = largest_micro_batch(
+        run.step, run.state, buckets_of, limit_bytes=limit, multiple_of=32
+    )
+    largest = run._replace(batch_of=buckets_of)
+    assert fit.size % 32 == 0
+    assert fit.peak_bytes == largest.peak(fit.size) <= limit
+    assert largest.peak(fit.size + 32) > limit
+
+
+def test_the_keywords_of_the_loss_are_held_too():
+    def loss(params: Any, x: jax.Array, frozen: Any, scale: float, rng: Any) -> Any:
+        noise = jax.random.normal(rng, x.shape)
+        loss_sum, n = loss_fn(frozen, x + noise + params)
+        return scale * loss_sum, n
+
+    step = make_train_step(loss, ADAMW, K)
+    state = jax.eval_shape(step.init, jnp.zeros(WIDTH))
+    frozen = jax.eval_shape(init_params)
+    kwargs = {"frozen": frozen, "scale": 2.0, "rng": jax.random.key(0)}
+    limit = 4 * bytes_of(frozen)
+    fit = largest_micro_batch(step, state, rows_of, limit_bytes=limit, **kwargs)
+    lowered = step.accumulate.lower(state, *rows_of(fit.size), **kwargs)
+    accumulate = memory(lowered.compile())
+    assert bytes_of(frozen) < accumulate.arguments < fit.peak_bytes <= limit
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 9999), st.integers(1, 99)), min_size=1),
+    st.integers(0, 20_000),
+)
+@hypothesis.example([(0, 1)], 20_000)
+def test_the_search_never_takes_what_does_not_fit(phases: Any, limit: int):
+    def peak_of(n: int) -> float:
+        asked.append(n)
+        return max(start + slope * n for start, slope in phases)
+
+    asked: list[int] = []
+    peaks = largest_size(peak_of, limit, 0, 5)
+    assert len(asked) == len({*asked}) <= 5
+    assert peaks == {n: peak_of(n) for n in [*asked]}
+    size = max((n for n in peaks if peaks[n] <= limit), default=0)
+    if size == 0:
+        assert peak_of(1) > limit
+    if len(phases) == 1:  # the model of the search: found, and known to be the largest
+        assert peak_of(size + 1) > limit
+
+
+def test_a_size_that_does_not_compile_is_too_large():
+    def peak_of(n: int) -> float:
+        return 10.0 * n if n < 37 else math.inf
+
+    assert max(largest_size(peak_of, 10**6, 0, 99), key=lambda n: (n < 37, n)) == 36
+
+
+def test_what_a_device_says():
+    stats = {"bytes_limit": 1000, "bytes_in_use": 300}
+    assert _free(stats, own=100) == 950 - 200
+    assert _free(stats, own=400) == 950  # the state is spread, or not there yet
+
+
+def test_memory_of_a_program():
+    double = jax.jit(lambda x: (2 * x, jnp.sum(jnp.sort(x))), donate_argnums=0)
+    report = memory(double.lower(jnp.ones(1000)).compile())
+    assert (report.arguments, report.aliased) == (4000, 4000)
+    assert report.outputs >= 4004
+    assert report.temporaries >= 4000
+    assert report.peak >= 8004
+    assert "temporaries" in str(report)
+    alone = MemoryReport(10, 5, 5, 2, 1)
+    assert alone.peak == 13
+    assert memory(nnx.jit(lambda x: 2 * x).lower(jnp.ones(9)).compile()).arguments == 36
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not tpu.is_available(), reason="needs libtpu, which compiles")
+def test_what_a_tpu_cannot_compile_does_not_fit():
+    """A v5e has 16 GB; the compiler raises an error for programs that need more."""
+    place = tpu.on_a_chip()
+    step = make_train_step(loss_fn, ADAMW, K)
+    params = jax.ShapeDtypeStruct((24, 4096, 4096), jnp.float32)
+    state = place(jax.eval_shape(step.init, params))
+
+    def batch_of(n: int) -> list[Any]:
+        return [place(jax.ShapeDtypeStruct((256 * n, 4096), jnp.float32))]
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        step.accumulate.lower(state, *batch_of(2**10)).compile()
+    fit = largest_micro_batch(step, state, batch_of, limit_bytes=10**12)
+    assert fit.size > 1
+    step.accumulate.lower(state, *batch_of(fit.size)).compile()
+    with pytest.raises(ValueError, match="one of size 1024 needs more"):
+        largest_micro_batch(
+            step, state, batch_of, limit_bytes=10**12, multiple_of=2**10
+        )
