@@ -28,8 +28,8 @@ def batch_of(rows: int) -> list[Any]:
     ]
 
 
-def fit(batch_of: Any) -> Any:
-    return largest_micro_batch(STEP, STATE, batch_of, limit_bytes=10)
+def fit(batch_of: Any, limit_bytes: int = 10) -> Any:
+    return largest_micro_batch(STEP, STATE, batch_of, limit_bytes=limit_bytes)
 
 
 READING: list[Row] = [
@@ -46,6 +46,11 @@ READING: list[Row] = [
         "something else than a step, given to `largest_micro_batch`",
         TypeError,
         [lambda _: largest_micro_batch(STEP.accumulate, STATE, batch_of)],
+    ),
+    (
+        "a `limit_bytes` that is not a number",
+        TypeError,
+        [lambda _: largest_micro_batch(STEP, STATE, batch_of, limit_bytes="2GB")],
     ),
     (
         "`multiple_of` below 1",
@@ -68,6 +73,7 @@ READING: list[Row] = [
         [
             lambda _: fit(lambda n: batch_of(9)),
             lambda _: fit(lambda n: batch_of(n // 8)),
+            lambda _: fit(lambda n: batch_of(min(n, 9)), 10**9),
         ],
     ),
     (

@@ -15,7 +15,7 @@ BELOW = {
     "_ragged": {"_core"},
     "_audit": {"_core"},
     "_compiled": set(),
-    "_steps": {"_core", "_devices", "_ragged"},
+    "_steps": {"_core", "_devices", "_ragged", "_compiled"},
     "_nnx": {"_core", "_devices", "_steps"},
 }
 FLOORS = 7

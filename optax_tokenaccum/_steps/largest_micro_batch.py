@@ -2,6 +2,7 @@
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -112,17 +113,30 @@ def largest_micro_batch(
         )
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be at least 1: got {multiple_of}.")
+    if not isinstance(limit_bytes, numbers.Real | None):
+        raise TypeError(f"limit_bytes must be a number of bytes: got {limit_bytes!r}.")
     run = _Run(step._programs(state, **kwargs))
-    limit = _free_bytes(run.state) if limit_bytes is None else limit_bytes
-    batches = [_batches(batch_of, n * multiple_of) for n in (1, 2)]
-    if signature(batches[0]) == signature(batches[1]):
-        raise ValueError(
-            "batch_of must return larger batches for larger sizes: got the same shapes "
-            f"for {multiple_of} and {2 * multiple_of}. Where rows are max_tokens // "
-            "length, make multiple_of the longest length."
-        )
+    limit = _free_bytes(run.state) if limit_bytes is None else int(limit_bytes)
+    sizes: dict[Any, int] = {}
+
+    def batches_of(n: int) -> list[Any]:
+        size = n * multiple_of
+        batches = distinct_batches(batch_of(size), "What batch_of returns")
+        if not batches:
+            raise ValueError(f"batch_of must return a batch: got none for size {size}.")
+        other = sizes.setdefault(signature(batches), size)
+        if other != size:
+            raise ValueError(
+                "batch_of must return larger batches for larger sizes: got the same "
+                f"shapes for {min(other, size)} and {max(other, size)}. Where rows are "
+                "max_tokens // length, make multiple_of the longest length."
+            )
+        return batches
+
+    for n in (1, 2):
+        batches_of(n)
     peaks = largest_size(
-        lambda n: run.peak(_batches(batch_of, n * multiple_of)),
+        lambda n: run.peak(batches_of(n)),
         limit,
         run.state_bytes,
         TRIALS,
@@ -192,13 +206,6 @@ class _Run:
             _bytes_of(x for key, x in state.items() if key not in arguments),
             _bytes_of(x for key, x in arguments.items() if key not in state),
         )
-
-
-def _batches(batch_of: Callable[[int], Iterable[Any]], size: int) -> list[Any]:
-    batches = distinct_batches(batch_of(size), "What batch_of returns")
-    if not batches:
-        raise ValueError(f"batch_of must return a batch: got none for size {size}.")
-    return batches
 
 
 def _bytes_of(arrays: Iterable[Any]) -> int:
