@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -97,12 +98,11 @@ class CompiledOnce:
 
     def peak(self, batch: Any) -> int:
         """The most that the device holds, by the definition."""
-        accumulate, close = (
-            _peak(x.lowered.compile())
-            for x in (self._at(batch), self._programs_of_run.others[0]())
-        )
+        first, close = self._at(batch), self._programs_of_run.others[0]()
+        accumulate, update = (_peak(x.lowered.compile()) for x in (first, close))
         besides = _bytes(batch) + self._frozen
-        return max(accumulate + self._moments, close + besides)
+        metrics = max(_bytes(x.lowered.out_info[1:]) for x in (first, close))
+        return metrics + max(accumulate + self._moments, update + besides)
 
     def _for_batch(self, batch: Any) -> Lowering:
         self.asked += 1
@@ -117,6 +117,7 @@ class CompiledOnce:
 
 class _Done(NamedTuple):
     program: jax.stages.Compiled
+    out_info: Any
 
     def compile(self) -> jax.stages.Compiled:
         return self.program
@@ -125,7 +126,7 @@ class _Done(NamedTuple):
 def _compiled(lowering: Lowering) -> Any:
     """Without LLVM's optimizations, which change no buffer."""
     options = {"xla_backend_optimization_level": 0}
-    done: Any = _Done(lowering.lowered.compile(options))
+    done: Any = _Done(lowering.lowered.compile(options), lowering.lowered.out_info)
     return Lowering(done, lowering.arguments)
 
 
@@ -136,7 +137,8 @@ def _peak(program: Any) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    sizes = (math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(sizes)
 
 
 def shapes_of(workload: Workload, times: int) -> Any:

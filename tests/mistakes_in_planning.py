@@ -130,6 +130,11 @@ PLANNING: list[Row] = [
         ],
     ),
     (
+        "`gradient_noise` with `every_k_schedule=1`",
+        ValueError,
+        [lambda _: train_step(SGD, 1, gradient_noise=True)],
+    ),
+    (
         "`gradient_noise` with a `PlannedWindow`",
         ValueError,
         [lambda keep: NOISE_STEP(keep(NOISE_STEP.init(PARAMS)), WINDOW)],

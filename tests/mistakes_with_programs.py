@@ -5,12 +5,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mistakes import BATCH, PARAMS, SGD, Row, eager, train_step
 
-from optax_tokenaccum import collectives, largest_micro_batch, memory
+import optax_tokenaccum.nnx
+from optax_tokenaccum import (
+    collectives,
+    largest_micro_batch,
+    memory,
+    token_accumulation,
+)
 
 STEP = train_step(SGD, 2)
+NNX_STEP = optax_tokenaccum.nnx.make_train_step(lambda model, x: (model(x), len(x)))
+MODEL = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+OPTIMIZER = nnx.Optimizer(MODEL, token_accumulation(SGD, 2), wrt=nnx.Param)
 STATE = jax.eval_shape(STEP.init, PARAMS)
 LOWERED = STEP.accumulate.lower(STATE, BATCH)
 OVER_DATA = NamedSharding(Mesh(np.array(jax.devices()[:1]), "data"), PartitionSpec())
@@ -51,6 +61,26 @@ READING: list[Row] = [
         "a `limit_bytes` that is not a number",
         TypeError,
         [lambda _: largest_micro_batch(STEP, STATE, batch_of, limit_bytes="2GB")],
+    ),
+    (
+        "something else than a function, given as `batch_of`",
+        TypeError,
+        [
+            lambda _: largest_micro_batch(STEP, batch_of, STATE),
+            lambda _: largest_micro_batch(STEP, STATE, [BATCH]),
+        ],
+    ),
+    (
+        "something else than a model and its optimizer, given to "
+        "`largest_micro_batch` with a step for NNX",
+        TypeError,
+        [
+            lambda _: largest_micro_batch(NNX_STEP, MODEL, batch_of),
+            lambda _: largest_micro_batch(NNX_STEP, (OPTIMIZER, MODEL), batch_of),
+            lambda _: largest_micro_batch(
+                NNX_STEP, nnx.state((MODEL, OPTIMIZER)), batch_of
+            ),
+        ],
     ),
     (
         "`multiple_of` below 1",

@@ -43,13 +43,13 @@ class MemoryReport:
         rows = [
             ("arguments", self.arguments),
             ("outputs", self.outputs),
-            ("aliased", -self.aliased),
+            ("less aliased", self.aliased),
             ("temporaries", self.temporaries),
             ("code", self.code),
             ("peak", self.peak),
         ]
         width = max(len(f"{number:,}") for _, number in rows)
-        lines = [f"{name:<11}  {number:>{width},}" for name, number in rows]
+        lines = [f"{name:<12}  {number:>{width},}" for name, number in rows]
         return "\n".join(["Bytes on each device:", *lines])
 
 

@@ -111,6 +111,12 @@ class ModelStep(abc.ABC):
         self, state: tuple[nnx.Module, nnx.Optimizer], **kwargs: Any
     ) -> Programs:
         """The programs of a run whose calls have these keywords."""
+        kinds = nnx.Module, nnx.Optimizer
+        if type(state) is not tuple or [*map(isinstance, state, kinds)] != [True] * 2:
+            raise TypeError(
+                "The state of a step for NNX must be the tuple (model, optimizer): got "
+                f"{jax.tree.map(type, state, is_leaf=lambda x: x is not state)}."
+            )
         step, _, opened = self._opened(*state)
         return step._programs(opened, **kwargs)
 

@@ -58,7 +58,8 @@ def largest_micro_batch(
     It compiles the step's programs and reads what they need, see `memory`. It runs
     none of them, so it never runs out of memory. What a device holds is counted while
     each program runs: parameters, optimizer state, sums, the micro-batch, temporaries,
-    and in the update the micro-batch that came before it.
+    the metrics of the call before, and in the update the micro-batch that came before.
+    Arrays that `loss_fn` closes over are not: give them as keywords.
 
     The memory of a few sizes predicts that of others, so at most five sizes are
     compiled, each for all shapes that `batch_of` returns. The result is one of these,
@@ -79,8 +80,8 @@ def largest_micro_batch(
         their shapes, which need no memory: for example one for each bucket of
         `plan_window`, where the size is `max_tokens`. For a window step, whole windows.
       limit_bytes: the memory of a device for all of this. By default it is what the
-        device says that it has, less 5 %, less what it holds besides `state`. A CPU
-        does not tell.
+        device says that it has, less 5 %, less what it holds besides `state` and the
+        keywords: give the state itself if it exists. A CPU does not tell.
       multiple_of: sizes are multiples of this number, such as the number of devices
         that share a batch, or the longest bucket.
       **kwargs: the keywords of a call of the step: `rng`, and those of `loss_fn`.
@@ -111,12 +112,19 @@ def largest_micro_batch(
             "step must be from make_train_step or make_window_step, of "
             f"optax_tokenaccum or of optax_tokenaccum.nnx: got {type(step).__name__}."
         )
+    if not callable(batch_of):
+        raise TypeError(
+            "batch_of must be a function of a size that returns a list of batches: got "
+            f"{type(batch_of).__name__}. Write largest_micro_batch(step, state, "
+            "batch_of)."
+        )
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be at least 1: got {multiple_of}.")
     if not isinstance(limit_bytes, numbers.Real | None):
         raise TypeError(f"limit_bytes must be a number of bytes: got {limit_bytes!r}.")
     run = _Run(step._programs(state, **kwargs))
-    limit = _free_bytes(run.state) if limit_bytes is None else int(limit_bytes)
+    counted = run.state, kwargs
+    limit = _free_bytes(counted) if limit_bytes is None else int(limit_bytes)
     sizes: dict[Any, int] = {}
 
     def batches_of(n: int) -> list[Any]:
@@ -129,18 +137,25 @@ def largest_micro_batch(
             raise ValueError(
                 "batch_of must return larger batches for larger sizes: got the same "
                 f"shapes for {min(other, size)} and {max(other, size)}. Where rows are "
-                "max_tokens // length, make multiple_of the longest length."
+                "max_tokens // length, make multiple_of the longest length. A shape is "
+                "a jax.ShapeDtypeStruct."
             )
         return batches
 
     for n in (1, 2):
         batches_of(n)
-    peaks = largest_size(
-        lambda n: run.peak(batches_of(n)),
-        limit,
-        run.state_bytes,
-        TRIALS,
-    )
+
+    def peak_of(n: int) -> float:
+        try:
+            return run.peak(batches_of(n))
+        except Exception as error:
+            error.add_note(
+                f"largest_micro_batch tried a batch of size {n * multiple_of}. Sizes "
+                f"are multiples of multiple_of={multiple_of}."
+            )
+            raise
+
+    peaks = largest_size(peak_of, limit, run.state_bytes, TRIALS)
     size = max((n for n, peak in peaks.items() if peak <= limit), default=None)
     if size is None:
         needed = f"{peaks[1]:,} bytes" if math.isfinite(peaks[1]) else "more"
@@ -158,6 +173,7 @@ class _Compiled(NamedTuple):
     report: MemoryReport
     state: int  # bytes of the state that are not among the arguments
     batch: int  # bytes of the arguments that are not of the state
+    metrics: int  # bytes of the results that are not of the state
 
 
 class _Run:
@@ -181,9 +197,15 @@ class _Run:
             return math.inf
         code = sum(x.report.code for x in needs)
         held = max(x.batch for x in needs)
-        return code + max(
-            x.report.peak - x.report.code + x.state + (held if not x.batch else 0)
-            for x in needs
+        # A loop keeps the metrics, with `aux`, while the next program runs.
+        metrics = max(x.metrics for x in needs)
+        return (
+            metrics
+            + code
+            + max(
+                x.report.peak - x.report.code + x.state + (held if not x.batch else 0)
+                for x in needs
+            )
         )
 
     def _of_batch(self, batch: Any) -> _Compiled | None:
@@ -201,10 +223,14 @@ class _Run:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None
+        _, *infos = lowering.lowered.out_info
+        _, *shardings = compiled.output_shardings
+        results = infos, shardings
         return _Compiled(
             memory(compiled),
             _bytes_of(x for key, x in state.items() if key not in arguments),
             _bytes_of(x for key, x in arguments.items() if key not in state),
+            sum(map(_size_of, *map(jax.tree.leaves, results))),
         )
 
 
@@ -213,15 +239,17 @@ def _bytes_of(arrays: Iterable[Any]) -> int:
     return sum(map(_size_of, arrays))
 
 
-def _size_of(x: Any) -> int:
-    aval, sharding = jax.typeof(x), getattr(x, "sharding", None)
-    shape = aval.shape if sharding is None else sharding.shard_shape(aval.shape)
-    return math.prod(shape) * aval.dtype.itemsize
+def _size_of(x: Any, sharding: Any = None) -> int:
+    sharding = sharding or getattr(x, "sharding", None)
+    if not hasattr(x, "shape"):
+        x = jax.typeof(x)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
 
 
-def _free_bytes(state: Any) -> int:
-    """What the devices of a state have for it, its batches and its programs."""
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+def _free_bytes(counted: Any) -> int:
+    """What the devices have for the arrays that are counted, and for all else."""
+    arrays = [x for x in jax.tree.leaves(counted) if isinstance(x, jax.Array)]
     placed = [x for x in arrays if is_concrete(x)]
     devices = {device for x in placed for device in x.sharding.addressable_devices}
     found = [x.memory_stats() for x in devices or jax.local_devices()[:1]]

@@ -68,6 +68,13 @@ class TrainStep:
         mode: OneDevice,
         donate: bool,
     ):
+        is_alone = accumulation.schedule.every_k == 1 and not mode.leading_axes
+        if accumulation.gradient_noise and is_alone:
+            raise ValueError(
+                "gradient_noise compares a window's first micro-batch with all of it: "
+                "got every_k_schedule=1, windows of a single one. Make micro-batches "
+                "smaller, and k at least 2."
+            )
         self._loss = loss
         self._accumulation = accumulation
         self._mode = mode
