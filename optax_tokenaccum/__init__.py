@@ -7,7 +7,7 @@ from optax_tokenaccum._compiled.collectives import CollectiveReport, collectives
 from optax_tokenaccum._compiled.memory import MemoryReport, memory
 from optax_tokenaccum._core.noise import GradientNoise
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._losses import softmax_cross_entropy_sum
+from optax_tokenaccum._losses import reduce_loss, softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._ragged.pad import pad_micro_batch
 from optax_tokenaccum._ragged.pad_window import pad_window
@@ -32,6 +32,7 @@ from optax_tokenaccum._transformation import (
     has_updated,
     token_accumulation,
 )
+from optax_tokenaccum._with_num_tokens import with_num_tokens
 
 __version__ = "0.1.0"
 
@@ -65,9 +66,11 @@ __all__ = [
     "pad_micro_batch",
     "pad_window",
     "plan_window",
+    "reduce_loss",
     "regroup_sums",
     "softmax_cross_entropy_sum",
     "split_batch",
     "token_accumulation",
     "window_value_and_grad",
+    "with_num_tokens",
 ]

@@ -75,8 +75,8 @@ def _check_masks(
     """Removes entries of likely masks: loss and count must change together."""
     batch = max(batches, key=lambda batch: measures[0](batch)[1])
     masks: dict[tuple[bool, bool], list[Mask]] = {}
-    for mask in _masks(batch):
-        masks.setdefault(_gates(mask, measures, batch, rtol), []).append(mask)
+    for mask in masks_in(batch):
+        masks.setdefault(gates(mask, measures, batch, rtol), []).append(mask)
     of_both, of_count = masks.get((True, True), []), masks.get((False, True), [])
     # Without weights, rewards or one-hot labels the loss is zero too. So a leaf that
     # removes only the loss counts as a mask only if no leaf removes loss and count.
@@ -93,7 +93,7 @@ def _check_masks(
     return how if looked_at else None, found, bool(looked_at) and all(sure)
 
 
-def _masks(batch: Batch) -> Iterator[Mask]:
+def masks_in(batch: Batch) -> Iterator[Mask]:
     """Yields likely masks: bools, 0s and 1s, weights, labels with an ignore index."""
     named = trees.named_leaves(batch)
     seen: list[Mask] = []
@@ -127,7 +127,7 @@ def _value_of_nothing(leaf: Any) -> Any:
     return low if low < 0 and jnp.issubdtype(leaf.dtype, jnp.integer) else None
 
 
-def _gates(
+def gates(
     mask: Mask, measures: list[Measure], batch: Batch, rtol: float
 ) -> tuple[bool, bool]:
     """Whether the loss, and whether the count, is zero without any entry."""
@@ -195,7 +195,8 @@ def _findings(
             f"the loss takes in what the count leaves out: {only_loss} of "
             f"{both + only_count + only_loss} entries of {mask.path} change the loss "
             "alone. Is it one per sequence, or a constant? Count with the mask "
-            "that the loss is multiplied by."
+            "that the loss is multiplied by; or, if the loss is a mean over sequences, "
+            'give check_loss_fn per="sequence".'
         )
 
 

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._audit.check_count import RTOL, Measure, check_count, rows_of
+from optax_tokenaccum._audit.check_sequences import check_sequences
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.loss_fn import LossFn, unpack
@@ -65,7 +66,10 @@ class LossReport:
 
 
 def check_loss_fn(
-    loss_fn: LossFn, params: Params, micro_batches: Sequence[Any]
+    loss_fn: LossFn,
+    params: Params,
+    micro_batches: Sequence[Any],
+    per: Literal["token", "sequence"] = "token",
 ) -> LossReport:
     """Checks that `loss_fn` returns a sum over tokens and the number of those tokens.
 
@@ -86,6 +90,12 @@ def check_loss_fn(
     the leaf may be a reward. If the check cannot tell whether the count is right,
     `count_checked` is `None`.
 
+    With `per="sequence"`, it checks a loss that is a mean over sequences: a sum of the
+    sequences' losses, and their number, as `reduce_loss` returns. The count must be
+    whole, must not change with every token, and must not leave out a row that has a
+    loss. What the check cannot know is whether a constant that sums are divided by is
+    one of the run, or the padded length.
+
     Args:
       loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`.
       params: the parameters to check at.
@@ -95,13 +105,14 @@ def check_loss_fn(
         tokens needs a mask: a leaf of bools, of zeros and ones, of weights of which
         some are below 1, or of integer labels of which some are negative. Without a
         mask, the first 32 rows must have different numbers of tokens.
+      per: what the loss counts, `"token"` or `"sequence"`.
 
     Returns:
       A `LossReport`, which `print` shows as text.
 
     Raises:
-      ValueError: if the leaves of a micro-batch do not share a leading axis, or if no
-        micro-batch has two rows.
+      ValueError: if the leaves of a micro-batch do not share a leading axis, if no
+        micro-batch has two rows, or if `per` is another word.
       TypeError: if `loss_fn` is not a function or returned something other than a pair.
 
     Example:
@@ -115,6 +126,10 @@ def check_loss_fn(
       the loss is already a mean: rows counted twice leave it as it is. Return the sum.
     """
     checks.check_function(loss_fn, "loss_fn")
+    if per not in ("token", "sequence"):
+        raise ValueError(
+            f"per must be 'token' or 'sequence', what the loss counts: got {per!r}."
+        )
     batches = [jax.tree.map(_as_numpy, batch) for batch in micro_batches]
     sizes = [trees.leading_axis(batch, "a micro-batch") for batch in batches]
     if max(sizes, default=0) < 2:
@@ -147,7 +162,10 @@ def check_loss_fn(
         zeros, negative = (jax.tree.map(f, params) for f in (jnp.zeros_like, _negative))
         dims = {size for x in jax.tree.leaves(params) for size in x.shape}
         measures = [measure, at(zeros), at(negative)]
-        how, found = check_count(measures, batches, dims, rtol)
+        if per == "token":
+            how, found = check_count(measures, batches, dims, rtol)
+        else:
+            how, found = check_sequences(measures, batches, rtol)
         findings += found
     return LossReport(tuple(findings), how)
 

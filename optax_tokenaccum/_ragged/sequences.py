@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core.trees import named_leaves
+from optax_tokenaccum._ragged.pad_values import as_pad, broadcast_pads, is_number
 
 
 class Leaf(NamedTuple):
@@ -45,7 +45,7 @@ class Sequences:
             raise ValueError("There must be at least one sequence: got none.")
         self._sequences = sequences
         self.structure = jax.tree.structure(sequences[0])
-        pads = jax.tree.leaves(_broadcast(pad_values, sequences[0]))
+        pads = jax.tree.leaves(broadcast_pads(pad_values, sequences[0], "a sequence"))
         self.leaves = [
             _as_leaf(path, x, pad)
             for (path, x), pad in zip(named_leaves(sequences[0]), pads, strict=True)
@@ -96,59 +96,13 @@ class Sequences:
         return arrays, first[0]
 
 
-def _broadcast(pad_values: Any, sequence: Any) -> Any:
-    try:
-        return jax.tree.broadcast(pad_values, sequence)
-    except ValueError as error:
-        raise ValueError(
-            "pad_values must be one number for all leaves of a sequence, or a number "
-            "for each, or for each subtree: got a sequence with the leaves "
-            f"{_leaf_names(sequence)}, and pad_values for {_leaf_names(pad_values)}."
-        ) from error
-
-
-def _leaf_names(tree: Any) -> str:
-    return ", ".join(path for path, _ in named_leaves(tree)) or "none"
-
-
 def _as_leaf(path: str, x: Any, pad: Any) -> Leaf:
     given = np.asarray(x)
-    if not _is_number(given):
+    if not is_number(given):
         raise TypeError(
             f"The leaves of a sequence must be numbers: got {given.dtype} at {path} of "
             "the sequence at index 0."
         )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(given.dtype))
-    pad = _as_pad(pad, dtype, path)
+    pad = as_pad(pad, dtype, path)
     return Leaf(path, bool(given.ndim), given.shape[1:], dtype, pad)
-
-
-def _as_pad(pad: Any, dtype: np.dtype, path: str) -> np.ndarray:
-    given = np.asarray(pad)
-    if given.shape != () or not _is_number(given):
-        raise TypeError(
-            f"A pad value must be a number: got {pad!r} for {path}. What weighs "
-            "nothing depends on the loss: for example False for a mask, or -100 for "
-            "labels with ignore_index=-100."
-        )
-    is_complex = [jnp.issubdtype(d, jnp.complexfloating) for d in (given.dtype, dtype)]
-    if is_complex != [True, False]:
-        with np.errstate(all="ignore"):
-            cast = given.astype(dtype)
-        if jnp.issubdtype(dtype, jnp.inexact):
-            # Rounding is fine; overflow and a change to or from NaN are not.
-            fits = np.isfinite(cast) == np.isfinite(given)
-            fits &= np.isnan(cast) == np.isnan(given)
-        else:
-            fits = cast == given
-        if fits:
-            return cast
-    raise ValueError(
-        f"A pad value must fit the dtype of its leaf: got {pad!r} for {path} of "
-        f"{dtype}. Give each leaf its own, for example pad_values={{'inputs': 0, "
-        "'mask': False}."
-    )
-
-
-def _is_number(x: np.ndarray) -> bool:
-    return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.number)

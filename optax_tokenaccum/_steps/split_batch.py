@@ -3,12 +3,15 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._ragged.pad_values import as_pad, broadcast_pads
 
 
-def split_batch(batch: Batch, k: int) -> Any:
+def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:
     """Splits a batch into `k` micro-batches, for a loop over their leading axis.
 
     Row `j` goes to micro-batch `j % k`. Every device that holds a part of the rows then
@@ -17,15 +20,21 @@ def split_batch(batch: Batch, k: int) -> Any:
     depend on the order of the rows.
 
     Args:
-      batch: a pytree of arrays `[k * micro, ...]`.
+      batch: a pytree of arrays `[rows, ...]`.
       k: the number of micro-batches.
+      pad_values: fills the batch up with rows of these values until `k` divides their
+        number, for example for the last batch of an epoch: a number for all leaves, or
+        a tree prefix, such as `{"inputs": 0, "mask": False}`. These rows must have no
+        tokens, and what has none depends on the loss. By default `k` must divide the
+        rows.
 
     Returns:
       The same tree with leaves `[k, micro, ...]`.
 
     Raises:
-      ValueError: `k` is below 1 or does not divide the number of rows, or the leaves
-        have different numbers of rows; the error names the leaf.
+      ValueError: `k` is below 1, or does not divide the number of rows and there are no
+        `pad_values`; or the leaves have different numbers of rows (the error names the
+        leaf); or `pad_values` do not match the batch.
 
     Example:
       >>> import numpy as np
@@ -33,15 +42,21 @@ def split_batch(batch: Batch, k: int) -> Any:
       >>> print(split_batch({"x": np.arange(6)}, 2)["x"])
       [[0 2 4]
        [1 3 5]]
+      >>> print(split_batch({"labels": np.arange(5)}, 2, pad_values=-100)["labels"])
+      [[   0    2    4]
+       [   1    3 -100]]
     """
     k = checks.as_count(k, "k")
     rows = trees.leading_axis(batch, "batch")
-    if rows % k:
+    if rows % k and pad_values is None:
         (path, _), *_ = trees.named_leaves(batch)
         raise ValueError(
             f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
-            f"{path}. Pad the batch with rows of no tokens, or drop some."
+            f"{path}. Give pad_values, for rows without tokens, or drop some rows."
         )
+    if rows % k:
+        batch = _filled_up(batch, -rows % k, pad_values)
+        rows += -rows % k
 
     # optax.microbatching.reshape_batch_axis cuts alike, but copies NumPy arrays, to
     # Fortran order.
@@ -49,3 +64,16 @@ def split_batch(batch: Batch, k: int) -> Any:
         return x.reshape(rows // k, k, *x.shape[1:]).swapaxes(0, 1)
 
     return jax.tree.map(split, batch)
+
+
+def _filled_up(batch: Batch, missing: int, pad_values: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    pads = jax.tree.leaves(broadcast_pads(pad_values, batch, "a batch"))
+
+    def fill_up(path: str, x: Any, pad: Any) -> Any:
+        xp = np if isinstance(x, np.ndarray) else jnp
+        pad = as_pad(pad, x.dtype, path)
+        return xp.concatenate([x, xp.full((missing, *x.shape[1:]), pad, x.dtype)])
+
+    paths = [path for path, _ in trees.named_leaves(batch)]
+    return structure.unflatten(map(fill_up, paths, leaves, pads))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import mistakes_in_arguments
 import mistakes_in_planning
+import mistakes_in_reductions
 import mistakes_with_devices
 import mistakes_with_flax
 import mistakes_with_programs
@@ -23,6 +24,7 @@ ROWS = [
     *mistakes_in_arguments.UPDATING,
     *mistakes_with_states.CARRYING,
     *mistakes_with_states.STEPPING,
+    *mistakes_in_reductions.REDUCING,
     *mistakes_in_planning.PLANNING,
     *mistakes_with_devices.ON_DEVICES,
     *mistakes_with_programs.READING,

@@ -5,6 +5,7 @@ import pytest
 import optax_tokenaccum
 import optax_tokenaccum.grain
 import optax_tokenaccum.linen
+import optax_tokenaccum.microbatching
 import optax_tokenaccum.nnx
 
 PUBLIC = [
@@ -12,8 +13,11 @@ PUBLIC = [
     optax_tokenaccum.grain.PlannedMicroBatch,
     optax_tokenaccum.grain.planned_micro_batches,
     optax_tokenaccum.linen.TrainState,
+    optax_tokenaccum.microbatching.token_mean,
     optax_tokenaccum.nnx.TrainStep,
+    optax_tokenaccum.nnx.WindowStep,
     optax_tokenaccum.nnx.make_train_step,
+    optax_tokenaccum.nnx.make_window_step,
 ]
 
 

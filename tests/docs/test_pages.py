@@ -103,6 +103,7 @@ def public() -> list[str]:
     for module in (
         "optax_tokenaccum.grain",
         "optax_tokenaccum.linen",
+        "optax_tokenaccum.microbatching",
         "optax_tokenaccum.nnx",
     ):
         names += [

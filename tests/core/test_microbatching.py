@@ -1,0 +1,111 @@
+"""`token_mean` makes `optax.microbatching` exact."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optax.microbatching import AccumulationType, micro_vmap, microbatch
+
+from optax_tokenaccum.microbatching import token_mean
+
+K = 8
+PARAMS = helpers.init_params(0)
+WINDOW = helpers.ragged_batch(0)
+ROWS = len(WINDOW["mask"])
+
+
+def microbatched(loss_fn: Any, accumulator: Any, **options: Any) -> Any:
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    return jax.jit(microbatch(gradient, 1, ROWS // K, accumulator, **options))
+
+
+def test_the_gradient_is_that_of_the_full_batch():
+    exact = helpers.float64_gradient(PARAMS, WINDOW)
+    (loss, n), grads = microbatched(helpers.loss_sum_fn, token_mean())(PARAMS, WINDOW)
+    assert helpers.relative_error(grads, exact) < helpers.RTOL["float32"]
+    assert float(n) == WINDOW["mask"].sum()
+    total, _ = helpers.loss_sum_fn(PARAMS, WINDOW)
+    np.testing.assert_allclose(loss, total / n, rtol=1e-6)
+
+    mean_fn = jax.value_and_grad(lambda p, b: helpers.loss_mean_fn(p, b)[0])
+    means = microbatch(mean_fn, 1, ROWS // K, AccumulationType.MEAN)
+    _, naive = jax.jit(means)(PARAMS, WINDOW)
+    assert helpers.relative_error(naive, exact) > 1e-3
+
+
+def loss_fn(w: Any, batch: Any) -> Any:
+    n = jnp.sum(batch["mask"])
+    # The gradient of a micro-batch without tokens is NaN.
+    return jnp.sum(w * batch["x"] * batch["mask"]) * (n / n), n
+
+
+@pytest.mark.parametrize("first", [0, ROWS // K], ids=["first", "second"])
+def test_a_micro_batch_without_tokens_adds_nothing(first: int):
+    # Row j is in micro-batch j % K.
+    mask = np.ones(ROWS, np.float32)
+    mask[bool(first) :: K] = 0
+    batch = {"x": np.arange(1.0, ROWS + 1, dtype=np.float32), "mask": mask}
+    (_, n), grad = microbatched(loss_fn, token_mean())(jnp.ones(()), batch)
+    np.testing.assert_allclose(grad, (batch["x"] * mask).sum() / mask.sum(), rtol=1e-6)
+    assert float(n) == mask.sum()
+    none = batch | {"mask": 0 * mask}
+    (loss, n), grad = microbatched(loss_fn, token_mean())(jnp.ones(()), none)
+    assert (float(loss), float(n), float(grad)) == (0, 0, 0)
+
+
+def test_sums_of_bfloat16_are_float32():
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x), x.size
+
+    x = jnp.full(512, 1 + 2**-7, jnp.bfloat16)
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    f = jax.jit(microbatch(gradient, 1, 1, token_mean()))
+    _, grad = f(jnp.ones((), jnp.bfloat16), x)
+    assert grad.dtype == jnp.float32
+    assert float(grad) == 1 + 2**-7
+    _, rounded = jax.jit(microbatch(gradient, 1, 1))(jnp.ones((), jnp.bfloat16), x)
+    assert float(rounded) / 512 != 1 + 2**-7
+
+
+def test_only_the_first_micro_batches_count_if_asked_to():
+    f = microbatched(helpers.loss_sum_fn, token_mean(), num_real_microbatches=3)
+    (_, n), grads = f(PARAMS, WINDOW)
+    rows = np.arange(ROWS) % K < 3
+    part = jax.tree.map(lambda x: x[rows], WINDOW)
+    assert float(n) == part["mask"].sum()
+    exact = helpers.float64_gradient(PARAMS, part)
+    assert helpers.relative_error(grads, exact) < helpers.RTOL["float32"]
+
+
+def test_rows_by_micro_vmap():
+    def of_row(w: Any, x: Any, mask: Any) -> Any:
+        value = jax.value_and_grad(lambda w: w * x * mask)(w)
+        return (value[0], mask), value[1]
+
+    x, mask = jnp.arange(1.0, 9), jnp.array([1.0, 0, 1, 1, 0, 1, 1, 1])
+    f = micro_vmap(of_row, (None, 0, 0), microbatch_size=2, accumulator=token_mean())
+    with_nan = jnp.where(mask > 0, x, jnp.nan)
+    (_, n), grad = f(jnp.ones(()), with_nan, mask)
+    np.testing.assert_allclose(grad, float(jnp.sum(x * mask) / 6), rtol=1e-6)
+    assert float(n) == 6
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda loss, n, grads: (loss, grads),
+        lambda loss, n, grads: ((loss, (n, grads)), grads),
+        lambda loss, n, grads: ((loss, jnp.ones(3)), grads),
+        lambda loss, n, grads: loss,
+    ],
+    ids=["no count", "aux", "a count for each row", "loss alone"],
+)
+def test_a_function_that_returns_something_else(returned: Any):
+    def f(w: Any, x: Any) -> Any:
+        return returned(jnp.sum(w * x), jnp.float32(x.size), jnp.sum(x))
+
+    with pytest.raises(TypeError, match=r"\(\(loss_sum, num_tokens\), grads\)"):
+        microbatch(f, 1, 2, token_mean())(jnp.ones(()), jnp.ones(8))

@@ -1,0 +1,204 @@
+"""The four reductions of policy gradients, under every cut between sequences."""
+
+from typing import Any, NamedTuple, get_args
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from meshes import make_mesh
+
+from optax_tokenaccum import make_train_step, make_window_step, reduce_loss
+from optax_tokenaccum._losses import Reduction
+
+REDUCTIONS = get_args(Reduction)
+LENGTH, MAX_LENGTH = 12, 10.0
+RTOL = 1e-6
+
+
+class Sequence(NamedTuple):
+    """The losses and the mask of a sequence, `[length]`."""
+
+    losses: np.ndarray
+    mask: np.ndarray
+
+
+def sequences_of(seed: int, number: int = 12) -> list[Sequence]:
+    """Sequences with signed losses; every fourth has no tokens."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(number):
+        n = rng.integers(1, LENGTH // 2 + 1)
+        mask = rng.uniform(size=n) < rng.uniform(0.3, 1)
+        mask[0] = True
+        made.append(Sequence(rng.normal(size=n) + i % 3, mask & (i % 4 != 3)))
+    return made
+
+
+def exact(
+    sequences: list[Sequence], reduction: str, count_empty: bool = False
+) -> tuple[float, float, float]:
+    """The definition, one sequence after another: sum, count, sum of magnitudes."""
+    total, count, size = 0.0, 0.0, 0.0
+    for losses, mask in sequences:
+        n, s = mask.sum(), (losses * mask).sum()
+        by = {
+            "token-mean": 1,
+            "seq-mean-token-mean": max(n, 1),
+            "seq-mean-token-sum": 1,
+            "seq-mean-token-sum-norm": MAX_LENGTH,
+        }[reduction]
+        total += s / by
+        size += abs(losses * mask).sum() / by
+        count += n if reduction == "token-mean" else float(n > 0 or count_empty)
+    return total, count, size
+
+
+def rows_of(sequences: list[Sequence], width: int, rows: int) -> dict[str, np.ndarray]:
+    """A sequence in a row; padding has losses of NaN."""
+    batch = {
+        "losses": np.full((rows, width), np.nan, np.float32),
+        "mask": np.zeros((rows, width), bool),
+    }
+    for row, (losses, mask) in enumerate(sequences):
+        batch["losses"][row, : len(mask)] = losses
+        batch["mask"][row, : len(mask)] = mask
+    return batch
+
+
+def packed(sequences: list[Sequence], width: int, rows: int) -> dict[str, np.ndarray]:
+    """Sequences behind one another; numbers are local to a row, in any order."""
+    batch = rows_of([], width, rows) | {"segment_ids": np.zeros((rows, width), int)}
+    row = start = 0
+    for i, (losses, mask) in enumerate(sequences):
+        if start + len(mask) > width:
+            row, start = row + 1, 0
+        where = row, slice(start, start + len(mask))
+        batch["losses"][where], batch["mask"][where] = losses, mask
+        batch["segment_ids"][where] = 17 * (i + 3) % 29 + 1
+        start += len(mask)
+    return batch
+
+
+LAYOUTS = {"rows": rows_of, "packed": packed}
+
+
+def options_of(reduction: str) -> dict[str, Any]:
+    norm = reduction == "seq-mean-token-sum-norm"
+    return {"max_length": MAX_LENGTH} if norm else {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_cut_gives_the_full_batch(layout: str, reduction: str):
+    @jax.jit
+    def reduce(batch: Any) -> Any:
+        return reduce_loss(**batch, reduction=reduction, **options_of(reduction))
+
+    @hypothesis.given(
+        st.integers(0, 99),
+        st.lists(st.integers(1, 12), min_size=1, max_size=4),
+        st.lists(st.sampled_from([LENGTH, 2 * LENGTH]), min_size=5, max_size=5),
+    )
+    @hypothesis.settings(max_examples=30, deadline=None)
+    def check(seed: int, sizes: list[int], widths: list[int]):
+        sequences = sequences_of(seed)
+        cuts = np.minimum(np.cumsum([0, *sizes, len(sequences)]), len(sequences))
+        parts = [sequences[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        found = [
+            reduce(LAYOUTS[layout](part, width, len(sequences)))
+            for part, width in zip(parts, widths, strict=False)
+        ]
+        total, count, size = exact(sequences, reduction)
+        assert abs(sum(float(x) for x, _ in found) - total) <= RTOL * size
+        assert sum(float(n) for _, n in found) == count
+
+    check()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS[1:])
+def test_sequences_without_tokens_count_if_asked_to(reduction: str):
+    sequences = sequences_of(0)
+    batch = packed(sequences, 2 * LENGTH, 12)
+    for count_empty in (False, True):
+        total, count, size = exact(sequences, reduction, count_empty)
+        found = reduce_loss(
+            **batch,
+            reduction=reduction,
+            count_empty=count_empty,
+            **options_of(reduction),
+        )
+        assert abs(float(found[0]) - total) <= RTOL * size
+        assert float(found[1]) == count == (12 if count_empty else 9)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weights_and_gradients(reduction: str):
+    """The gradient with regard to a loss is its weight; none flows to padding."""
+    batch = rows_of(sequences_of(1), LENGTH, 12)
+    weights = batch["mask"] * np.linspace(0.25, 2, LENGTH, dtype=np.float32)
+    weights[1, 0] = -1.0
+
+    def loss_sum(losses: Any) -> Any:
+        return reduce_loss(losses, weights, reduction, **options_of(reduction))[0]
+
+    gradient = np.asarray(jax.grad(loss_sum)(batch["losses"]))
+    positive = np.maximum(weights, 0)
+    divisor = {
+        "seq-mean-token-mean": np.maximum(positive.sum(1, keepdims=True), 1e-9),
+        "seq-mean-token-sum-norm": MAX_LENGTH,
+    }.get(reduction, 1)
+    np.testing.assert_allclose(gradient, positive / divisor, rtol=1e-6)
+
+
+def test_a_wider_result_for_wider_losses():
+    with jax.enable_x64(True):
+        for dtype in (jnp.float64, jnp.float32, jnp.bfloat16):
+            found = reduce_loss(jnp.ones((2, 3), dtype), jnp.ones((2, 3)))
+            assert {x.dtype for x in found} == {jnp.promote_types(dtype, jnp.float32)}
+
+
+DEVICES, K, ROWS = 8, 2, 8
+
+
+@pytest.mark.parametrize("devices", [1, DEVICES])
+@pytest.mark.parametrize("way", ["train step", "window step"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_step_descends_on_the_full_batch(
+    reduction: str, layout: str, way: str, devices: int
+):
+    sequences = [*sequences_of(2, 5), *sequences_of(3, 8)]
+    cut = 5  # uneven micro-batches
+    batches = [
+        LAYOUTS[layout](part, 2 * LENGTH, ROWS)
+        for part in (sequences[:cut], sequences[cut:])
+    ]
+
+    def loss_fn(w: Any, batch: Any) -> Any:
+        # The derivative of w times NaN would be NaN.
+        own = batch | {"losses": w * jnp.nan_to_num(batch["losses"], nan=1e3)}
+        return reduce_loss(**own, reduction=reduction, **options_of(reduction))
+
+    over = {"mesh": make_mesh((8,)), "data_axes": "data"} if devices > 1 else {}
+    if way == "train step":
+        step = make_train_step(loss_fn, optax.sgd(1.0), K, **over)
+        state = step.init(jnp.zeros(()))
+        for batch in batches:
+            state, metrics = step(state, batch)
+    else:
+        window = make_window_step(loss_fn, optax.sgd(1.0), **over)
+        stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+        state, metrics = window(window.init(jnp.zeros(())), stacked)
+    total, count, size = exact(sequences, reduction)
+    assert float(metrics.num_tokens) == count
+    assert abs(float(-state.params) - total / count) <= RTOL * size / count
+
+    means = [
+        x / n
+        for x, n, _ in (exact(p, reduction) for p in (sequences[:cut], sequences[cut:]))
+    ]
+    assert abs(np.mean(means) - total / count) > 1e-3 * size / count
