@@ -56,13 +56,17 @@ def token_mean() -> Accumulator:
 
 
 def _init(value: Any) -> Any:
+    value = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), value)
     _check(value)
 
     def nothing(x: Any) -> Any:
         dtype = x.dtype if is_float0(x) else at_least_float32(x.dtype)
         return zeros_of(jax.ShapeDtypeStruct(x.shape, dtype))
 
-    return jax.tree.map(nothing, value)
+    sums = jax.tree.map(nothing, value)
+    # optax 0.2.7 gives `init` the first value, later versions its shape.
+    is_shape = isinstance(value[0][0], jax.ShapeDtypeStruct)
+    return sums if is_shape else _update(sums, value, 0)
 
 
 def _update(sums: Any, value: Any, _: Any) -> Any:

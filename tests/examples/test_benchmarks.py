@@ -33,6 +33,7 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
         "ragged",
         "rebalance",
         "noise",
+        "fit",
     }
     timed = [row for row in suites["speed"] if "contender" in row]
     assert {row["contender"] for row in timed} == CONTENDERS.keys()
@@ -65,6 +66,9 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     for row in suites["noise"]:
         assert row["temporaries, with / without"] < 1.01
         assert 1.9 < row["more operations / parameters"] < 2.2
+    for row in suites["fit"]:
+        assert row["too large"] == 0
+        assert row["compilations, at most"] <= 5
     table = (tmp_path / "benchmarks.md").read_text()
     assert all(name in table for name in CONTENDERS)
     for name in ("benchmarks.png", "memory.png", "ragged.png"):
