@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import optax
 
 from benchmarks.limits import bytes_of_a_window
-from benchmarks.loops import Loop, Program
+from benchmarks.loops import Loop
 from benchmarks.measure import interleaved, net_memory, ratios
+from benchmarks.ours import train_step, window_step
 from benchmarks.settings import Settings
 from benchmarks.speed import Running
-from benchmarks.workloads import Window, Workload, window_of
-from optax_tokenaccum import make_train_step, make_window_step
+from benchmarks.workloads import Window, window_of
 
 K = 8
 ADAMW = optax.adamw(1e-4)
+STEPS = {"train step": train_step, "window step": window_step}
 OFF, ON, AGAIN = "without", "with", "without, again"
 
 
@@ -31,7 +32,10 @@ def run(settings: Settings) -> list[dict[str, Any]]:
             settings.say(f"noise: {name}, {step}")
             workload = settings.workloads[name]()
             window = window_of(workload, K)
-            loops = {way: build(workload, way == ON) for way in (OFF, ON, AGAIN)}
+            loops = {
+                way: build(workload, ADAMW, K, gradient_noise=way == ON)
+                for way in (OFF, ON, AGAIN)
+            }
             off, on = (costs_of(loops[way], window) for way in (OFF, ON))
             times = interleaved(
                 {way: Running(loop, window) for way, loop in loops.items()},
@@ -82,38 +86,3 @@ def costs_of(loop: Loop, window: Window) -> Costs:
         sum(cost.get("flops", math.nan) for cost in costs),
         sum(cost.get("bytes accessed", math.nan) for cost in costs),
     )
-
-
-def train_step(workload: Workload, on: bool) -> Loop:
-    """`make_train_step`: one call per micro-batch."""
-    step = make_train_step(workload.loss_fn, ADAMW, K, gradient_noise=on)
-
-    def run(state: Any, window: Window) -> Any:
-        for batch in window.micro_batches:
-            state, _ = step(state, batch, frozen=workload.frozen)
-        return state
-
-    def lower(state: Any, window: Window) -> Any:
-        batch = window.micro_batches[0]
-        accumulate = step.accumulate.lower(state, batch, frozen=workload.frozen)
-        close = step.close_window.lower(state)
-        return {"accumulate": Program(accumulate), "close": Program(close)}
-
-    return Loop(step.init(workload.params), run, lambda state: state.params, lower)
-
-
-def window_step(workload: Workload, on: bool) -> Loop:
-    """`make_window_step`: one call per window."""
-    step = make_window_step(workload.loss_fn, ADAMW, gradient_noise=on)
-
-    def run(state: Any, window: Window) -> Any:
-        return step(state, window.stacked, frozen=workload.frozen)[0]
-
-    def lower(state: Any, window: Window) -> Any:
-        lowered = step.lower(state, window.stacked, frozen=workload.frozen)
-        return {"step": Program(lowered)}
-
-    return Loop(step.init(workload.params), run, lambda state: state.params, lower)
-
-
-STEPS = {"train step": train_step, "window step": window_step}

@@ -51,9 +51,11 @@ def multi_steps(
     )
 
 
-def train_step(workload: Workload, inner: optax.GradientTransformation, k: int) -> Loop:
+def train_step(
+    workload: Workload, inner: optax.GradientTransformation, k: int, **options: Any
+) -> Loop:
     """`make_train_step` if the host knows when a window closes: two programs."""
-    step = make_train_step(workload.loss_fn, inner, k)
+    step = make_train_step(workload.loss_fn, inner, k, **options)
 
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
@@ -86,10 +88,10 @@ def train_step_in_one(
 
 
 def window_step(
-    workload: Workload, inner: optax.GradientTransformation, k: int
+    workload: Workload, inner: optax.GradientTransformation, k: int, **options: Any
 ) -> Loop:
     """`make_window_step`: one window per call."""
-    step = make_window_step(workload.loss_fn, inner)
+    step = make_window_step(workload.loss_fn, inner, **options)
 
     def run(state: Any, window: Window) -> Any:
         return step(state, window.stacked, frozen=workload.frozen)[0]

@@ -43,7 +43,7 @@ def parse_options(words: list[str]) -> argparse.Namespace:
         "--memory-limit",
         type=num_bytes,
         metavar="BYTES",
-        help="of a device, for --micro-batch-size auto: 500MB, 2GB or 1.5GiB, say; "
+        help="of a device, for --micro-batch-size auto, such as 500MB, 2GB or 1.5GiB; "
         "needed on a CPU (what the device tells)",
     )
     add(

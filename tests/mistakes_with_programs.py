@@ -77,6 +77,7 @@ READING: list[Row] = [
         [
             lambda _: largest_micro_batch(NNX_STEP, MODEL, batch_of),
             lambda _: largest_micro_batch(NNX_STEP, (OPTIMIZER, MODEL), batch_of),
+            lambda _: largest_micro_batch(NNX_STEP, (MODEL, OPTIMIZER, 0), batch_of),
             lambda _: largest_micro_batch(
                 NNX_STEP, nnx.state((MODEL, OPTIMIZER)), batch_of
             ),

@@ -112,7 +112,8 @@ class ModelStep(abc.ABC):
     ) -> Programs:
         """The programs of a run whose calls have these keywords."""
         kinds = nnx.Module, nnx.Optimizer
-        if type(state) is not tuple or [*map(isinstance, state, kinds)] != [True] * 2:
+        is_pair = type(state) is tuple and len(state) == 2
+        if not is_pair or not all(map(isinstance, state, kinds)):
             raise TypeError(
                 "The state of a step for NNX must be the tuple (model, optimizer): got "
                 f"{jax.tree.map(type, state, is_leaf=lambda x: x is not state)}."

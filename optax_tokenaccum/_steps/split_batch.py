@@ -48,20 +48,20 @@ def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:
     """
     k = checks.as_count(k, "k")
     rows = trees.leading_axis(batch, "batch")
-    if rows % k and pad_values is None:
+    missing = -rows % k
+    if missing and pad_values is None:
         (path, _), *_ = trees.named_leaves(batch)
         raise ValueError(
             f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
             f"{path}. Give pad_values, for rows without tokens, or drop some rows."
         )
-    if rows % k:
-        batch = _filled_up(batch, -rows % k, pad_values)
-        rows += -rows % k
+    if missing:
+        batch = _filled_up(batch, missing, pad_values)
 
     # optax.microbatching.reshape_batch_axis cuts alike, but copies NumPy arrays, to
     # Fortran order.
     def split(x: Any) -> Any:
-        return x.reshape(rows // k, k, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(len(x) // k, k, *x.shape[1:]).swapaxes(0, 1)
 
     return jax.tree.map(split, batch)
 

@@ -137,7 +137,7 @@ def test_sequences_without_tokens_count_if_asked_to(reduction: str):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_weights_and_gradients(reduction: str):
-    """The gradient with regard to a loss is its weight; none flows to padding."""
+    """The derivative by a loss is its weight; none flows to padding."""
     batch = rows_of(sequences_of(1), LENGTH, 12)
     weights = batch["mask"] * np.linspace(0.25, 2, LENGTH, dtype=np.float32)
     weights[1, 0] = -1.0

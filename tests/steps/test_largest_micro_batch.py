@@ -62,7 +62,7 @@ def windows_of(n: int) -> list[Any]:
 class Run(NamedTuple):
     """A step, its state, its batches and the programs that it runs for a batch.
 
-    `besides` are the bytes on a device that are no arguments of a program.
+    `besides` are the bytes on a device that a program is not given.
     """
 
     step: Any
