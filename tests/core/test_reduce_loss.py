@@ -154,6 +154,16 @@ def test_weights_and_gradients(reduction: str):
     np.testing.assert_allclose(gradient, positive / divisor, rtol=1e-6)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_segment_0_is_padding_even_under_the_mask(reduction: str):
+    batch = packed(sequences_of(4), 2 * LENGTH, 12)
+    batch["losses"] = np.nan_to_num(batch["losses"], nan=1e3)
+    options = {"reduction": reduction, **options_of(reduction)}
+    expected = reduce_loss(**batch, **options)
+    batch["mask"] = batch["mask"] | (batch["segment_ids"] == 0)
+    assert reduce_loss(**batch, **options) == expected
+
+
 def test_a_wider_result_for_wider_losses():
     with jax.enable_x64(True):
         for dtype in (jnp.float64, jnp.float32, jnp.bfloat16):
