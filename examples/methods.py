@@ -26,6 +26,7 @@ from optax_tokenaccum import (
     softmax_cross_entropy_sum,
     token_accumulation,
 )
+from optax_tokenaccum.microbatching import token_mean
 
 Programs = dict[str, jax.stages.Lowered]
 Loop = Generator[Params, None, Programs]
@@ -203,22 +204,21 @@ def optax_microbatching(
     inner: optax.GradientTransformation,
     k: int,
 ) -> Loop:
-    """The exact way with optax alone: sums of everything, one division.
+    """optax's loop over micro-batches, with an accumulator that divides once.
 
     optax cuts up the whole window, so the padding is the same as in the window step.
     """
-    sums_over_window = optax.microbatching.microbatch(
+    window_gradient = optax.microbatching.microbatch(
         jax.value_and_grad(loss_fn, has_aux=True),
         argnums=1,
         microbatch_size=len(windows[0].whole.inputs) // k,
-        accumulator=optax.microbatching.AccumulationType.SUM,
+        accumulator=token_mean(),
     )
     opt_state = inner.init(params)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, opt_state, batch, frozen):
-        (_, n), grads = sums_over_window(params, batch, frozen)
-        grads = jax.tree.map(lambda g: g / n, grads)
+        _, grads = window_gradient(params, batch, frozen)
         updates, opt_state = inner.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 

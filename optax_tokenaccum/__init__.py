@@ -17,6 +17,7 @@ from optax_tokenaccum._ragged.plan import (
     plan_window,
 )
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
+from optax_tokenaccum._steps.accumulate_over_window import accumulate_over_window
 from optax_tokenaccum._steps.largest_micro_batch import (
     MicroBatchFit,
     largest_micro_batch,
@@ -52,6 +53,7 @@ __all__ = [
     "TrainStep",
     "Verdict",
     "WindowStep",
+    "accumulate_over_window",
     "audit",
     "check_loss_fn",
     "choose_length_buckets",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import stack
 from mistakes import (
     BATCH,
     GRADS,
@@ -34,6 +35,7 @@ from mistakes import (
 
 from optax_tokenaccum import (
     MultiSteps,
+    accumulate_over_window,
     make_train_step,
     make_window_step,
     token_accumulation,
@@ -136,7 +138,8 @@ BUILDING: list[Row] = [
     (
         "`gradients` that is neither sum nor mean",
         ValueError,
-        constructed(SGD, 2, gradients="total", by=(token_accumulation, MultiSteps)),
+        constructed(SGD, 2, gradients="total", by=(token_accumulation, MultiSteps))
+        + [lambda _: accumulate_over_window(loss_fn, gradients="total")],
     ),
     (
         "`loss_fn` that is not a function",
@@ -145,6 +148,23 @@ BUILDING: list[Row] = [
             lambda _: make_train_step(SGD, loss_fn, 2),
             lambda _: make_window_step(PARAMS, SGD),
             lambda _: window_value_and_grad(PARAMS),
+        ],
+    ),
+    (
+        "`value_and_grad_fn` of `accumulate_over_window` that is not a function",
+        TypeError,
+        [lambda _: accumulate_over_window(PARAMS)],
+    ),
+    (
+        "a gradient function that returns something else",
+        TypeError,
+        [
+            lambda _, f=f: accumulate_over_window(f)(PARAMS, stack([BATCH]))
+            for f in (
+                jax.grad(lambda p, b: loss_fn(p, b)[0]),
+                jax.value_and_grad(lambda p, b: loss_fn(p, b)[0]),
+                jax.grad(loss_fn, has_aux=True),
+            )
         ],
     ),
     (

@@ -88,10 +88,17 @@ def key_at(
     return {"rng": layout.own_key(rng)}
 
 
-def unpack(returned: Any, has_aux: bool) -> tuple[jax.Array, tuple[Any, Any]]:
-    """Checked `(loss_sum, (num_tokens, aux))`; `aux` is `None` without `has_aux`."""
+def unpack(
+    returned: Any, has_aux: bool, rule: str | None = None
+) -> tuple[jax.Array, tuple[Any, Any]]:
+    """Checked `(loss_sum, (num_tokens, aux))`; `aux` is `None` without `has_aux`.
+
+    Errors begin with `rule`, by default that of a `loss_fn`.
+    """
     form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
-    rule = f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
+    rule = rule or (
+        f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
+    )
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         advice = ""
         if not has_aux and isinstance(returned, tuple | list) and len(returned) == 3:

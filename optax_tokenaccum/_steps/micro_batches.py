@@ -1,4 +1,4 @@
-"""Groups the micro-batches of a window by shape, for one loop per group."""
+"""Groups the micro-batches of a window by shape, and runs one loop per group."""
 
 import contextlib
 import functools
@@ -87,3 +87,60 @@ def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[G
             f"{bound.dtype} of shape {bound.shape}."
         )
     return capacity, [Group(0, jnp.clip(bound.astype(jnp.int32), 0, capacity), pick)]
+
+
+def for_each(
+    groups: list[Group],
+    add: Callable[[Any, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    aux_of: Callable[[Any], Any] | None,
+    capacity: int,
+) -> tuple[Any, Any]:
+    """Runs `add(micro_batch, i, carry) -> (carry, aux)` in window order.
+
+    Args:
+      groups: from `groups_of`.
+      add: is called once for each micro-batch.
+      carry: before the first.
+      aux_of: `aux_of(micro_batch)` has the shapes of `aux`, and is never computed;
+        `None` if there is no `aux`.
+      capacity: number of micro-batches that the window has room for.
+
+    Returns:
+      `(carry, aux)`, `aux` stacked `[capacity, ...]`, or `None`.
+    """
+    auxes = None
+    if aux_of is not None:
+        auxes = jax.tree.map(
+            lambda x: jnp.zeros((capacity, *x.shape), x.dtype),
+            _same_for_all(aux_of, groups),
+        )
+
+    def body(pick: Callable[[Any], Any], i: Any, carry_and_auxes: Any) -> Any:
+        carry, auxes = carry_and_auxes
+        carry, aux = add(pick(i), i, carry)
+        auxes = jax.tree.map(
+            lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
+        )
+        return carry, auxes
+
+    carry = carry, auxes
+    for group in groups:
+        own = functools.partial(body, group.pick)
+        carry = jax.lax.fori_loop(group.start, group.stop, own, carry)
+    return carry
+
+
+def _same_for_all(aux_of: Callable[[Any], Any], groups: list[Group]) -> Any:
+    """The shapes of `aux`."""
+    first, *others = [
+        jax.eval_shape(lambda pick=group.pick: aux_of(pick(0))) for group in groups
+    ]
+    for other in others:
+        trees.check_same_tree(
+            other,
+            first,
+            "aux must have the same shapes in micro-batches of every length, for it is "
+            "stacked (reduce what is per row or per token in loss_fn)",
+        )
+    return first

@@ -1,6 +1,5 @@
 """The exact mean loss and gradient of a whole window, in one program."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import checks, trees
+from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss_fn import (
@@ -25,7 +24,7 @@ from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
 from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms
-from optax_tokenaccum._steps.micro_batches import Group, explained, groups_of
+from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
 
 
 def window_value_and_grad(
@@ -182,51 +181,27 @@ class Window:
         def kwargs_at(i: Any) -> dict[str, Any]:
             return loss_kwargs | key_at(rng, layout, i)
 
-        def add(pick: Any, i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            state, any_skipped, variables, auxes = carry
-            of_params = loss_of(loss, params, variables, pick(i), kwargs_at(i), layout)
+        def add(batch: Batch, i: Any, carry: Any) -> tuple[Any, Any]:
+            state, any_skipped, variables = carry
+            of_params = loss_of(loss, params, variables, batch, kwargs_at(i), layout)
             state, skipped, (aux, changed) = accumulation.add_loss(
                 of_params, state, params
             )
             variables = variables.updated(changed, skipped, layout.shared)
-            auxes = jax.tree.map(
-                lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
-            )
-            return state, any_skipped | skipped, variables, auxes
+            return (state, any_skipped | skipped, variables), aux
 
-        def aux_of_first(pick: Any) -> Any:
+        def aux_of(batch: Batch) -> Any:
             own = variables.with_keys(layout.own_key)
-            returned, _ = loss.call(params, own, pick(0), **kwargs_at(0))
+            returned, _ = loss.call(params, own, batch, **kwargs_at(0))
             return unpack(returned, loss.has_aux)[1][1]
 
-        carry = (
-            empty,
-            jnp.zeros((), jnp.bool_),
-            variables,
-            jax.tree.map(
-                lambda x: jnp.zeros((capacity, *x.shape), x.dtype),
-                _same_for_all(aux_of_first, groups) if loss.has_aux else None,
-            ),
+        (state, any_skipped, variables), aux = for_each(
+            groups,
+            add,
+            (empty, jnp.zeros((), jnp.bool_), variables),
+            aux_of if loss.has_aux else None,
+            capacity,
         )
-        for group in groups:
-            body = functools.partial(add, group.pick)
-            carry = jax.lax.fori_loop(group.start, group.stop, body, carry)
-        state, any_skipped, variables, auxes = carry
         if totals is None:
             totals = accumulation.window_so_far(state)[1]
-        return state, (totals, any_skipped, variables), layout.stacked(auxes, 1)
-
-
-def _same_for_all(aux_of_first: Callable[[Any], Any], groups: list[Group]) -> Any:
-    """The shapes of `aux`."""
-    first, *others = [
-        jax.eval_shape(functools.partial(aux_of_first, group.pick)) for group in groups
-    ]
-    for other in others:
-        trees.check_same_tree(
-            other,
-            first,
-            "aux must have the same shapes in micro-batches of every length, for it is "
-            "stacked (reduce what is per row or per token in loss_fn)",
-        )
-    return first
+        return state, (totals, any_skipped, variables), layout.stacked(aux, 1)

@@ -1,0 +1,144 @@
+"""The mean loss and gradient of a window, from a function that computes gradients."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
+
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._core.accumulation import make_accumulation
+from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.loss_fn import key_at, unpack
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.sums import is_float0, zeros_of
+from optax_tokenaccum._core.trees import Batch, Gradients, Params
+from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
+
+# value_and_grad_fn(params, batch, **kwargs) -> ((value, num_tokens), grads). With
+# has_aux it returns ((value, (num_tokens, aux)), grads).
+ValueAndGradFn = Callable[..., tuple[tuple[Any, Any], Gradients]]
+
+
+def accumulate_over_window(
+    value_and_grad_fn: ValueAndGradFn,
+    *,
+    gradients: Literal["sum", "mean"] = "sum",
+    has_aux: bool = False,
+    accumulator_dtype: Any = None,
+) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], Gradients]]:
+    r"""The exact mean loss and gradient of a window, from gradients of micro-batches.
+
+    The returned function computes
+    :math:`\left(\sum_i \ell_i / \sum_i n_i,\; \sum_i g_i / \sum_i n_i\right)` over
+    micro-batches with summed losses :math:`\ell_i`, their gradients :math:`g_i` and
+    token counts :math:`n_i`, in one loop, inside any `jit`.
+
+    Use it if you are handed a function that computes gradients: by a trainer, or
+    because you clip or change the gradient of each micro-batch. If you have the loss,
+    prefer `window_value_and_grad`: its backward pass adds to the sums, while a gradient
+    that is handed over exists as a whole next to them.
+
+    Args:
+      value_and_grad_fn: `value_and_grad_fn(params, batch, **kwargs) -> ((value,
+        num_tokens), grads)`, as `jax.value_and_grad(loss_fn, has_aux=True)` returns.
+        `grads` may be any tree of arrays.
+      gradients: `"sum"` if `value` and `grads` are of the loss summed over the
+        micro-batch's tokens; `"mean"` if they are of its mean over these tokens.
+      has_aux: the function returns `((value, (num_tokens, aux)), grads)`.
+      accumulator_dtype: dtype of the sums; by default float32, or the gradient's dtype
+        if that is wider.
+
+    Returns:
+      `f(params, micro_batches, *, rng=None, num_micro_batches=None, **kwargs) ->
+      ((loss, (num_tokens, aux)), grads)`. Arguments and results are those of the
+      function that `window_value_and_grad` returns. `grads` has the tree, shapes and
+      dtypes of the gradients that `value_and_grad_fn` returns. A window without tokens
+      has a loss and a gradient of 0.
+
+    Raises:
+      ValueError: `gradients` is another word; leading axes of `micro_batches` differ or
+        are 0; or `num_micro_batches` is outside 0 to `k` and not an array.
+      TypeError: `value_and_grad_fn` returned anything other than described above.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_tokenaccum import accumulate_over_window
+      >>> def mean_loss_fn(w, batch):
+      ...     n = jnp.sum(batch["mask"])
+      ...     return jnp.sum(w * batch["x"] * batch["mask"]) / n, n
+      >>> grad_fn = jax.value_and_grad(mean_loss_fn, has_aux=True)  # of a trainer
+      >>> micro_batches = {"x": jnp.asarray([[2.0, 0.0, 0.0], [30.0, 30.0, 30.0]]),
+      ...                  "mask": jnp.asarray([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])}
+      >>> f = jax.jit(accumulate_over_window(grad_fn, gradients="mean"))
+      >>> (loss, (num_tokens, _)), grad = f(jnp.asarray(1.0), micro_batches)
+      >>> print(loss, num_tokens, grad)  # not 16, the mean of the means
+      23.0 4.0 23.0
+    """
+    checks.check_function(value_and_grad_fn, "value_and_grad_fn")
+    accumulation = make_accumulation(
+        optax.identity(), make_schedule(), gradients, None, accumulator_dtype
+    )
+
+    def accumulate(
+        params: Params,
+        micro_batches: Batch,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Any = None,
+        **kwargs: Any,
+    ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Gradients]:
+        capacity, groups = groups_of(micro_batches, num_micro_batches)
+
+        def call(batch: Batch, i: Any) -> Any:
+            with explained(micro_batches, batch):
+                returned = value_and_grad_fn(
+                    params, batch, **kwargs, **key_at(rng, Layout(), i)
+                )
+            return _unpack(returned, has_aux)
+
+        def add(batch: Batch, i: Any, state: Any) -> tuple[Any, Any]:
+            (value, (num_tokens, aux)), grads = call(batch, i)
+            grads = _without_float0(grads)
+            state, _ = accumulation.add(grads, state, None, num_tokens, value)
+            return state, aux
+
+        _, like = jax.eval_shape(lambda: call(groups[0].pick(0), 0))
+        state, aux = for_each(
+            groups,
+            add,
+            accumulation.empty_window(_without_float0(like)),
+            (lambda batch: call(batch, 0)[0][1][1]) if has_aux else None,
+            capacity,
+        )
+        loss, num_tokens = accumulation.window_so_far(state)
+        grads = accumulation.window_gradient_in_place(state, _without_float0(like))
+        return (loss, (num_tokens, aux)), _with_float0(grads, like)
+
+    return accumulate
+
+
+def _unpack(returned: Any, has_aux: bool) -> Any:
+    form = "(value, (num_tokens, aux))" if has_aux else "(value, num_tokens)"
+    rule = (
+        f"value_and_grad_fn must return ({form}, grads), as "
+        "jax.value_and_grad(loss_fn, has_aux=True) does"
+    )
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(f"{rule}: got {returned}.")
+    value, grads = returned
+    return unpack(value, has_aux, rule), grads
+
+
+def _without_float0(grads: Gradients) -> Gradients:
+    """`grads` without those of integers, which nothing can be added to."""
+    return jax.tree.map(lambda g: None if is_float0(g) else g, grads)
+
+
+def _with_float0(grads: Gradients, like: Gradients) -> Gradients:
+    return jax.tree.map(
+        lambda x, g: zeros_of(x) if is_float0(x) else g,
+        like,
+        grads,
+        is_leaf=lambda x: x is None,
+    )
