@@ -2,12 +2,11 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
@@ -18,11 +17,25 @@ from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._transformation import has_updated
 
 
+class OverwriteState(NamedTuple):
+    """The optimizer's state of a model with 8-bit floats.
+
+    Attributes:
+      opt_state: the state of `tx`.
+      acc_overwrite: the maximum over the open window of the values that overwrite the
+        scales when the window closes.
+    """
+
+    opt_state: optax.OptState
+    acc_overwrite: Params
+
+
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` for a `tx` that accumulates; `step` counts updates.
 
     Flax's own `apply_gradients` passes only gradients to `tx`, so the token count would
-    be lost, and `step` would count micro-batches.
+    be lost, and `step` would count micro-batches. With Flax's 8-bit floats, `opt_state`
+    is an `OverwriteState`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -39,24 +52,17 @@ class TrainState(train_state.TrainState):
       ...     print(state.step, state.params["w"])
       0 [0. 0.]
       1 [-3. -3.]
-
-    Attributes:
-      acc_overwrite: with Flax's 8-bit floats, the maximum over the open window of the
-        values that overwrite the scales when the window closes; `None` otherwise.
     """
-
-    # Keyword-only, so that a subclass can add fields without a default.
-    acc_overwrite: Any = struct.field(default=None, kw_only=True)
 
     @classmethod
     def create(
         cls, *, apply_fn: Any, params: Params, tx: Any, **kwargs: Any
     ) -> "TrainState":
         """Creates a state; see `flax.training.train_state.TrainState.create`."""
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
-            scales = params[OVERWRITE_WITH_GRADIENT]
-            kwargs = {"acc_overwrite": jax.tree.map(jnp.zeros_like, scales)} | kwargs
-        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+            return state.replace(opt_state=_with_overwrite_state(state))
+        return state
 
     def apply_gradients(
         self,
@@ -107,13 +113,17 @@ class TrainState(train_state.TrainState):
             close_window=close_window,
         )
         counting = optax.GradientTransformation(self.tx.init, update)
-        state = super(TrainState, self.replace(tx=counting)).apply_gradients(
+        both = _with_overwrite_state(self) if OVERWRITE_WITH_GRADIENT in grads else None
+        before = self.replace(opt_state=both.opt_state) if both else self
+        after = super(TrainState, before.replace(tx=counting)).apply_gradients(
             grads=grads, **kwargs
         )
-        state = state.replace(tx=self.tx, step=self.step + has_updated(state.opt_state))
-        if OVERWRITE_WITH_GRADIENT in grads:
-            return _overwritten_when_closed(self, state, num_tokens)
-        return state
+        after = after.replace(tx=self.tx, step=self.step + has_updated(after.opt_state))
+        if both:
+            return _overwritten_when_closed(
+                before, after, both.acc_overwrite, num_tokens
+            )
+        return after
 
     def close_window(self) -> "TrainState":
         """Closes a partial window, for example at the end of an epoch.
@@ -129,8 +139,17 @@ class TrainState(train_state.TrainState):
         )
 
 
+def _with_overwrite_state(state: TrainState) -> OverwriteState:
+    """Its `opt_state`, with a maximum over nothing if there is none, as in 0.1.0."""
+    if isinstance(state.opt_state, OverwriteState):
+        return state.opt_state
+    scales = state.params[OVERWRITE_WITH_GRADIENT]
+    nothing = jax.tree.map(lambda x: jnp.full_like(x, MAXIMUM.nothing), scales)
+    return OverwriteState(state.opt_state, nothing)
+
+
 def _overwritten_when_closed(
-    before: TrainState, after: TrainState, num_tokens: Any
+    before: TrainState, after: TrainState, acc_overwrite: Params, num_tokens: Any
 ) -> TrainState:
     """`after`, with the scales overwritten only when the window closes.
 
@@ -156,10 +175,7 @@ def _overwritten_when_closed(
     def written(acc: jax.Array, scale: jax.Array) -> jax.Array:
         return jnp.where(new.has_updated, acc, scale)
 
-    acc = before.acc_overwrite
-    if acc is None:  # a checkpoint of 0.1.0, which overwrote in every call
-        acc = jax.tree.map(lambda x: jnp.full_like(x, MAXIMUM.nothing), given)
-    acc = jax.tree.map(largest, acc, given)
+    acc = jax.tree.map(largest, acc_overwrite, given)
     scales = jax.tree.map(written, acc, before.params[OVERWRITE_WITH_GRADIENT])
     params = {**after.params, OVERWRITE_WITH_GRADIENT: scales}
-    return after.replace(params=params, acc_overwrite=acc)
+    return after.replace(params=params, opt_state=OverwriteState(after.opt_state, acc))

@@ -234,7 +234,8 @@ def test_scales_in_a_state_of_before():
     params = {"params": {"w": jnp.zeros(2)}, OVERWRITE_WITH_GRADIENT: jnp.ones(1)}
     state = TrainState.create(
         apply_fn=None, params=params, tx=token_accumulation(SGD, 2)
-    ).replace(acc_overwrite=None)
+    )
+    state = state.replace(opt_state=state.opt_state.opt_state)
     for scale in (3.0, 2.0):
         grads = {
             "params": params["params"],
