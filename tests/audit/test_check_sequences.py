@@ -57,6 +57,25 @@ def test_means_over_sequences_pass(loss_fn: Any, packed: bool, seed: int):
     assert report.count_checked == "row by row of ['mask']"
 
 
+@pytest.mark.parametrize("loss_fn", SEQUENCE_MEANS, ids=["mean", "sum", "norm"])
+def test_a_row_of_sequences_of_one_token_is_not_condemned(loss_fn: Any):
+    """Without either of its tokens, such a row has another count."""
+    batch = make_batch(0, packed=True)
+    batch["mask"][0] = np.arange(LENGTH) < 2
+    batch["segment_ids"][0] = np.arange(LENGTH) + 1
+    report = check_loss_fn(loss_fn, PARAMS, [batch], per="sequence")
+    assert report.passed, str(report)
+    assert report.count_checked == "row by row of ['mask']"
+
+
+def test_sequences_of_one_token_alone_are_not_condemned():
+    """Their number is that of their tokens."""
+    batch = make_batch(0, packed=False)
+    batch["mask"] &= np.arange(LENGTH) == 0
+    loss_fn = reduced("seq-mean-token-sum")
+    assert check_loss_fn(loss_fn, PARAMS, [batch], per="sequence").passed
+
+
 @pytest.mark.parametrize("loss_fn", SEQUENCE_MEANS[1:], ids=["sum", "norm"])
 def test_a_count_of_sequences_is_not_one_of_tokens(loss_fn: Any):
     findings = check_loss_fn(loss_fn, PARAMS, [make_batch(0, False)]).findings
