@@ -5,10 +5,11 @@
 The results are ratios of times, not times: the ways take turns in one process, and a
 result is the median, the minimum and the maximum over the pairs. Before the timing,
 every way must give the right gradient, or be known to be wrong by design. `--quick`
-runs everything on small inputs, to check that it works. Results of other suites that
-are in the folder already stay there.
+runs everything on small inputs, to check that it works. The results of other suites in
+the folder are kept.
 
-`python -m benchmarks.page docs/performance.md` puts new results into a page.
+To put new results into docs/performance.md, run `python -m benchmarks.page
+docs/performance.md` for its tables and `python -m benchmarks.picture` for its picture.
 """
 
 import argparse
@@ -57,16 +58,18 @@ def main() -> None:
         nargs="+",
         choices=SUITES | ONLY_IF_NAMED,
         default=list(SUITES),
-        help=f"which to run (all but {', '.join(ONLY_IF_NAMED)})",
+        help=f"the suites to run (default: all except {', '.join(ONLY_IF_NAMED)})",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="tiny and few: for correctness alone"
+        "--quick",
+        action="store_true",
+        help="run on small inputs, to check that it works",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("benchmark-results"),
-        help="a folder (%(default)s)",
+        help="the folder for the results (default: %(default)s)",
     )
     options = parser.parse_args()
     chosen = settings.QUICK if options.quick else settings.full()

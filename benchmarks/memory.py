@@ -79,7 +79,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     panel.set_ylim(0, 1.1 * max(row["peak / gradients alone"] for row in rows))
     panel.set_xlabel("micro-batches in a window (k)")
     panel.set_ylabel("peak / gradients alone")
-    panel.set_title(f"Memory of accumulating: {rows[0]['workload']}")
+    panel.set_title(f"Peak memory of a window: {rows[0]['workload']}")
     handles, labels = panel.get_legend_handles_labels()
     order = sorted(range(len(ends)), key=lambda i: -ends[i])
     panel.legend(

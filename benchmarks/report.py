@@ -20,7 +20,7 @@ Suites = dict[str, dict[str, Any]]
 def write(results: dict[str, Rows], folder: Path) -> None:
     """Writes `benchmarks.json`, `benchmarks.md` and, for speeds, `benchmarks.png`.
 
-    Results of other suites that are in the folder already stay there.
+    The results of other suites in the folder are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, where = folder / "benchmarks.json", machine()
@@ -29,7 +29,7 @@ def write(results: dict[str, Rows], folder: Path) -> None:
         suite: {"machine": where, "rows": rows} for suite, rows in results.items()
     }
     file.write_text(as_json(suites))
-    (folder / "benchmarks.md").write_text(markdown(suites))
+    (folder / "benchmarks.md").write_text(markdown(suites, folder.name))
     if "speed" in results:
         picture(results["speed"], folder / "benchmarks.png")
 
@@ -58,9 +58,13 @@ def as_json(suites: Suites) -> str:
     return '{"suites": {\n' + ",\n".join(parts) + "\n}}\n"
 
 
-def markdown(suites: Suites) -> str:
-    """Tables of every suite; ratios are medians of pairs, minimum and maximum."""
-    parts = ["# Benchmarks\n"]
+def markdown(suites: Suites, folder: str) -> str:
+    """Returns a page with the tables of every suite."""
+    parts = [
+        f"# Benchmarks: {folder.replace('_', ' ')}\n",
+        "The tables below are the results of `python -m benchmarks`. Ratios of times "
+        "are medians, with the minimum and the maximum in brackets.\n",
+    ]
     for name, suite in suites.items():
         measured_on = ", ".join(f"{x} {value}" for x, value in suite["machine"].items())
         parts.append(f"## {name}\n\n{measured_on}\n")
@@ -102,7 +106,7 @@ def picture(rows: Rows, path: Path) -> None:
         panel.set_xlabel("time / (gradients + one step)")
         panel.set_xlim(left=0)
     panels[0, 0].invert_yaxis()
-    figure.suptitle("A window with AdamW: median and spread")
+    figure.suptitle("Time of a window with AdamW: median, minimum and maximum")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -3,7 +3,13 @@
 The sources are the repository's own folders, so that a link works there and here.
 """
 
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import names
 
 project = "optax_tokenaccum"
 author = "The optax_tokenaccum authors"
@@ -11,8 +17,12 @@ copyright = "2026, " + author
 
 extensions = [
     "myst_nb",
+    "names",
+    "search_words",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 include_patterns = [
@@ -33,7 +43,11 @@ nb_execution_timeout = 300
 
 autodoc_class_signature = "separated"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+intersphinx_mapping = names.intersphinx_mapping(Path(tempfile.mkdtemp()))
 default_role = "code"
 napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. "

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -24,7 +25,15 @@ BLOCKS = [
 ]
 
 # Blocks that are not run: Sphinx directives, diffs, and errors.
-NOT_CODE = {"{eval-rst}", "{toctree}", "diff", "text"}
+NOT_CODE = {"{eval-rst}", "{include}", "{toctree}", "diff", "text"}
+# tests_keras, tests_tunix, test_trainers_of_others.py and test_upstream.py.
+RUN_BY_THEIR_TESTS = (
+    "docs/easydel.md",
+    "docs/kauldron.md",
+    "docs/keras.md",
+    "docs/reports/",
+    "docs/tunix.md",
+)
 # Quoted code of other projects; test_own_your_step.py runs its arithmetic instead.
 QUOTED = {
     "gradient_accumulation_loss_and_grad(",
@@ -37,13 +46,13 @@ def test_there_are_blocks_of_every_kind():
     assert {language for _, language, _ in BLOCKS} == NOT_CODE | {"python", "bash"}
 
 
-def test_python_runs_as_a_doctest_or_on_tunix():
+def test_python_runs_as_a_doctest_or_in_a_test_of_its_page():
     others = [
         code
         for page, language, code in BLOCKS
         if language == "python"
         and not code.startswith(">>> ")
-        and page != "docs/tunix.md"  # tests_tunix runs its blocks
+        and not page.startswith(RUN_BY_THEIR_TESTS)
     ]
     assert len(others) == len(QUOTED)
     for code in others:
@@ -125,3 +134,20 @@ def test_links_lead_somewhere(page: str):
     relative = [target for target in targets if not target.startswith("http")]
     missing = [t for t in relative if not (ROOT / page).parent.joinpath(t).exists()]
     assert not missing
+
+
+def titles() -> list[str]:
+    """Return the first heading of every page and notebook of the site."""
+    pages = [text for page, text in PAGES.items() if page != "docs/index.md"]
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
+        pages.append("".join(first["source"]))
+    return [re.search(r"^# (.*)$", text, re.MULTILINE)[1] for text in pages]
+
+
+def test_no_title_occurs_twice():
+    assert sorted(titles()) == sorted({*titles()})
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 200

@@ -1,10 +1,11 @@
 """The figures on the pages are those of the results in the repository."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import page
+from benchmarks import page, picture
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "benchmarks/results/cpu/benchmarks.md").read_text().splitlines()
@@ -35,3 +36,21 @@ def test_a_table_that_was_edited_is_found(old: str):
     edited = text.replace(f"| {old}", f"| x{old}")
     assert edited != text
     assert page.updated(edited) == text
+
+
+def labels(path: Path) -> list[str]:
+    return re.findall(r">([^<>]+)</text>", path.read_text())
+
+
+def test_the_picture_is_drawn_from_the_results(tmp_path: Path):
+    picture.draw(tmp_path / "performance.svg")
+    assert labels(tmp_path / "performance.svg") == labels(picture.PICTURE)
+    assert {"optax.MultiSteps", "make_train_step"} < {*labels(picture.PICTURE)}
+
+
+def test_the_first_sentences_quote_the_picture():
+    text = (ROOT / "docs/performance.md").read_text()
+    opening, found, _ = text.partition(f"(images/{picture.PICTURE.name})")
+    quoted = re.findall(r"(\d\.\d\d) (?:times|to)", opening)
+    assert found and len(quoted) > 4
+    assert {*quoted} < {*labels(picture.PICTURE)}

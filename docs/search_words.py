@@ -1,0 +1,40 @@
+"""Words that readers search for, and the page that the search must show first."""
+
+from typing import Any
+
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+WORDS = {
+    "docs/how_it_works": ["gradient accumulation", "micro-batch", "window"],
+    "docs/fix_your_loop": ["MultiSteps", "optax.MultiSteps"],
+    "docs/many_devices": ["FSDP", "ZeRO", "tensor parallelism", "data parallelism"],
+    "docs/many_processes": ["multi-host", "jax.distributed"],
+    "docs/performance": ["memory", "speed", "out of memory"],
+    "docs/ragged": ["padding", "ragged", "length buckets"],
+    "docs/reinforcement_learning": ["GRPO", "DAPO", "Dr. GRPO", "RL", "PPO"],
+    "docs/resuming": ["checkpoint", "resume"],
+    "docs/scope": ["bf16", "bfloat16", "fp16", "float16", "dtype", "GPU", "TPU"],
+    "docs/own_your_step": ["LoRA", "dropout", "MaxText", "axlearn", "levanter"],
+    "docs/flax": ["NNX", "Linen", "BatchNorm"],
+    "docs/recipes/fp8": ["fp8"],
+    "docs/recipes/orbax": ["Orbax"],
+}
+
+
+class AddWords(SphinxTransform):
+    """Adds the words of a page to the index, as main entries."""
+
+    default_priority = 5
+
+    def apply(self, **_: Any) -> None:
+        words = WORDS.get(self.env.docname, [])
+        entries = [("single", word, "", "main", None) for word in words]
+        if entries:
+            self.document.insert(0, addnodes.index(entries=entries))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_transform(AddWords)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,58 @@
+"""The search of the built documentation, run as the browser runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import quickjs
+
+SITE = Path(__file__).parents[1] / "site"
+STUBS = """
+var window = globalThis, SPHINX_HIGHLIGHT_ENABLED = false, _ready = () => {};
+var document = {getElementById: () => null, documentElement: {dataset: {}}};
+var localStorage = {setItem: () => {}}, _ = (text) => text;
+"""
+
+
+@pytest.fixture(scope="module")
+def search() -> quickjs.Context:
+    context = quickjs.Context()
+    context.eval(STUBS)
+    for script in ("language_data", "searchtools"):
+        context.eval((SITE / "_static" / f"{script}.js").read_text(encoding="utf-8"))
+    context.eval((SITE / "searchindex.js").read_text(encoding="utf-8"))
+    return context
+
+
+def pages(search: quickjs.Context, query: str) -> list[str]:
+    """The pages that are found, the first at the top; as in `Search.query`."""
+    call = f"Search._performSearch(...Search._parseQuery({json.dumps(query)}))"
+    found = json.loads(search.eval(f"JSON.stringify({call})"))
+    return [page for page, *_ in reversed(found)]
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("gradient accumulation", "docs/how_it_works"),
+        ("bf16", "docs/scope"),
+        ("bfloat16", "docs/scope"),
+        ("GRPO", "docs/reinforcement_learning"),
+        ("DAPO", "docs/reinforcement_learning"),
+        ("MultiSteps", "docs/fix_your_loop"),
+        ("Keras", "docs/keras"),
+        ("EasyDeL", "docs/easydel"),
+        ("Kauldron", "docs/kauldron"),
+        ("Tunix", "docs/tunix"),
+        ("checkpoint", "docs/resuming"),
+        ("LoRA", "docs/own_your_step"),
+        ("FSDP", "docs/many_devices"),
+        ("make_train_step", "docs/api/steps"),
+    ],
+)
+def test_the_right_page_comes_first(search: quickjs.Context, query: str, first: str):
+    assert pages(search, query)[0] == first
+
+
+def test_what_is_nowhere_is_not_found(search: quickjs.Context):
+    assert pages(search, "zzyzx") == []
