@@ -35,7 +35,7 @@ from optax_tokenaccum._transformation import (
 )
 from optax_tokenaccum._with_num_tokens import with_num_tokens
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AuditReport",
