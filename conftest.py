@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-collect_ignore = ["docs/conf.py"]  # needs Sphinx, which the tests do not use
+collect_ignore_glob = ["docs/*.py"]  # need Sphinx, which the tests do not use
 
 flags = {"xla_force_host_platform_device_count": 8}
 # Tests spend most of their time compiling, and few depend on how fast a program runs.
