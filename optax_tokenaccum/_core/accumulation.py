@@ -159,12 +159,22 @@ class Accumulation:
         Returns:
           `(state, skipped, aux)`.
         """
+        errors = []
+
+        def watched(params: Params) -> Any:
+            try:
+                return loss(params)
+            except Exception as error:
+                errors.append(error)
+                raise
+
         # A skip function is asked about the gradient before any of it is added.
         if BackwardPass.is_supported and self.should_skip_update_fn is None:
-            # Whatever JAX cannot do with mutable arrays is done without. An error of
-            # the loss itself is raised again below.
+            # Whatever JAX cannot do with mutable arrays is done without.
             with contextlib.suppress(Exception):
-                return self._add_within(loss, state, params)
+                return self._add_within(watched, state, params)
+            if errors:  # a loss with side effects need not raise its error again
+                raise errors[0]
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             loss, has_aux=True, allow_int=True
         )(params)

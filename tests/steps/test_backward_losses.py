@@ -204,6 +204,21 @@ def test_an_error_of_the_loss_reaches_the_user(way: Any, error: Any):
         way(loss_fn, params_of(), BATCHES)
 
 
+@every_way
+def test_an_error_that_is_raised_only_once_reaches_the_user(way: Any):
+    """A loss with side effects, such as a layer that remembers its losses."""
+    calls = []
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 1:
+            raise ValueError("once")
+        return window_gradients.loss_fn(params, batch)
+
+    with pytest.raises(ValueError, match="once"):
+        way(loss_fn, params_of(), BATCHES)
+
+
 def test_an_error_while_tracing_leaves_the_state_usable():
     fails = [False]
 
