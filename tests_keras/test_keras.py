@@ -1,0 +1,464 @@
+"""The blocks of `docs/keras.md`, run with the real `fit` of Keras 3.15 on JAX."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+PAGE = (Path(__file__).parents[1] / "docs" / "keras.md").read_text()
+AS_SHIPPED, RECIPE, FIXED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+NAMES: dict[str, Any] = {}
+exec(compile(RECIPE, "docs/keras.md", "exec"), NAMES)
+TokenMean = NAMES["TokenMean"]
+
+K, ROWS, LENGTH = 4, 8, helpers.MAX_LENGTH
+RTOL = helpers.RTOL["float32"]
+# A parameter of size 1 rounds its updates to about 1e-7 of the *parameter*.
+RTOL_OF_MOVES = 1e-5
+ACCUMULATE = {"gradient_accumulation_steps": K}
+
+
+class Model(TokenMean, keras.Model):
+    k = K
+
+
+def data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return tokens, where 0 is padding, labels, and a weight for each token."""
+    batch = helpers.ragged_batch(0, rows)
+    mask = batch["mask"]
+    tokens = np.where(mask, 1 + batch["tokens"] % (helpers.VOCABULARY - 1), 0)
+    return tokens, batch["labels"], mask.astype(np.float32)
+
+
+def tensors(
+    mask_zero: bool = False,
+    batch_norm: bool = False,
+    dropout: float = 0.0,
+    regularizers: Any = None,
+) -> tuple[Any, Any]:
+    """Return the input and the output of a small model, the same in every call."""
+    keras.utils.set_random_seed(0)
+    size, width = helpers.VOCABULARY, helpers.WIDTH
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(size, width, mask_zero=mask_zero)(inputs)
+    if batch_norm:
+        x = layers.BatchNormalization()(x)
+    x = layers.Dense(width, activation="tanh", **(regularizers or {}))(x)
+    if dropout:
+        x = layers.Dropout(dropout, seed=1)(x)
+    return inputs, layers.Dense(size)(x)
+
+
+def new_loss(reduction: str = "mean_with_sample_weight", **options: Any) -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction, **options
+    )
+
+
+def sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(1.0, **options)
+
+
+def new(
+    model_class: Any,
+    optimizer: Callable[..., Any] = sgd,
+    accumulate: bool = False,
+    loss: Any = None,
+    compiled: Any = None,
+    **options: Any,
+) -> Any:
+    model = model_class(*tensors(**options))
+    optimizer = optimizer(**(ACCUMULATE if accumulate else {}))
+    model.compile(optimizer, loss=loss or new_loss(), **(compiled or {}))
+    return model
+
+
+def values(variables: Any) -> list[np.ndarray]:
+    return [np.array(v.value) for v in variables]
+
+
+def fit(model: Any, *arrays: Any, batch_size: int = ROWS, **options: Any) -> Any:
+    """Train; return how far the parameters moved, and the history."""
+    x, y, weights = (*arrays, None)[:3]
+    before = values(model.trainable_variables)
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights,
+        batch_size=batch_size,
+        shuffle=False,
+        verbose=0,
+        **options,
+    ).history
+    return helpers.difference(before, values(model.trainable_variables)), history
+
+
+def three_ways(
+    *arrays: Any, batch_size: int = ROWS, epochs: int = 1, **options: Any
+) -> tuple[float, float]:
+    """Return the distances of accumulation as shipped, and of ours, to a full batch."""
+    sizes = batch_size, batch_size // K, batch_size
+    models = (keras.Model, keras.Model, Model)
+    full, naive, ours = (
+        fit(
+            new(model_class, accumulate=size < batch_size, **options),
+            *arrays,
+            batch_size=size,
+            epochs=epochs,
+        )[0]
+        for model_class, size in zip(models, sizes, strict=True)
+    )
+    return helpers.relative_error(naive, full), helpers.relative_error(ours, full)
+
+
+def percent(x: float) -> str:
+    return f"{x:.0%}".replace("%", " %")
+
+
+def test_the_blocks_of_the_page():
+    x, y, _ = data()
+    moves = []
+    for block in (AS_SHIPPED, FIXED):
+        assert block.count("AdamW(1e-3") == 1
+        block = block.replace("AdamW(1e-3", "SGD(1.0").replace(
+            "model.fit(x, y,",
+            "before = values(model.trainable_variables)\n"
+            "model.fit(x, y, shuffle=False, verbose=0,",
+        )
+        inputs, outputs = tensors(mask_zero=True)
+        names = NAMES | dict(inputs=inputs, outputs=outputs, x=x, y=y, values=values)
+        exec(compile(block, "docs/keras.md", "exec"), names)
+        after = values(names["model"].trainable_variables)
+        moves.append(helpers.difference(names["before"], after))
+    full, _ = fit(new(keras.Model, mask_zero=True), x, y)
+    naive, ours = (helpers.relative_error(move, full) for move in moves)
+    assert ours < RTOL
+    lengths = (x > 0).sum(1)
+    assert f"{ROWS} rows\nof {lengths.min()} to {lengths.max()} tokens" in PAGE
+    assert f"off by {percent(naive)}" in PAGE and naive > 0.1
+    assert ours < 4e-7
+
+
+def test_what_each_reduction_divides_by():
+    """The table of the page."""
+    x, y, weights = data()
+
+    def gradients(reduction: str, mask_zero: bool) -> list[Any]:
+        given = (x, y) if mask_zero else (x, y, weights)
+        return [
+            fit(
+                new(
+                    keras.Model, accumulate=size < ROWS, loss=loss, mask_zero=mask_zero
+                ),
+                *given,
+                batch_size=size,
+            )[0]
+            for loss in [new_loss(reduction)]
+            for size in (ROWS // K, ROWS)
+        ]
+
+    def difference(pair: Any) -> float:
+        return helpers.relative_error(*pair)
+
+    default, token_mean = "sum_over_batch_size", "mean_with_sample_weight"
+    masked, weighted = (gradients(default, mask) for mask in (True, False))
+    masked_mean, weighted_mean = (gradients(token_mean, mask) for mask in (True, False))
+    assert difference(weighted) < RTOL
+    share = weights.mean()
+    as_mean = [g / share for g in weighted[1]]
+    assert difference((as_mean, weighted_mean[1])) < RTOL_OF_MOVES
+    assert difference((masked[1], masked_mean[1])) < RTOL
+    off = difference((weighted[1], weighted_mean[1]))
+    naive = [difference(g) for g in (masked, masked_mean, weighted_mean)]
+    assert f"exact, but {percent(off)} off the token mean" in PAGE and off > 0.1
+    for row, got in zip(
+        ("default, `mask_zero`", '`"mean_with'), naive[:2], strict=True
+    ):
+        (line,) = re.findall(rf"^\| {row}.*", PAGE, re.MULTILINE)
+        assert line.endswith(f"| {percent(got)} |")
+    assert naive[1] == pytest.approx(naive[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("given", ["mask", "weights", "mask and weights", "ignored"])
+def test_masks_and_weights_of_tokens(given: str):
+    x, y, weights = data()
+    arrays, options = [x, y], {"mask_zero": "mask" in given}
+    if "weights" in given:  # not only zeros and ones
+        arrays.append(weights * np.linspace(0.5, 2, LENGTH, dtype=np.float32))
+    if given == "ignored":
+        arrays[1] = np.where(weights > 0, y, -1)
+        options["loss"] = new_loss(ignore_class=-1)
+    naive, ours = three_ways(*arrays, **options)
+    assert ours < RTOL
+    assert naive > 0.1
+
+
+@pytest.mark.parametrize("rows", [8, 7, 3, 1])
+def test_weights_of_rows(rows: int):
+    """Rows that `k` divides, that it does not, and fewer than `k`."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(rows, 5)), rng.normal(size=(rows, 2))
+    weights = rng.uniform(size=rows) ** 4
+
+    class Sequential(TokenMean, keras.Sequential):
+        k = K
+
+    def move(model_class: Any, batch_size: int, **options: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        model = model_class([keras.Input((5,)), layers.Dense(2)])
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(sgd(**options), loss)
+        return fit(model, x, y, weights, batch_size=batch_size)[0]
+
+    full = move(keras.Sequential, rows)
+    assert helpers.relative_error(move(Sequential, rows), full) < RTOL
+    naive = move(keras.Sequential, -(-rows // K), **ACCUMULATE)
+    assert helpers.relative_error(naive, full) > 0.1
+
+
+def adamw(**options: Any) -> Any:
+    return keras.optimizers.AdamW(0.01, **options)
+
+
+def adamw_with_average(**options: Any) -> Any:
+    return adamw(use_ema=True, ema_momentum=0.5, **options)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, adamw_with_average])
+def test_several_windows_the_last_of_them_partial(optimizer: Any):
+    """The last has 7 rows, in micro-batches of 2, 2, 2 and 1."""
+    rows = 3 * ROWS - 1
+    naive, ours = three_ways(*data(rows), optimizer=optimizer, mask_zero=True, epochs=2)
+    assert ours < RTOL
+    assert naive > 0.1
+
+
+def test_a_partial_last_window_is_applied():
+    x, y, weights = data(6)
+    full, _ = fit(new(keras.Model), x, y, weights)
+    ours, _ = fit(new(Model), x, y, weights)
+    assert helpers.relative_error(ours, full) < RTOL
+    naive, _ = fit(new(keras.Model, accumulate=True), x, y, weights, batch_size=2)
+    assert not any(np.any(move) for move in naive)  # dropped
+
+
+def test_a_window_without_tokens():
+    x, y, weights = data()
+    for model_class in (keras.Model, Model):
+        move, history = fit(new(model_class), x, y, 0 * weights)
+        assert not any(np.any(leaf) for leaf in move)
+        assert history["loss"] == [0]
+
+
+def test_devices():
+    """Two windows, the last of 8 rows: micro-batches with fewer rows than devices."""
+    assert len(jax.devices()) == 8
+    arrays = data(40)
+    options = {"optimizer": adamw, "mask_zero": True}
+    full, _ = fit(new(keras.Model, **options), *arrays, batch_size=32)
+    moves = []
+    with keras.distribution.DataParallel(devices=jax.devices()).scope():
+        for model_class, size in ((keras.Model, 32 // K), (Model, 32)):
+            model = new(model_class, accumulate=size < 32, **options)
+            assert len(model.variables[0].value.devices()) == 8
+            moves.append(fit(model, *arrays, batch_size=size)[0])
+    naive, ours = (helpers.relative_error(move, full) for move in moves)
+    assert ours < RTOL
+    assert naive > 0.1
+
+
+def test_dropout_and_batch_statistics_move_as_shipped():
+    """Where all micro-batches count alike, Keras's accumulation is right."""
+    x, y, _ = data()
+    order = np.arange(ROWS).reshape(-1, K).T.ravel()  # what split_batch deals out
+    options = {"batch_norm": True, "dropout": 0.5, "optimizer": sgd}
+    shipped = new(keras.Model, accumulate=True, **options)
+    expected, _ = fit(shipped, x[order], y[order], batch_size=ROWS // K)
+    ours = new(Model, **options)
+    got, _ = fit(ours, x, y)
+    assert helpers.relative_error(got, expected) < RTOL
+    full = new(keras.Model, **options)
+    assert helpers.relative_error(fit(full, x, y)[0], expected) > 0.01
+
+    models = shipped, ours, full
+    mean, variance, *_ = zip(
+        *(values(model.layers[2].non_trainable_variables) for model in models),
+        strict=True,
+    )
+    np.testing.assert_allclose(mean[1], mean[0], rtol=RTOL_OF_MOVES, atol=1e-9)
+    np.testing.assert_allclose(variance[1], variance[0], rtol=RTOL)
+    assert np.all(variance[2] > 1.02 * variance[1])  # moved once, not K times
+    seeds = [v for m in models for v in m.non_trainable_variables if "seed" in v.path]
+    draws = [state[1] for state in values(seeds)]
+    assert draws == [K, K, 1]
+
+
+def test_weight_regularization_is_exact():
+    l2 = {"kernel_regularizer": keras.regularizers.L2(0.1)}
+    naive, ours = three_ways(*data()[:2], mask_zero=True, regularizers=l2)
+    assert ours < RTOL
+    assert naive > 0.01
+
+
+def still(**options: Any) -> Any:
+    return keras.optimizers.SGD(0.0, **options)
+
+
+def test_what_is_logged():
+    """The loss is the token mean of the epoch; metrics leave out what is masked."""
+    x, y, weights = data(3 * ROWS - 1)
+    compiled = {"metrics": ["accuracy"]}
+    logs = {}
+    for model_class in (keras.Model, Model):
+        model = new(model_class, still, mask_zero=True, compiled=compiled)
+        for variable in model.trainable_variables:  # so that losses differ
+            variable.assign(10 * variable)
+        _, logs[model_class] = fit(model, x, y)
+        expected = model.evaluate(x, y, batch_size=len(x), verbose=0, return_dict=True)
+    (loss,), (accuracy,) = logs[Model]["loss"], logs[Model]["accuracy"]
+    assert loss == pytest.approx(expected["loss"], rel=RTOL)
+    assert accuracy == pytest.approx(expected["accuracy"], rel=RTOL)
+    shipped = logs[keras.Model]
+    assert shipped["loss"][0] != pytest.approx(expected["loss"], rel=1e-3)
+    assert shipped["accuracy"][0] != pytest.approx(expected["accuracy"], rel=1e-3)
+
+    metric = keras.metrics.SparseCategoricalCrossentropy("token_loss", from_logits=True)
+    model = new(keras.Model, still, compiled={"weighted_metrics": [metric]})
+    for variable in model.trainable_variables:
+        variable.assign(10 * variable)
+    evaluated = model.evaluate(
+        x, y, sample_weight=weights, batch_size=ROWS, verbose=0, return_dict=True
+    )
+    assert evaluated["token_loss"] == pytest.approx(expected["loss"], rel=RTOL)
+    assert evaluated["loss"] != pytest.approx(expected["loss"], rel=1e-3)
+
+
+def with_loss_scale(**options: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(sgd(**options), initial_scale=64.0)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "optimizer"),
+    [
+        ({"steps_per_execution": 2}, sgd),
+        ({"jit_compile": False}, sgd),
+        ({"run_eagerly": True}, sgd),
+        ({"loss_weights": 0.5}, sgd),
+        ({}, with_loss_scale),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else next(iter(x), ""),
+)
+def test_options_of_compile(compiled: dict[str, Any], optimizer: Any):
+    arrays = data(3 * ROWS)
+    shared = {key: x for key, x in compiled.items() if key == "loss_weights"}
+    full, _ = fit(new(keras.Model, optimizer, compiled=shared), *arrays)
+    ours, history = fit(new(Model, optimizer, compiled=compiled), *arrays)
+    assert helpers.relative_error(ours, full) < RTOL
+    naive, _ = fit(
+        new(keras.Model, optimizer, accumulate=True, compiled=shared),
+        *arrays,
+        batch_size=ROWS // K,
+    )
+    assert helpers.relative_error(naive, full) > 0.1
+    assert history["loss"][0] == pytest.approx(
+        3.45 * shared.get("loss_weights", 1), rel=0.05
+    )
+
+
+class AddsLoss(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.mean(x**2))
+        return x
+
+
+def build_with_add_loss() -> tuple[Any, Any]:
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    return inputs, layers.Dense(3)(AddsLoss()(layers.Embedding(40, 3)(inputs)))
+
+
+ACTIVITY = {"activity_regularizer": keras.regularizers.L2(0.1)}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: new(Model, accumulate=True), "optimizer must not: got .*steps=4"),
+        (
+            lambda: new(Model, with_loss_scale, accumulate=True),
+            "optimizer must not: got .*steps=4",
+        ),
+        (lambda: new(Model, loss=new_loss("sum")), "mean_with_sample_weight"),
+        (
+            lambda: new(Model, loss="sparse_categorical_crossentropy"),
+            "got sparse_categorical_crossentropy",
+        ),
+        (lambda: new(Model, regularizers=ACTIVITY), "add_loss or of an activity"),
+    ],
+    ids=["accumulates twice", "inside", "reduction", "by name", "activity"],
+)
+def test_errors(build: Any, message: str):
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        fit(model, *data())
+
+
+def test_add_loss_raises():
+    model = Model(*build_with_add_loss())
+    model.compile(sgd(), new_loss())
+    x, y, weights = data()
+    with pytest.raises(ValueError, match="add_loss or of an activity"):
+        fit(model, x, y % 3, weights)
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_several_outputs_raise(losses: int):
+    inputs = keras.Input((3,))
+    model = Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(sgd(), loss if losses == 1 else [loss, loss])
+    x, y = np.ones((4, 3)), np.ones((4, 1))
+    with pytest.raises(ValueError, match="one output|one keras.losses.Loss"):
+        model.fit(x, [y, y], verbose=0)
+
+
+def test_weights_of_rows_for_losses_of_tokens_raise():
+    x, y, _ = data()
+    with pytest.raises(ValueError, match="Incompatible shapes for broadcasting"):
+        fit(new(Model), x, y, np.ones(ROWS))
+
+
+def test_float8_raises():
+    model = new(Model)
+    model.variables[0].overwrite_with_gradient = True
+    with pytest.raises(ValueError, match="float8"):
+        fit(model, *data())
+
+
+def test_the_programs_of_the_report(tmp_path: Path):
+    report = (Path(__file__).parents[1] / "docs" / "reports" / "keras.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", report, re.DOTALL)
+    printed = re.findall(r"```text\n(.*?)```", report, re.DOTALL)
+    assert len(programs) == len(printed) == 2
+    environment = {key: x for key, x in os.environ.items() if key != "KERAS_BACKEND"}
+    for i, (program, expected) in enumerate(zip(programs, printed, strict=True)):
+        path = tmp_path / f"program_{i}.py"
+        path.write_text(program)
+        done = subprocess.run(
+            [sys.executable, path],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout == expected
+    assert f"keras {keras.__version__}" in report and keras.__version__ in PAGE
