@@ -18,6 +18,10 @@ WORDS = {
     "docs/scope": ["bf16", "bfloat16", "fp16", "float16", "dtype", "GPU", "TPU"],
     "docs/own_your_step": ["LoRA", "dropout", "MaxText", "axlearn", "levanter"],
     "docs/flax": ["NNX", "Linen", "BatchNorm"],
+    "docs/easydel": ["EasyDeL"],
+    "docs/kauldron": ["Kauldron"],
+    "docs/keras": ["Keras"],
+    "docs/tunix": ["Tunix"],
     "docs/recipes/fp8": ["fp8"],
     "docs/recipes/orbax": ["Orbax"],
 }
