@@ -25,7 +25,7 @@ from tunix.sft.peft_trainer import (
 from optax_tokenaccum import token_accumulation
 
 PAGE = (Path(__file__).parents[1] / "docs" / "tunix.md").read_text()
-AS_SHIPPED, RECIPE, MENDED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+AS_SHIPPED, RECIPE, FIXED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NAMES: dict[str, Any] = {}
 exec(compile(RECIPE, "docs/tunix.md", "exec"), NAMES)
 TokenTrainer, token_loss = NAMES["TokenTrainer"], NAMES["token_loss"]
@@ -135,12 +135,12 @@ def run_block(block: str, **names: Any) -> Any:
 
 
 @pytest.mark.parametrize("new_model", [Tiny, llama3], ids=["tiny", "llama3"])
-def test_as_shipped_and_mended(new_model: Any):
+def test_as_shipped_and_fixed(new_model: Any):
     batch, micro_batches = window(0)
     loss, expected = full_batch(new_model(), batch)
     norm = float(optax.tree.norm(expected))
     moves, logs = [], []
-    for block in (AS_SHIPPED, MENDED):
+    for block in (AS_SHIPPED, FIXED):
         model = new_model()
         before = arrays(nnx.state(model, nnx.Param))
         trainer = run_block(
