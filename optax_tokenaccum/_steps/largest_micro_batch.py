@@ -53,7 +53,7 @@ def largest_micro_batch(
     multiple_of: int = 1,
     **kwargs: Any,
 ) -> MicroBatchFit:
-    """Finds the largest micro-batch that fits in memory in addition to all that a run keeps there.
+    """Finds the largest micro-batch that fits, together with all that a run keeps.
 
     It compiles the step's programs and reads what they need, see `memory`. It runs
     none of them, so it never runs out of memory. What a device holds is counted while

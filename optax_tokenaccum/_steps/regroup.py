@@ -82,7 +82,7 @@ def _leaves_by_name(tree: Any) -> dict[Name, Any]:
     leaves = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         names = [name_of(entry) for entry in path]
-        # With gradient_noise, skip_state holds the noise too.
+        # With gradient_noise, skip_state holds a skip_state and the noise.
         pairs = zip(names, [None, *names], strict=False)
         leaves[tuple(x for x, y in pairs if not x == y == "skip_state")] = x
     return leaves

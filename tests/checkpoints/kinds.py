@@ -1,7 +1,7 @@
 """Checkpoints in the middle of a window, of every kind of state.
 
 `python tests/checkpoints/kinds.py DIRECTORY` writes them with the installed version of
-the library. Version 0.1.0 wrote the directory `v0.1.0`, on jax 0.10.2.
+the library. Each directory was written by the version of its name, on jax 0.10.2.
 """
 
 import sys
