@@ -1,6 +1,7 @@
 """The report of an audit, for people and for tests."""
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class AuditReport:
       candidates: relative error of the applied gradient to each candidate.
       weights: the weight of a token of each micro-batch, relative to the exact mean, if
         the applied gradient is a weighted sum of the micro-batches' gradients; else
-        `None`.
+        `None`. NaN for a micro-batch without a gradient, which may have any weight.
       parameters: for each parameter array, its `path` and three L2 norms: of the
         `applied` gradient, of the `exact` gradient, and of their difference, `error`.
 
@@ -105,7 +106,9 @@ class AuditReport:
             f"cosine {self.cosine:.4f}",
         ]
         if self.weights is not None:
-            shown = ", ".join(f"{w:.3g}" for w in self.weights[:8])
+            shown = ", ".join(
+                "-" if math.isnan(w) else f"{w:.3g}" for w in self.weights[:8]
+            )
             more = ", ..." if len(self.weights) > 8 else ""
             lines.append(f"weight of a token, by micro-batch: {shown}{more} (exact: 1)")
         lines += ["", "  relative error  to the gradient"]

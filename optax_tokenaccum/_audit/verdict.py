@@ -39,9 +39,14 @@ EXPLANATIONS = {
         "token_accumulation, or use make_train_step, so that it takes one a window."
     ),
 }
-NOT_FINITE = (
-    "the parameters are not finite after the window. Sums in float16 overflow: keep "
-    "them in float32, and use a mean loss with gradients='mean'."
+NOT_FINITE = "the parameters are not finite after the window. "
+OVERFLOW = (
+    "Sums in float16 overflow: keep them in float32, and use a mean loss with "
+    "gradients='mean'."
+)
+WITHOUT_TOKENS = (
+    "Micro-batches {}, counted from 0, have no tokens, so their mean loss is 0/0: "
+    "leave them out, as optax_tokenaccum.MultiSteps does."
 )
 SEVERAL_STEPS = (
     "the optimizer takes several steps, and they are not those of a micro-batch each. "
@@ -116,6 +121,10 @@ def judge(evidence: Evidence) -> dict[str, Any]:
             f" Rounding noise of {evidence.noise:.1e} was measured and is tolerated."
         )
     size = np.linalg.norm(applied) * np.linalg.norm(exact)
+    shown = None
+    if weights is not None:
+        has_gradient = evidence.gradients.any(1)
+        shown = tuple(np.where(has_gradient, weights.values, np.nan).tolist())
     return {
         "verdict": verdict,
         "explanation": explanation,
@@ -124,7 +133,7 @@ def judge(evidence: Evidence) -> dict[str, Any]:
         "factor": factor,
         "rtol": evidence.rtol,
         "candidates": candidates,
-        "weights": None if weights is None else tuple(weights.values.tolist()),
+        "weights": shown,
     }
 
 
@@ -181,7 +190,9 @@ def _conclude(
     """The verdict, the factor, and the explanation."""
     rtol = evidence.rtol
     if not np.isfinite(evidence.first).all():
-        return Verdict.UNKNOWN, None, NOT_FINITE
+        empty = np.flatnonzero(evidence.tokens == 0).tolist()
+        cause = WITHOUT_TOKENS.format(empty) if empty else OVERFLOW
+        return Verdict.UNKNOWN, None, NOT_FINITE + cause
     if evidence.stepped_again:
         verdict = Verdict.STEPPED_EVERY_MICRO_BATCH
         if candidates[verdict] <= max(rtol, STEPS_RTOL):

@@ -12,6 +12,12 @@ from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._ragged.planned_window import PlannedWindow
 
+STACK = (
+    "A list of micro-batches must be stacked into one tree: jax.tree.map(lambda *xs: "
+    "jnp.stack(xs), *micro_batches). For different shapes use pad_window, or "
+    "make_train_step, which takes one micro-batch per call."
+)
+
 
 class Group(NamedTuple):
     """Consecutive micro-batches of the same shape, from index `start` to `stop`."""
@@ -31,7 +37,12 @@ def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
                 "less, give pad_window fewer sequences."
             )
         return micro_batches.capacity
-    k = trees.leading_axis(micro_batches, "micro_batches")
+    try:
+        k = trees.leading_axis(micro_batches, "micro_batches")
+    except ValueError as error:
+        if _is_list_of_trees(micro_batches):
+            error.add_note(STACK)
+        raise
     is_array = isinstance(num_micro_batches, jax.Array | jax.ShapeDtypeStruct)
     if num_micro_batches is None or is_array:
         return k
@@ -58,7 +69,17 @@ def explained(micro_batches: Batch, given: Any) -> Iterator[None]:
                 f"[micro, ...] of these: got shape {shapes}. split_batch(batch, k) "
                 "makes them of a batch [k * micro, ...]."
             )
+            if _is_list_of_trees(micro_batches):
+                error.add_note(STACK)
         raise
+
+
+def _is_list_of_trees(micro_batches: Batch) -> bool:
+    """Whether this may be a list of micro-batches; it may also be a batch of trees."""
+    if not isinstance(micro_batches, list | tuple) or hasattr(micro_batches, "_fields"):
+        return False
+    structures = {jax.tree.structure(x) for x in micro_batches}
+    return len(structures) == 1 and not jax.tree_util.treedef_is_leaf(*structures)
 
 
 def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[Group]]:

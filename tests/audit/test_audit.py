@@ -9,6 +9,7 @@ import broken_loops
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from batches import Batch
 from broken_loops import K, cut, loss_fn, make_step, parameters, scale, sum_and_count
@@ -67,6 +68,37 @@ def test_broken_loops_in_bfloat16(name: str):
     params = parameters(0, jnp.bfloat16)
     report = audit(broken.run, loss_fn, params, cut(make_rows(0)))
     assert report.verdict is broken.verdict, str(report)
+
+
+def with_an_empty_one() -> list[Batch]:
+    first, *others = cut(make_rows(0))
+    return [first._replace(mask=np.zeros_like(first.mask)), *others]
+
+
+def test_a_micro_batch_without_tokens_has_no_weight():
+    run = RIGHT["token_accumulation"]
+    report = audit(run, loss_fn, parameters(0), with_an_empty_one())
+    report.assert_exact()
+    assert np.isnan(report.weights[0]) and not np.isnan(report.weights[1:]).any()
+    assert "by micro-batch: -, 1, 1" in str(report)
+
+
+def test_a_mean_loss_of_no_tokens_is_named():
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        optimizer = optax.MultiSteps(optimizer, len(micro_batches))
+        step = make_step(optimizer)
+        opt_state = optimizer.init(params)
+        for batch in micro_batches:
+            grads, n = sum_and_count(params, batch)
+            params, opt_state = step(params, opt_state, scale(grads, 1 / n))
+        return params
+
+    micro_batches = with_an_empty_one()
+    explanation = audit(run, loss_fn, parameters(0), micro_batches).explanation
+    assert "Micro-batches [0], counted from 0, have no tokens" in explanation
+    overflow = weighted(np.full(K, np.inf))
+    explanation = audit(overflow, loss_fn, parameters(0), cut(make_rows(0))).explanation
+    assert "float16 overflow" in explanation
 
 
 # Other frameworks.

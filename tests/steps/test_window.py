@@ -339,6 +339,26 @@ def test_batch_that_was_not_split(run: Any):
     assert "got shape (3,) at ['x'], () at ['y']." in notes
 
 
+@pytest.mark.parametrize("rows", [(2, 2), (1, 2)], ids=["equal", "unequal"])
+@pytest.mark.parametrize("run", WITH_WINDOWS.values(), ids=WITH_WINDOWS)
+def test_a_list_of_micro_batches(run: Any, rows: tuple[int, int]):
+    batches = [{"x": np.ones((n, 3), np.float32), "y": np.ones(n)} for n in rows]
+    with pytest.raises((ValueError, TypeError)) as raised:
+        run(jnp.zeros(3), batches)
+    notes = "".join(raised.value.__notes__)
+    assert notes.count("must be stacked into one tree") == 1
+
+
+def test_a_window_may_be_a_list_of_trees():
+    def loss_fn(w: Any, pair: Any) -> Any:
+        chosen, rejected = pair
+        return jnp.sum(w * (chosen["x"] - rejected["x"])), chosen["x"].size
+
+    pair = [{"x": jnp.full((4, 2), 3.0)}, {"x": jnp.ones((4, 2))}]
+    (loss, _), _ = window_value_and_grad(loss_fn)(jnp.ones(()), pair)
+    assert loss == 2
+
+
 def test_batch_that_was_not_split_among_devices():
     """The second axis is taken for the rows."""
     step = window_step_on(jax.sharding.Mesh(jax.devices(), "data"))
