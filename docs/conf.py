@@ -41,7 +41,8 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 300
 
-autodoc_class_signature = "separated"
+autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
