@@ -89,14 +89,15 @@ def _finalize(sums: Any) -> Any:
 
 
 def _aggregate(values: Any) -> Any:
-    """The sum over the leading axis: `micro_vmap` has a value for every row."""
+    """The sum over the leading axis, on which `micro_vmap` has a value for each row."""
     _check(jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), values))
     (_, num_tokens), _ = values
     counts = num_tokens > 0
 
     def add_up(x: jax.Array) -> jax.Array:
         shape = (-1, *[1] * (x.ndim - 1))
-        return jnp.sum(jnp.where(counts.reshape(shape), x, 0), 0)
+        x = jnp.where(counts.reshape(shape), x, 0)
+        return jnp.sum(x, 0, dtype=at_least_float32(x.dtype))
 
     return jax.tree.map(add_up, values)
 

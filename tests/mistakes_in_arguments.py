@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from helpers import stack
 from mistakes import (
     BATCH,
@@ -43,6 +44,7 @@ from optax_tokenaccum import (
 )
 
 POLYAK = optax.polyak_sgd()
+OF_NNX = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), SGD, wrt=nnx.Param)
 WITHOUT_CLASS = token_accumulation, train_step
 OURS_AS_CLASS, HALVES = MultiSteps(SGD, 1), train_step(SGD)
 INNER_THAT_ACCUMULATES = (
@@ -110,6 +112,11 @@ BUILDING: list[Row] = [
         [m for f in (optax.adam, optax.adamw) for m in constructed(f, 2)],
     ),
     ("something that is not an optimizer", TypeError, constructed(0.1, 2)),
+    (
+        "an `nnx.Optimizer` in a step of the core",
+        TypeError,
+        constructed(OF_NNX, 2) + [lambda _: window_step(OF_NNX)],
+    ),
     (
         "an inner optimizer that accumulates already",
         ValueError,

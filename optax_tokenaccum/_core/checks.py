@@ -20,10 +20,18 @@ def check_function(f: Any, name: str) -> None:
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Wraps any optax optimizer so that its `update` accepts `value`."""
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
-        hint = " Call it, for example optax.adamw(learning_rate)."
+        got, hint = repr(inner), ""
+        if hasattr(inner, "tx"):
+            got = f"an object of type {type(inner).__name__}"
+            hint = (
+                " Give the optax optimizer that it was made from; for an "
+                "nnx.Optimizer, the steps of optax_tokenaccum.nnx."
+            )
+        elif callable(inner):
+            hint = " Call it, for example optax.adamw(learning_rate)."
         raise TypeError(
             "The inner optimizer must be an optax optimizer with init and update: got "
-            f"{inner!r}.{hint if callable(inner) else ''}"
+            f"{got}.{hint}"
         )
     inner = optax.with_extra_args_support(inner)
     parameters = inspect.signature(inner.update).parameters
