@@ -13,8 +13,11 @@ WORDS = {
     "docs/many_processes": ["multi-host", "jax.distributed"],
     "docs/performance": ["memory", "speed", "out of memory"],
     "docs/ragged": ["padding", "ragged", "length buckets"],
-    "docs/reinforcement_learning": ["GRPO", "DAPO", "Dr. GRPO", "RL", "PPO"],
+    "docs/reinforcement_learning": [
+        *("GRPO", "DAPO", "Dr. GRPO", "RL", "PPO", "RLHF", "policy gradient"),
+    ],
     "docs/resuming": ["checkpoint", "resume"],
+    "docs/several_losses": ["KL", "entropy bonus", "auxiliary loss", "denominators"],
     "docs/scope": ["bf16", "bfloat16", "fp16", "float16", "dtype", "GPU", "TPU"],
     "docs/own_your_step": ["LoRA", "dropout", "MaxText", "axlearn", "levanter"],
     "docs/flax": ["NNX", "Linen", "BatchNorm"],

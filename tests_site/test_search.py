@@ -39,6 +39,8 @@ def pages(search: quickjs.Context, query: str) -> list[str]:
         ("bfloat16", "docs/scope"),
         ("GRPO", "docs/reinforcement_learning"),
         ("DAPO", "docs/reinforcement_learning"),
+        ("RLHF", "docs/reinforcement_learning"),
+        ("KL", "docs/several_losses"),
         ("MultiSteps", "docs/fix_your_loop"),
         ("Keras", "docs/keras"),
         ("EasyDeL", "docs/easydel"),

@@ -34,7 +34,7 @@ def audit(
     is not a gradient (manual weight decay, a cast to bfloat16 and back), and is
     subtracted.
 
-    The relative error hardly depends on a micro-batch with a small gradient. So the
+    A micro-batch with a small gradient hardly changes the relative error. So the
     audit also estimates the weight of every micro-batch by least squares, and the
     weight must be 1 within `rtol` plus 8 of its standard errors. If rounding hides a
     micro-batch, the verdict is `UNKNOWN` and the explanation says "cannot tell".
