@@ -93,6 +93,21 @@ def test_rows_by_micro_vmap():
     assert float(n) == 6
 
 
+def test_micro_vmap_sums_bfloat16_in_float32():
+    def of_row(x: Any) -> Any:
+        return (x, x), x
+
+    def mapped(accumulator: Any) -> Any:
+        return micro_vmap(of_row, microbatch_size=257, accumulator=accumulator)
+
+    ones = jnp.ones(3 * 257, jnp.bfloat16)
+    (loss, n), grad = mapped(token_mean())(ones)
+    assert (float(loss), float(n), float(grad)) == (1, 771, 1)
+    assert loss.dtype == n.dtype == grad.dtype == jnp.float32
+    _, rounded = mapped(AccumulationType.SUM)(ones)
+    assert float(rounded) != 771
+
+
 @pytest.mark.parametrize(
     "returned",
     [

@@ -14,6 +14,7 @@ from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -41,7 +42,7 @@ def patched(tmp_path_factory: Any) -> Callable[[str], ModuleType]:
         pytest.skip(f"the patches are for optax 0.2.8, not {optax.__version__}")
     folder = tmp_path_factory.mktemp("patched")
     shutil.copytree(Path(optax.__file__).parent, folder / "optax")
-    for patch in PATCHES[1:]:  # the first is for a notebook, which is not installed
+    for patch in PATCHES:  # of what is installed: no notebook, no page
         apply(patch, folder, "--include=optax/*")
 
     def load(path: str) -> ModuleType:
@@ -56,13 +57,15 @@ def patched(tmp_path_factory: Any) -> Callable[[str], ModuleType]:
 def test_patches_are_well_formed_and_end_in_their_tests(tmp_path):
     assert [patch.name[:5] for patch in PATCHES] == ["0001-", "0002-", "0003-"]
     files = [apply(patch, tmp_path, "--numstat").split()[2::3] for patch in PATCHES]
-    assert files[0] == ["examples/gradient_accumulation.ipynb"]
+    notebook = "examples/gradient_accumulation.ipynb"
+    assert files[0] == [notebook, "optax/transforms/_accumulation.py"]
     assert all(names[-1].endswith("_test.py") for names in files[1:])
 
 
 def test_new_cells_of_the_notebook_run(capsys):
-    _, *added = re.findall(r"^\+(?!\+)(.*\n)", PATCHES[0].read_text(), re.MULTILINE)
-    cells = json.loads("[" + "".join(added).rstrip(",\n") + "]")
+    blocks = re.findall(r"(?:^\+(?!\+).*\n)+", PATCHES[0].read_text(), re.MULTILINE)
+    added = re.sub(r"^\+", "", max(blocks, key=len), flags=re.MULTILINE)
+    cells = json.loads("[" + added.rstrip(",\n") + "]")
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     exec("import jax, optax, numpy as np, jax.numpy as jnp\n" + "\n".join(code), {})
     assert len(code) == capsys.readouterr().out.count("relative error") == 2
@@ -83,6 +86,19 @@ def test_patched_microbatching_is_exact_and_mean_is_not(patched):
     assert error(optax.microbatching, helpers.loss_mean_fn, mean) > 0.01
 
 
+def test_patched_micro_vmap_sums_in_float32_and_sum_does_not(patched):
+    def mean(module: ModuleType, accumulator: Any) -> Any:
+        def of_row(x: Any) -> Any:
+            return (x, x), x
+
+        options = {"microbatch_size": 257, "accumulator": accumulator}
+        return module.micro_vmap(of_row, **options)(jnp.ones(771, jnp.bfloat16))[1]
+
+    new = patched("optax/microbatching/_microbatching.py")
+    assert mean(new, new.token_mean()) == 1
+    assert mean(optax.microbatching, optax.microbatching.AccumulationType.SUM) != 771
+
+
 def test_patched_aggregating_is_exact_and_the_released_is_not(patched):
     def gradient(module: ModuleType, counted: bool) -> Any:
         averages = module.average_incrementally_updates(None, K)
@@ -99,7 +115,40 @@ def test_patched_aggregating_is_exact_and_the_released_is_not(patched):
     assert helpers.relative_error(exact, EXPECTED) < helpers.RTOL["float32"]
     released = gradient(aggregating, counted=False)
     assert helpers.relative_error(released, EXPECTED) > 0.01
-    jax.tree.map(np.testing.assert_array_equal, gradient(new, counted=False), released)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 7, 8])
+def test_patched_aggregating_without_a_count_is_bit_for_bit_the_released(
+    patched, k, dtype
+):
+    def updates(module: ModuleType) -> list[Any]:
+        averages = module.average_incrementally_updates(None, k)
+        optimizer = module.process(optax.identity(), averages, optax.adam(0.01))
+        params = jnp.ones(100, dtype)
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        rows = np.random.default_rng(0).normal(size=(2 * k, 100))
+        found = []
+        for row in rows:
+            moved, state = update(jnp.asarray(row, dtype), state, params)
+            found.append(moved)
+        return found
+
+    new = patched("optax/experimental/_aggregating.py")
+    np.testing.assert_array_equal(updates(new), updates(aggregating))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_patched_aggregating_raises_for_a_misspelled_count(patched, k):
+    new = patched("optax/experimental/_aggregating.py")
+    anything = optax.chain(optax.identity())  # takes any extra argument
+    averages = new.average_incrementally_updates(None, k)
+    optimizer = new.process(anything, averages, optax.sgd(1.0))
+    params = jnp.ones(3)
+    state = optimizer.init(params)
+    optimizer.update(params, state, params, num_tokens=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_token'"):
+        optimizer.update(params, state, params, num_token=2)
 
 
 def test_the_report_prints_what_it_says(capsys):
