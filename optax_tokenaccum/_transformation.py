@@ -90,7 +90,9 @@ def token_accumulation(
         not finite; the gradients differ from the parameters in tree or shapes; the
         gradients differ along an axis along which `num_tokens` is constant; or mean
         gradients were already reduced.
-      TypeError: `num_tokens` is missing, or an argument has the wrong type.
+      TypeError: `num_tokens` is missing; an argument has the wrong type; or the
+        parameters are an NNX model, and a variable is not an `nnx.Param` or is in two
+        places.
 
     Example:
       Two micro-batches, of 1 and of 3 tokens:

@@ -8,9 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from mistakes import GRADS, PARAMS, SGD, SKIPS, Mistake, Row
+from mistakes import (
+    GRADS,
+    OPTIMIZERS,
+    PARAMS,
+    SGD,
+    SKIPS,
+    Mistake,
+    Row,
+    train_step,
+    window_step,
+)
 
-from optax_tokenaccum import MultiSteps, token_accumulation
+from optax_tokenaccum import MultiSteps, token_accumulation, window_value_and_grad
 from optax_tokenaccum.linen import TrainState
 from optax_tokenaccum.nnx import make_train_step, make_window_step
 
@@ -107,7 +117,57 @@ def trains_nothing(make: Any, tx: Any) -> Mistake:
     return mistake
 
 
+class Tied(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(3, 2, rngs=rngs)
+        self.out = self.embed
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.seen = (
+            nnx.Linear(3, 1, rngs=rngs),
+            nnx.Variable(jnp.zeros(())),
+        )
+
+
+def in_the_core(*models: Callable[[], Any]) -> list[Mistake]:
+    steps = train_step(SGD, 2), window_step(SGD)
+    takes = [
+        *(optimizer.init for optimizer in (*OPTIMIZERS, *steps)),
+        lambda model: window_value_and_grad(loss_fn)(model, jnp.ones((2, 4, 3))),
+    ]
+
+    def mistake(keep: Any, take: Any, new_model: Any) -> None:
+        model = new_model()
+        keep(nnx.state(model))
+        take(model)
+
+    return [
+        lambda keep, take=take, new_model=new_model: mistake(keep, take, new_model)
+        for take in takes
+        for new_model in models
+    ]
+
+
 WITH_FLAX: list[Row] = [
+    (
+        "an NNX model with batch statistics, random states or variables of your own, "
+        "in the core",
+        TypeError,
+        in_the_core(
+            lambda: nnx.BatchNorm(3, rngs=nnx.Rngs(0)),
+            lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+            lambda: Counting(nnx.Rngs(0)),
+            lambda: nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0))),
+            lambda: {"model": nnx.BatchNorm(3, rngs=nnx.Rngs(0))},
+        ),
+    ),
+    (
+        "an NNX model with a variable in two places, in the core",
+        TypeError,
+        in_the_core(lambda: Tied(nnx.Rngs(0)), lambda: [Tied(nnx.Rngs(0))]),
+    ),
     (
         "no `num_tokens` for `linen.TrainState`",
         TypeError,

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import sys
 from typing import Any
 
 import jax
@@ -92,3 +93,36 @@ def check_are_numbers(params: Params) -> None:
                 f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
                 "Hand a random key to a train step as rng=, or to loss_fn as a keyword."
             )
+
+
+def check_nnx_variables(params: Params) -> None:
+    """Raises `TypeError`, naming the variable, if only NNX can treat it rightly.
+
+    To jax, a variable that a model holds twice is two leaves, and statistics are leaves
+    like parameters. A `State` may hold variables of the user's own types: they were
+    selected by type.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:  # then no variable can be among the parameters
+        return
+    untrained = nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState
+    if isinstance(params, nnx.Module):
+        untrained = (nnx.Variable,)
+    first_paths: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    ):
+        if not isinstance(leaf, nnx.Variable):
+            continue
+        name, kind = jax.tree_util.keystr(path), type(leaf).__name__
+        first = first_paths.setdefault(id(leaf), name)
+        if first != name:
+            got = f"the variable of {first} again, which would become a second one"
+        elif isinstance(leaf, untrained) and not isinstance(leaf, nnx.Param):
+            got = f"a variable of type {kind}, which the optimizer would update"
+        else:
+            continue
+        raise TypeError(
+            "Parameters must be variables that are trained, each once: at "
+            f"{name} got {got}. Give an NNX model to the steps of optax_tokenaccum.nnx."
+        )

@@ -83,7 +83,8 @@ def window_value_and_grad(
     Raises:
       ValueError: leading axes differ or are 0 (the error names the leaf), or
         `num_micro_batches` is outside 0 to `k` and not an array.
-      TypeError: `loss_fn` returned anything other than described above.
+      TypeError: `loss_fn` returned anything other than described above; or `params` is
+        an NNX model, and a variable is not an `nnx.Param` or is in two places.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -117,6 +118,7 @@ def window_value_and_grad(
         num_micro_batches: Any = None,
         **loss_kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
+        checks.check_nnx_variables(params)
         state, (num_tokens, *_), aux = window.run(
             Layout(),
             micro_batches,

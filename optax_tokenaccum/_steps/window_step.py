@@ -71,9 +71,11 @@ class WindowStep:
             to all its devices.
 
         Raises:
-          TypeError: a leaf of `params` is not an array.
+          TypeError: a leaf of `params` is not an array; or `params` is an NNX model,
+            and a variable is not an `nnx.Param` or is in two places.
           ValueError: an array of `params` is on a mesh other than the step's.
         """
+        checks.check_nnx_variables(params)
         params = arrays.owned(params)  # lets go of the caller's
         init = self._window.accumulation.init_inner
         params, inner_opt_state = self._mode.init(params, init)

@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import optax_tokenaccum
 from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
 from optax_tokenaccum.nnx import make_train_step, make_window_step
 
@@ -223,3 +225,48 @@ def test_inside_of_nnx_jit_and_between_evaluations():
     given = optimizer.opt_state.inner_opt_state[0].trace
     error = helpers.relative_error(values(given), values(nnx.state(expected)))
     assert error < helpers.RTOL["float32"]
+
+
+class Weight(nnx.Variable):
+    """A type that a user chose to train, with `wrt=Weight`."""
+
+
+class TiedWeight(nnx.Module):
+    def __init__(self, kind: type[nnx.Variable] = nnx.Param, tied: bool = True):
+        self.a = kind(jnp.arange(1.0, 4.0))
+        self.b = self.a if tied else kind(jnp.arange(1.0, 4.0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.sum(self.a[...] * self.b[...] * x, -1)
+
+
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.LoRAParam, Weight])
+def test_the_core_takes_the_trained_variables_of_a_model(kind: Any):
+    graphdef, params = nnx.split(TiedWeight(kind), kind)
+
+    def state_loss_fn(params: nnx.State, x: jax.Array) -> tuple[jax.Array, int]:
+        return jnp.sum(nnx.merge(graphdef, params)(x)), len(x)
+
+    batches, expected = [jnp.ones((1, 3)), jnp.full((3, 3), 2.0)], 2 * 7 / 4
+    step = optax_tokenaccum.make_train_step(state_loss_fn, optax.sgd(0.1), 2)
+    state = step.init(params)
+    for x in batches:
+        state, _ = step(state, x)
+    right = jnp.arange(1.0, 4.0) * (1 - 0.1 * expected)
+    chex.assert_trees_all_close(state.params["a"][...], right, rtol=1e-6)
+
+    # As a tree of arrays, the two places of the model go ways of their own.
+    grads = jax.grad(lambda model: sum(jnp.sum(model(x)) for x in batches) / 4)(
+        TiedWeight(kind)
+    )
+    assert grads.a is not grads.b
+    chex.assert_trees_all_close(grads.a[...], expected / 2 * jnp.arange(1.0, 4.0))
+
+
+def test_the_core_takes_a_model_of_parameters_alone():
+    def loss_fn(model: TiedWeight, x: jax.Array) -> tuple[jax.Array, int]:
+        return jnp.sum(model(x)), len(x)
+
+    step = optax_tokenaccum.make_train_step(loss_fn, optax.sgd(0.1), 1)
+    state, _ = step(step.init(TiedWeight(tied=False)), jnp.ones((1, 3)))
+    chex.assert_trees_all_close(state.params.b[...], 0.9 * jnp.arange(1.0, 4.0))
