@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich.progress
+import tqdm
 
 from optax_tokenaccum import (
     MicroBatchPlan,
@@ -155,12 +157,8 @@ def test_progress_is_given_every_program():
     assert (totals, len(done)) == ([4], 4)
 
 
-@pytest.mark.parametrize("name", ["tqdm", "rich"])
-def test_the_usual_progress_bars(name: str, capsys: pytest.CaptureFixture[str]):
-    if name == "tqdm":
-        progress = pytest.importorskip("tqdm").tqdm
-    else:
-        progress = pytest.importorskip("rich.progress").track
+@pytest.mark.parametrize("progress", [tqdm.tqdm, rich.progress.track])
+def test_the_usual_progress_bars(progress: Any, capsys: pytest.CaptureFixture[str]):
     step = make_train_step(loss_fn, optax.sgd(1.0), 2)
     state = jax.eval_shape(step.init, PARAMS)
     step.compile(state, SHAPES[:1], progress=progress, **KWARGS)

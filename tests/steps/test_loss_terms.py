@@ -170,15 +170,25 @@ def test_needs_one_accumulator_of_the_parameters_size():
     }
     window = helpers.stacked(helpers.ragged_batch(0, rows=8), 8)
 
+    def without_penalty(terms: dict[str, Any]) -> dict[str, Any]:
+        # XLA may compute the gradient of a penalty once, before the loop, and keep it.
+        return {name: x for name, x in terms.items() if name != "micro_batches"}
+
+    def losses(params: Any, batch: Any) -> dict[str, jax.Array]:
+        return without_penalty(terms_fn(params, batch))
+
+    def counts(batch: Any) -> dict[str, Any]:
+        return without_penalty(count_fn(batch))
+
     def total(params: Any, batch: Any) -> Any:
-        terms = terms_fn(params, batch).values()
+        terms = losses(params, batch).values()
         return sum(terms, start=jnp.zeros(())), jnp.sum(batch["mask"])
 
     def one_accumulator_a_loss(params: Any, window: Any) -> Any:
         def add(sums: Any, batch: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, jax.jacrev(terms_fn)(params, batch)), ()
+            return jax.tree.map(jnp.add, sums, jax.jacrev(losses)(params, batch)), ()
 
-        zeros = dict.fromkeys(count_fn(window), jax.tree.map(jnp.zeros_like, params))
+        zeros = dict.fromkeys(counts(window), jax.tree.map(jnp.zeros_like, params))
         sums, _ = jax.lax.scan(add, zeros, window)
         return jax.tree.map(lambda *grads: sum(grads), *sums.values())
 
@@ -189,9 +199,9 @@ def test_needs_one_accumulator_of_the_parameters_size():
         return compiled.memory_analysis().temp_size_in_bytes
 
     one = temporary_bytes(window_value_and_grad(total))
-    several = temporary_bytes(window_value_and_grad(terms_fn, count_fn=count_fn))
+    several = temporary_bytes(window_value_and_grad(losses, count_fn=counts))
     gradient_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-    assert several - one < gradient_bytes / 2
+    assert several - one < gradient_bytes / 100
     assert temporary_bytes(one_accumulator_a_loss) - one > 2 * gradient_bytes
 
 

@@ -64,4 +64,4 @@ STEPS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", STEPS)
 def test_any_program_in_every_way(way: str) -> None:
-    check(STEPS[way], 60)
+    check(STEPS[way], 30)
