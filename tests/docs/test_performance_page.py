@@ -12,7 +12,7 @@ RESULTS = (ROOT / "benchmarks/results/cpu/benchmarks.md").read_text().splitlines
 
 
 def test_every_measured_row_is_a_row_of_the_results():
-    lines = (ROOT / "docs/ragged.md").read_text().splitlines()
+    lines = (ROOT / "docs/ragged_figures.md").read_text().splitlines()
     measured = [line for line in lines if line.startswith("|") and " to " in line]
     measured = [line for line in measured if any(c.isdigit() for c in line)]
     assert len(measured) > 4
@@ -21,7 +21,12 @@ def test_every_measured_row_is_a_row_of_the_results():
 
 @pytest.mark.parametrize(
     ("name", "tables"),
-    [("performance", 4), ("ragged", 2), ("how_many_tokens", 1), ("how_many_rows", 2)],
+    [
+        ("performance", 4),
+        ("ragged_figures", 2),
+        ("how_many_tokens", 1),
+        ("how_many_rows", 2),
+    ],
 )
 def test_the_tables_are_made_from_the_results(name: str, tables: int):
     text = (ROOT / f"docs/{name}.md").read_text()
