@@ -208,6 +208,7 @@ class Transformation:
 
     def init(self, params: Params) -> TokenAccumulationState:
         check_only_gradients(params)
+        checks.check_nnx_variables(params)
         return self.accumulation.init(params)
 
     def update(

@@ -125,10 +125,8 @@ class Tied(nnx.Module):
 
 class Counting(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.linear, self.seen = (
-            nnx.Linear(3, 1, rngs=rngs),
-            nnx.Variable(jnp.zeros(())),
-        )
+        self.linear = nnx.Linear(3, 1, rngs=rngs)
+        self.seen = nnx.Variable(jnp.zeros(()))
 
 
 def in_the_core(*models: Callable[[], Any]) -> list[Mistake]:
@@ -159,6 +157,7 @@ WITH_FLAX: list[Row] = [
             lambda: nnx.BatchNorm(3, rngs=nnx.Rngs(0)),
             lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
             lambda: Counting(nnx.Rngs(0)),
+            lambda: [Counting(nnx.Rngs(0))],
             lambda: nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0))),
             lambda: {"model": nnx.BatchNorm(3, rngs=nnx.Rngs(0))},
         ),

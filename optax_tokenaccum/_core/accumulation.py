@@ -52,7 +52,6 @@ class Accumulation:
 
     def init_inner(self, params: Params) -> Any:
         """The inner optimizer's state; `ValueError` if that accumulates already."""
-        checks.check_nnx_variables(params)
         checks.check_are_numbers(params)
         inner_opt_state = self.inner.init(params)
         if nodes_of((TokenAccumulationState, optax.MultiStepsState), inner_opt_state):

@@ -99,14 +99,18 @@ def check_nnx_variables(params: Params) -> None:
     """Raises `TypeError`, naming the variable, if only NNX can treat it rightly.
 
     To jax, a variable that a model holds twice is two leaves, and statistics are leaves
-    like parameters. A `State` may hold variables of the user's own types: they were
-    selected by type.
+    like parameters. Outside of a model, a `State` may hold variables of the user's own
+    types: they were selected by type.
     """
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:  # then no variable can be among the parameters
         return
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, nnx.Module)
+
     untrained = nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState
-    if isinstance(params, nnx.Module):
+    if any(map(is_module, jax.tree.leaves(params, is_leaf=is_module))):
         untrained = (nnx.Variable,)
     first_paths: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(
