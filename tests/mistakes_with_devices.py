@@ -60,6 +60,37 @@ def summed_over_devices(w: Any, x: Any) -> Any:
     return jax.lax.psum(loss_fn(w, x), "data")
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def synchronized(reduce: Any, w: Any) -> Any:
+    """As a loop for pmap has it: the gradient is reduced in the backward pass."""
+    return w
+
+
+synchronized.defvjp(lambda _, w: (w, None), lambda reduce, _, g: (reduce(g, "data"),))
+
+
+def reduced_backward(w: Any, x: Any, reduce: Any = jax.lax.psum) -> Any:
+    return loss_fn(synchronized(reduce, w), x)
+
+
+def counted_where_known(w: Any, batch: Any, count: Any) -> Any:
+    return jnp.sum(w * batch["x"]), count(batch)
+
+
+def counts_that_look_own(_: Any) -> None:
+    """Device by device the whole batch is counted: the update is an eighth."""
+    counts = [
+        lambda batch: jnp.where(jnp.sum(batch["x"]) > 0, batch["n"], 0),
+        lambda batch: jnp.maximum(jnp.sum(batch["x"]), batch["n"]),
+    ]
+    for count in counts:
+        loss = functools.partial(counted_where_known, count=count)
+        options = {"mesh": make_mesh((8,)), "data_axes": "data"}
+        step = make_train_step(loss, SGD, 1, **options)
+        state, _ = step(step.init(W), {"x": ROWS, "n": jnp.float32(16)})
+        assert float(state.params) == -1 / 8
+
+
 def averaged_in_a_loop(w: Any, x: Any) -> Any:
     def add(_: Any, total: Any) -> Any:
         return total + jax.lax.pmean(jnp.sum(w * x), "data")
@@ -191,6 +222,19 @@ ON_DEVICES: list[Row] = [
         ],
     ),
     (
+        "a `custom_vjp` that synchronizes gradients over the data axes",
+        ValueError,
+        [
+            lambda keep: named_axes(keep, make_train_step, reduced_backward, ROWS),
+            lambda keep: named_axes(
+                keep,
+                make_window_step,
+                functools.partial(reduced_backward, reduce=jax.lax.pmean),
+                jnp.ones((2, 8)),
+            ),
+        ],
+    ),
+    (
         "a count that is the same on all devices",
         ValueError,
         [
@@ -210,6 +254,11 @@ ON_DEVICES: list[Row] = [
                 {"x": jnp.ones((2, 8)), "n": jnp.full(2, 8)},
             ),
         ],
+    ),
+    (
+        "a count of the whole batch that looks like the device's own",
+        None,
+        [counts_that_look_own],
     ),
     (
         "a `PlannedWindow` in too few parts",

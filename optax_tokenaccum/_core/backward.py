@@ -81,12 +81,12 @@ class BackwardPass:
         # A device without tokens would not take part in communication, for which the
         # others would wait forever.
         reduces = any(tokens_vary - trees.varying_axes(x) for x in leaves)
-        depends_on = [True] * len(leaves)
+        of_count = dependence.only(closed, [0])
         if closed.effects or (
             self._known_tokens is None
             and (
                 reduces
-                or dependence.depends(closed, depends_on)[0]
+                or any(dependence.slice_of(closed, of_count).inputs)
                 or dependence.communicates(closed)
                 or self._communicates_on_some_devices(leaves)
             )
@@ -104,6 +104,8 @@ class BackwardPass:
             mesh.shape[name] > 1 for name in {*mesh.axis_names} - {*mesh.manual_axes}
         ):
             return True
+        if not self._layout.may_communicate:
+            return False
         gradient = jax.grad(self._evaluate, has_aux=True, allow_int=True)
         return dependence.communicates(jax.make_jaxpr(gradient)(leaves, self._consts))
 

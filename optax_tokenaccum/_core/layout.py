@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,30 @@ from optax_tokenaccum._core.trees import Batch, Gradients, Params
 Reduced = tuple[str, ...]
 
 
+class Computed(NamedTuple):
+    """What is computed from the rows of one device.
+
+    Attributes:
+      counts: numbers by their names in errors, which are added up over devices.
+      same: values by their names, which must be the same on all devices.
+      loss_sum: is differentiated.
+      rest: everything else.
+    """
+
+    counts: dict[str, Any] = {}
+    same: dict[str, Any] = {}
+    loss_sum: Any = 0.0
+    rest: Any = None
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout on one device: a sum for each parameter, of its shape, placed like it.
 
     The layouts over several devices override these methods.
     """
+
+    may_communicate = True  # whether a loss may name the axes of a map around it
 
     def bound(self) -> Self:
         """The layout, knowing which mesh axes are bound where this is called."""
@@ -108,14 +126,14 @@ class Layout:
 
     def check_counts(
         self,
-        of_rows: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Any], Any]],
+        of_rows: Callable[[Params, Batch, Any], Computed],
+        params: Params,
         batch: Batch,
         rng: jax.Array | None,
     ) -> None:
-        """Raises `ValueError` if a count is not of the rows of this device alone.
+        """Raises `ValueError` if `of_rows(params, batch, rng)` cannot be added up.
 
-        `of_rows(batch, rng)` returns counts by name, values by name that must be the
-        same on all devices, and everything else that is computed from the batch.
+        Its counts must be of the rows of this device alone.
         """
 
     def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:

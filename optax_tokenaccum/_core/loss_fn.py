@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.layout import Computed, Layout
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._core.variables import Variables
 
@@ -61,19 +61,19 @@ def loss_of(
         loss_sum, (num_tokens, aux) = unpack(returned, loss.has_aux)
         return loss_sum, (num_tokens, (aux, changed))
 
-    def of_rows(batch: Batch, rng: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    def of_rows(params: Params, batch: Batch, rng: Any) -> Computed:
         own_key = {} if rng is None else {"rng": rng}
-        returned = of_params(params, batch, loss_kwargs | own_key)
-        _, (num_tokens, (_, changed)) = returned
+        loss_sum, rest = of_params(params, batch, loss_kwargs | own_key)
+        num_tokens, (_, changed) = rest
         whole_numbers = {
             variables.model.names[i] + jax.tree_util.keystr(path): x
             for i, value in changed.items()
             for path, x in jax.tree_util.tree_leaves_with_path(value)
             if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
         }
-        return {"num_tokens": num_tokens}, whole_numbers, returned
+        return Computed({"num_tokens": num_tokens}, whole_numbers, loss_sum, rest)
 
-    layout.check_counts(of_rows, batch, loss_kwargs.get("rng"))
+    layout.check_counts(of_rows, params, batch, loss_kwargs.get("rng"))
     return lambda params: of_params(params, batch, loss_kwargs)
 
 

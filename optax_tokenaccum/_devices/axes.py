@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core.layout import Layout, Reduced
+from optax_tokenaccum._core.layout import Computed, Layout, Reduced
 from optax_tokenaccum._core.trees import (
     Batch,
     Gradients,
@@ -34,6 +34,8 @@ class LocalSums(Layout):
     names: tuple[str, ...]  # the axes over which rows are spread
     marked: tuple[str, ...] | None = None  # those that types can mark, set by `bound`
     copies: frozenset[int] = frozenset()  # indices of leaves of a batch
+
+    may_communicate = False  # `check_counts` refuses such losses
 
     @property
     def are_bound(self) -> bool:
@@ -141,11 +143,12 @@ class LocalSums(Layout):
 
     def check_counts(
         self,
-        of_rows: Callable[[Any, Any], tuple[dict[str, Any], dict[str, Any], Any]],
+        of_rows: Callable[[Params, Batch, Any], Computed],
+        params: Params,
         batch: Batch,
         rng: jax.Array | None,
     ) -> None:
-        check_counts(of_rows, batch, rng, self.names, self.copies)
+        check_counts(of_rows, params, batch, rng, self.names, self.copies)
 
     def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:
         names = self.varying(flag)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core.contribution import as_num_tokens
-from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.layout import Computed, Layout
 from optax_tokenaccum._core.loss_fn import Loss
 from optax_tokenaccum._core.sums import divide
 from optax_tokenaccum._core.trees import Batch, Params
@@ -41,12 +41,11 @@ class LossTerms:
         def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
             return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
 
-        def of_rows(batch: Batch, _: None) -> tuple[dict[str, Any], Any, None]:
+        def of_rows(params: Params, batch: Batch, rng: None) -> Computed:
             named = self._counts(batch).items()
-            counts = {f"the count {n!r}": x for n, x in named if x is not None}
-            return counts, {}, None
+            return Computed({f"the count {n!r}": x for n, x in named if x is not None})
 
-        layout.check_counts(of_rows, groups[0].pick(0), None)
+        layout.check_counts(of_rows, (), groups[0].pick(0), None)
         shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
         totals = jax.tree.map(jnp.zeros_like, shapes)
         for group in groups:

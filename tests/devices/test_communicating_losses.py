@@ -18,6 +18,7 @@ import pytest
 from helpers import stack
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import ALL_WAYS, make_mesh, make_step
 from window_gradients import BATCHES, params_of, through_layers
 
 from optax_tokenaccum import make_train_step, window_value_and_grad
@@ -98,6 +99,45 @@ def test_a_loss_that_does_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(BackwardPass, "is_supported", False)
     expected = jax.jit(gradients("not"))(PARAMS, WINDOW)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "derivative", "reduce"),
+    [
+        ("auto", "custom_vjp", jax.lax.psum),
+        ("explicit", "custom_vjp", jax.lax.pmean),
+        ("auto", "custom_jvp", jax.lax.all_gather),
+    ],
+)
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_a_step_refuses_gradients_that_are_reduced_in_the_backward_pass(
+    kind: str, way: str, derivative: str, reduce: Any
+):
+    """With psum the update was 8 times as large, with pmean wrong without tokens."""
+
+    def reduced(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.atleast_1d(reduce(x, "data"))) * jnp.ones_like(x)
+
+    if derivative == "custom_vjp":
+        identity = jax.custom_vjp(lambda x: x)
+        identity.defvjp(lambda x: (x, None), lambda _, g: (reduced(g),))
+    else:
+        identity = jax.custom_jvp(lambda x: x)
+        identity.defjvp(lambda x, t: (*x, reduced(*t)))
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        losses = jnp.sum(identity(params["w"]) * batch["x"], -1) * batch["mask"]
+        return jnp.sum(losses), jnp.sum(batch["mask"])
+
+    mesh = make_mesh((8,), kind)
+    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=loss_fn)
+    state = step.init({"w": jnp.zeros(2)})
+    batch = {"x": jnp.ones((16, 2)), "mask": jnp.ones(16)}
+    if "window" in way:
+        batch = jax.tree.map(lambda x: x[None], batch)
+    with pytest.raises(ValueError, match=r"over \['data'\] in its backward pass"):
+        step(state, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def rolled_step() -> tuple[Any, Any, Any]:

@@ -122,10 +122,100 @@ OWN: dict[str, Count] = {
 }
 
 
-def loss_with(count: Count) -> Any:
+def plain(w: Any, x: Any, n: Any) -> Any:
+    return jnp.sum(w * x), n
+
+
+def asserts(w: Any, x: Any, n: Any) -> Any:
+    assert x.shape == (ROWS // 8, LENGTH)
+    return plain(w, x, n)
+
+
+def adds_a_constant(w: Any, x: Any, n: Any) -> Any:
+    return plain(w, x + np.ones((ROWS // 8, LENGTH), np.float32), n)
+
+
+def loops(w: Any, x: Any, n: Any) -> Any:
+    return sum(jnp.sum(w * row) for row in x), n
+
+
+def loops_within(wrap: Any) -> Any:
+    return lambda w, x, n: wrap(loops)(w, x, n)
+
+
+def branches(w: Any, x: Any, n: Any) -> Any:
+    return plain(w, x if len(x) == ROWS // 8 else jnp.tanh(x), n)
+
+
+def in_a_cond(w: Any, x: Any, n: Any) -> Any:
+    return jax.lax.cond(x[0, 0] > 1, plain, lambda w, x, n: (0.0, n), w, x, n)
+
+
+def in_a_switch(w: Any, x: Any, n: Any) -> Any:
+    """The count is computed in every branch, which the model's weights choose."""
+    branches = [lambda w, x, n: plain(w, x, n + 1), lambda w, x, n: plain(w, -x, n)]
+    return jax.lax.switch(jnp.int32(w[0] > 0), branches, w, x, n)
+
+
+def scans(w: Any, x: Any, n: Any) -> Any:
+    def body(carry: Any, row: Any) -> Any:
+        total, n = carry
+        return (total + jnp.sum(w * row), n), None
+
+    return jax.lax.scan(body, (0.0, n), x)[0]
+
+
+def whiles(w: Any, x: Any, n: Any) -> Any:
+    def body(carry: Any) -> Any:
+        i, total, n = carry
+        return i + 1, total + jnp.sum(jax.lax.stop_gradient(w) * x[i]), n
+
+    return jax.lax.while_loop(lambda c: c[0] < len(x), body, (0, 0.0, n))[1:]
+
+
+def whiles_that_count(w: Any, x: Any, n: Any) -> Any:
+    """The count changes in the loop, which ends after as many rounds as there are."""
+
+    def body(carry: Any) -> Any:
+        i, total, n = carry
+        return i + 1, total + jnp.sum(jax.lax.stop_gradient(w) * x[0]), n * 1.5
+
+    return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, 0.0, n))[1:]
+
+
+def prints(w: Any, x: Any, n: Any) -> Any:
+    jax.debug.callback(lambda *_: None, x, n)
+    return plain(w, x, n)
+
+
+def barrier(w: Any, x: Any, n: Any) -> Any:
+    return jax.lax.optimization_barrier(plain(w, x, n))
+
+
+# Losses that pass a count on, and look at their rows besides.
+FOR_THESE_ROWS: dict[str, Any] = {
+    "asserts the number of rows": asserts,
+    "constant of fixed shape": adds_a_constant,
+}
+LOSSES = FOR_THESE_ROWS | {
+    "loop over rows": loops,
+    "loop in jit": loops_within(jax.jit),
+    "loop in remat": loops_within(jax.checkpoint),
+    "branch on the number of rows": branches,
+    "cond": in_a_cond,
+    "switch": in_a_switch,
+    "scan over rows": scans,
+    "while": whiles,
+    "while that counts": whiles_that_count,
+    "prints": prints,
+    "barrier": barrier,
+}
+
+
+def loss_with(count: Count, loss: Any = plain) -> Any:
     def loss_fn(params: Any, batch: Any, rng: Any, number: Any) -> Any:
         num_tokens = count(batch, params=params, rng=rng, number=number)
-        return jnp.sum(params["w"] * batch["x"]), num_tokens
+        return loss(params["w"], batch["x"], num_tokens)
 
     return loss_fn
 
@@ -143,12 +233,15 @@ def state_of(way: str, mesh: Mesh) -> Any:
     return step.init({"w": jnp.zeros(LENGTH)})
 
 
-def trace(way: str, count: Count, mesh: Any = None, **options: Any) -> Any:
+def trace(
+    way: str, count: Count, mesh: Any = None, loss: Any = plain, **changed: Any
+) -> Any:
     mesh = mesh or make_mesh((8,))
-    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=loss_with(count), **options)
+    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=loss_with(count, loss))
     call = step if "window" in way else step.accumulate
     kwargs = {"rng": jax.random.key(0), "number": jnp.float32(1)}
-    return jax.eval_shape(call, state_of(way, mesh), batches(way)[0], **kwargs)
+    batch = batches(way)[0] | changed
+    return jax.eval_shape(call, state_of(way, mesh), batch, **kwargs)
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -160,6 +253,29 @@ def test_count_that_is_alike_on_all_devices_is_refused(name: str):
 @pytest.mark.parametrize("name", OWN)
 def test_count_of_the_device_is_not(name: str):
     trace("two programs", OWN[name])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_whatever_else_the_loss_does_with_its_rows(name: str):
+    with pytest.raises(ValueError, match="num_tokens must be a count of .* 8 times"):
+        trace("two programs", ALIKE["not 0"], loss=LOSSES[name])
+    trace("two programs", OWN["mask times a scalar"], loss=LOSSES[name])
+    trace("two programs", OWN["size"], loss=LOSSES[name])
+
+
+@pytest.mark.parametrize("name", LOSSES.keys() - FOR_THESE_ROWS.keys())
+def test_the_number_of_rows_is_found(name: str):
+    trace("two programs", OWN["size times a scalar"], loss=LOSSES[name])
+
+
+def test_weakly_typed_rows():
+    x = jnp.full((ROWS, LENGTH), 2.0)
+    assert x.weak_type
+    weak = jnp.full((ROWS,), 2)
+    for changed in ({"x": x}, {"x": x, "weak": weak}):
+        with pytest.raises(ValueError, match="num_tokens must be a count of"):
+            trace("two programs", ALIKE["not 0"], **changed)
+        trace("two programs", OWN["size times a scalar"], **changed)
 
 
 def test_in_a_window():
@@ -264,9 +380,8 @@ def test_no_second_trace_of_a_loss_whose_count_is_its_own():
     assert len(traces) == 2  # one to inspect, one to differentiate
 
 
-def test_a_loss_for_one_number_of_rows_is_not_asked_about_another():
-    def count(batch: Any, **_: Any) -> Any:
-        assert len(batch["x"]) == ROWS // 8
-        return batch["n"] * len(batch["x"])
-
-    trace("two programs", count)
+@pytest.mark.parametrize("name", FOR_THESE_ROWS)
+def test_a_weight_in_a_loss_for_one_number_of_rows_needs_a_mask(name: str):
+    """Nothing tells the number of rows from another constant."""
+    with pytest.raises(ValueError, match=r"mask\.sum\(\)"):
+        trace("two programs", OWN["size times a scalar"], loss=LOSSES[name])
