@@ -5,6 +5,7 @@ gradient of layers that are stacked for a scan is then added layer by layer. Oth
 it exists as a whole next to the sums, which costs a second buffer of its size.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,9 @@ class BackwardPass:
 
         # What the loss closes over becomes an argument: custom_vmap maps only these.
         closed, shape = jax.make_jaxpr(traced, return_shape=True)(leaves)
-        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        # On the supported versions of JAX, the jaxpr would keep them too.
+        self._consts = [*closed.consts]
+        self._jaxpr = closed.jaxpr.with_consts([None] * len(self._consts))
         self._structure = jax.tree.structure(shape)
         _, self._loss_shape, self._aux_shapes = shape
         # A device without tokens would not take part in communication, for which the
@@ -117,7 +120,10 @@ class BackwardPass:
         Without tokens, gradients may be NaN, and the backward pass does not run. Nor
         does the forward pass, unless it is needed for `aux`.
         """
-        add = _unless_mapped(self._add_within, self._add_after)
+        # JAX caches these functions: they must not refer to values, which would leak.
+        without = copy.copy(self)
+        del without._consts
+        add = _unless_mapped(without._add_within, without._add_after)
         return add(sums, is_first, leaves, self._consts)
 
     def _evaluate(self, leaves: list[Any], consts: list[Any]) -> Any:
