@@ -16,10 +16,10 @@ from optax_tokenaccum._core.sums import kinds_of, norm
 from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import (
+    UNKNOWN,
     entries_of,
     entry_of,
     is_explicit,
-    is_sharding,
     names_in,
     only,
     sharding_of,
@@ -74,9 +74,9 @@ class StackedSums(_OnDevices):
     def total(self, stored: Any) -> Any:
         names, mesh = self.devices.names, self.devices.mesh
         leaves, structure = jax.tree.flatten(stored)
-        shardings = [None] * len(leaves)
+        shardings = [UNKNOWN] * len(leaves)
         if self.shardings is not None:
-            shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
+            shardings = jax.tree.leaves(self.shardings)
         specs = [
             entries_of(sharding, x.ndim - 1)
             for sharding, x in zip(shardings, leaves, strict=True)
@@ -123,9 +123,9 @@ class ShardedSums(_OnDevices):
         return self._constrained(opened, self.devices.spread)
 
     def has_whole_first_axes(self, opened: list[jax.Array]) -> list[bool]:
-        shardings = [None] * len(opened)
+        shardings = [UNKNOWN] * len(opened)
         if self.shardings is not None:
-            shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
+            shardings = jax.tree.leaves(self.shardings)
         specs = map(self.devices.spread, opened, shardings)
         return [not (spec and spec[0]) for spec in specs]
 
@@ -140,7 +140,7 @@ class ShardedSums(_OnDevices):
         mesh: Any = self.devices.mesh
         if is_explicit(mesh):  # under auto_axes, which replaces the mesh
             mesh = jax.sharding.get_abstract_mesh()
-        shardings = jax.tree.leaves(self.shardings, is_leaf=is_sharding)
+        shardings = jax.tree.leaves(self.shardings)
         placed = [
             jax.lax.with_sharding_constraint(
                 x, NamedSharding(mesh, P(*spec_of(x, sharding)))

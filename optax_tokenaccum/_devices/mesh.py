@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._devices.shardings import (
+    Unknown,
     entries_of,
     entry_of,
     is_explicit,
@@ -58,7 +59,7 @@ class DataParallel:
             check_vma=False,
         )
 
-    def spread(self, x: Any, sharding: NamedSharding | None) -> list[Any]:
+    def spread(self, x: Any, sharding: NamedSharding | Unknown) -> list[Any]:
         """The spec of `x` with the data axes on the longest axis that they divide.
 
         `x` is a parameter or its sum; `sharding` is the parameter's.

@@ -23,7 +23,7 @@ from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.one_device import OneDevice, RowsFn
 from optax_tokenaccum._devices.processes import Agreement
 from optax_tokenaccum._devices.rows import spread_rows
-from optax_tokenaccum._devices.shardings import is_explicit, is_sharding, sharding_of
+from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
 
 ReduceEvery = Literal["window", "micro_batch"]
 
@@ -86,7 +86,9 @@ class SumOverAll(OneDevice):
         if not is_explicit(devices.mesh):
             return f
         everywhere = devices.sharding()
-        state = jax.tree.map(lambda s: s or everywhere, shardings, is_leaf=is_sharding)
+        state = everywhere
+        if shardings is not None:
+            state = jax.tree.map(lambda s: s or everywhere, shardings)
         out = state, everywhere, devices.sharding(*own)
         return jax.sharding.auto_axes(f, out_sharding=out)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._devices.mesh import DataParallel
-from optax_tokenaccum._devices.shardings import names_in, sharding_of
+from optax_tokenaccum._devices.shardings import Unknown, names_in, sharding_of
 
 
 @jax.tree_util.register_dataclass
@@ -153,7 +153,7 @@ def _is_on_a_mesh(x: Any) -> bool:
 def _is_on_every_device(devices: DataParallel, x: Any) -> bool:
     """Whether `x` is known to be whole on every device of the data axes."""
     sharding = sharding_of(x)
-    if sharding is None:
+    if isinstance(sharding, Unknown):
         return False
     is_traced = not trees.is_concrete(x)
     if is_traced and not {*devices.names} <= {*sharding.mesh.explicit_axes}:

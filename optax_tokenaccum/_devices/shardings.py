@@ -1,20 +1,38 @@
 """The shardings of arrays, and their partition specs, axis by axis."""
 
+import dataclasses
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
-def sharding_of(x: Any) -> NamedSharding | None:
-    """The sharding of an array over a mesh, or `None` if none is known."""
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """In place of a sharding: the compiler may choose one, and types do not tell.
+
+    A leaf of a tree, where `None` is the place of a missing leaf.
+    """
+
+    spec = P()
+
+    def __bool__(self) -> bool:
+        return False
+
+
+UNKNOWN = Unknown()
+
+
+def sharding_of(x: Any) -> NamedSharding | Unknown:
+    """The sharding of an array over a mesh, if it is known."""
     if isinstance(x, jax.core.Tracer):
         x = jax.typeof(x)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return None
+        return UNKNOWN
     is_traced = isinstance(sharding.mesh, jax.sharding.AbstractMesh)
-    return None if is_traced and not is_explicit(sharding.mesh) else sharding
+    return UNKNOWN if is_traced and not is_explicit(sharding.mesh) else sharding
 
 
 def is_explicit(mesh: Any) -> bool:
@@ -22,14 +40,9 @@ def is_explicit(mesh: Any) -> bool:
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
-def is_sharding(x: Any) -> bool:
-    """Whether `x` is a leaf of a tree of shardings."""
-    return x is None or isinstance(x, jax.sharding.Sharding)
-
-
 def entries_of(sharding: Any, ndim: int) -> list[Any]:
     """The entries of a sharding's spec, one for each axis."""
-    given = [] if sharding is None else list(sharding.spec)
+    given = list(sharding.spec)
     return given + [None] * (ndim - len(given))
 
 

@@ -147,7 +147,8 @@ class Program(Generic[P]):
 
         options: dict[str, Any] = {"donate_argnums": 0} if self._donate else {}
         if shardings is not None and shardings.is_concrete:
-            options["out_shardings"] = (out, None, None)
+            known = jax.tree.map(lambda s: s or None, out)
+            options["out_shardings"] = (known, None, None)
         jitted = jax.jit(program, static_argnames="static", **options)
         return self._jitted.setdefault(shardings, jitted)
 
@@ -156,7 +157,7 @@ class StateShardings:
     """The shardings of a state over several devices."""
 
     def __init__(self, structure: Any, shardings: tuple[Any, ...], is_concrete: bool):
-        # A tree like the state; `None` where the compiler may choose.
+        # A tree like the state; `UNKNOWN` where the compiler may choose.
         self.state = jax.tree.unflatten(structure, shardings)
         self.is_concrete = is_concrete
 
