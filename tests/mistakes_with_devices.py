@@ -17,6 +17,7 @@ from optax_tokenaccum import (
     pad_window,
     regroup_sums,
     token_accumulation,
+    window_value_and_grad,
 )
 
 W, BATCH = jnp.zeros(()), jnp.ones((9, 2))
@@ -116,6 +117,16 @@ def under_shard_map(gradients: Any, gradient_and_tokens: Any) -> Any:
         step, mesh=make_mesh((8,)), in_specs=(spec(), spec("data")), out_specs=spec()
     )
     return jax.eval_shape(over, W, jnp.ones(8))
+
+
+def window_under_shard_map(loss_fn: Any) -> Any:
+    over = jax.shard_map(
+        window_value_and_grad(loss_fn),
+        mesh=make_mesh((8,)),
+        in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
+        out_specs=PartitionSpec(),
+    )
+    return jax.eval_shape(over, W, jnp.ones((2, 8)))
 
 
 def mean_gradient(w: Any, x: Any) -> Any:
@@ -307,6 +318,15 @@ ON_DEVICES: list[Row] = [
         [
             lambda _: under_shard_map(
                 "sum", lambda w, x: (jax.grad(lambda w: loss_fn(w, x)[0])(w * x[0]), 8)
+            )
+        ],
+    ),
+    (
+        "the loss of one device with a count of all, in a `shard_map`",
+        ValueError,
+        [
+            lambda _: window_under_shard_map(
+                lambda w, x: (jnp.sum(w * x), jax.lax.psum(jnp.sum(x), "data"))
             )
         ],
     ),

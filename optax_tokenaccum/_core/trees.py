@@ -1,5 +1,6 @@
 """Looks into trees of arrays and states, with errors that name the leaf."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -25,9 +26,39 @@ def is_zero(x: Any) -> bool:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes along which the type of `x` says that it may differ."""
-    kind = jax.typeof(x)
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     marks = getattr(kind, "manual_axis_type", None)  # newer jax
-    return kind.vma if marks is None else marks.varying
+    if marks is None:  # a shape may have none
+        return getattr(kind, "vma", None) or frozenset()
+    return marks.varying
+
+
+def as_varying(x: Any, names: Iterable[str]) -> Any:
+    """`x` with a type that says that it may differ along `names` too."""
+    names = tuple(name for name in sorted(names) if name not in varying_axes(x))
+    if not names:
+        return x
+    cast: Any = getattr(jax.lax, "pcast", None)
+    if cast is None:  # jax 0.8
+        return getattr(jax.lax, "pvary")(x, names)  # noqa: B009
+    return cast(x, names, to="varying")
+
+
+def types_are_marked() -> bool:
+    """Whether types say along which axes of a map values differ."""
+    names = jax.sharding.get_abstract_mesh().manual_axes
+    return any(varying_axes(jax.lax.axis_index(name)) for name in names)
+
+
+def as_returned(body: Callable[[Any], Any], carry: Any) -> Any:
+    """The first carry of a loop, with the types that `body` returns."""
+    if not types_are_marked():
+        return carry
+    return jax.tree.map(
+        lambda x, y: as_varying(jnp.asarray(x), varying_axes(y)),
+        carry,
+        jax.eval_shape(body, carry),
+    )
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

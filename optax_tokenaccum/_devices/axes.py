@@ -12,10 +12,12 @@ from optax_tokenaccum._core.trees import (
     Batch,
     Gradients,
     Params,
+    as_varying,
     named_leaves,
     varying_axes,
 )
 from optax_tokenaccum._devices.counts import check_counts
+from optax_tokenaccum._devices.own_map import check_are_not_means
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class LocalSums(Layout):
         def zero(p: Any, dtype: Any) -> jax.Array:
             x = jnp.zeros((1, *jnp.shape(p)), dtype)
             # If init is called outside the map, the map's specs decide.
-            return self._as_varying(x) if self.are_bound else x
+            return as_varying(x, self.bound().marked or ()) if self.are_bound else x
 
         return jax.tree.map(zero, params, dtypes)
 
@@ -132,14 +134,8 @@ class LocalSums(Layout):
                     "all have as many, jax.lax.pcast(num_tokens, "
                     f"{tuple(lacking)}, to='varying')."
                 )
-            if is_mean and reduced:
-                raise ValueError(
-                    'gradients="mean" needs the gradients of each device: got some '
-                    f"that were reduced over {list(reduced)} already (at {path}), "
-                    "where no weight can make up for their unequal counts. Take the "
-                    "gradient of a sum, or differentiate with respect to "
-                    f"jax.lax.pcast(params, {reduced}, to='varying')."
-                )
+            if is_mean:
+                check_are_not_means(path, reduced)
 
     def check_counts(
         self,
@@ -179,15 +175,6 @@ class LocalSums(Layout):
 
     def stacked(self, tree: Any, axis: int = 0) -> Any:
         return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
-
-    def _as_varying(self, x: jax.Array) -> jax.Array:
-        names = self.bound().marked
-        if not names:
-            return x
-        cast: Any = getattr(jax.lax, "pcast", None)
-        if cast is None:  # jax 0.8
-            return getattr(jax.lax, "pvary")(x, names)  # noqa: B009
-        return cast(x, names, to="varying")
 
 
 def _value_at(place: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Array:

@@ -13,6 +13,7 @@ from optax_tokenaccum._core.loss_fn import key_at, unpack
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.sums import is_float0, zeros_of
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
+from optax_tokenaccum._devices.own_map import layout_in_map
 from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
 
 # value_and_grad_fn(params, batch, **kwargs) -> ((value, num_tokens), grads). With
@@ -39,6 +40,12 @@ def accumulate_over_window(
     prefer `window_value_and_grad`: its backward pass adds to the sums, while a gradient
     that is handed over exists as a whole next to them.
 
+    In a `shard_map`, a gradient whose type does not vary along an axis is a sum over
+    the devices of that axis, such as that of `jax.grad` with respect to parameters that
+    all devices share. As soon as one gradient is, `loss`, `num_tokens` and `grads` are
+    over the rows of all these devices. Otherwise, and with `check_vma=False`, they are
+    those of this device.
+
     Args:
       value_and_grad_fn: `value_and_grad_fn(params, batch, **kwargs) -> ((value,
         num_tokens), grads)`, as `jax.value_and_grad(loss_fn, has_aux=True)` returns.
@@ -58,7 +65,9 @@ def accumulate_over_window(
 
     Raises:
       ValueError: `gradients` is another word; leading axes of `micro_batches` differ or
-        are 0; or `num_micro_batches` is outside 0 to `k` and not an array.
+        are 0; `num_micro_batches` is outside 0 to `k` and not an array; or, in a
+        `shard_map`, only one of the value and the count is reduced over devices, or
+        gradients of means are.
       TypeError: `value_and_grad_fn` returned anything other than described above.
 
     Example:
@@ -97,17 +106,23 @@ def accumulate_over_window(
                 )
             return _unpack(returned, has_aux)
 
+        def of_first() -> Any:
+            (value, (num_tokens, _)), grads = call(groups[0].pick(0), 0)
+            return value, num_tokens, _without_float0(grads)
+
+        own = accumulation.with_layout(layout_in_map(of_first))
+
         def add(batch: Batch, i: Any, state: Any) -> tuple[Any, Any]:
             (value, (num_tokens, aux)), grads = call(batch, i)
             grads = _without_float0(grads)
-            state, _ = accumulation.add(grads, state, None, num_tokens, value)
+            state, _ = own.add(grads, state, None, num_tokens, value)
             return state, aux
 
         _, like = jax.eval_shape(lambda: call(groups[0].pick(0), 0))
         state, aux = for_each(
             groups,
             add,
-            accumulation.empty_window(_without_float0(like)),
+            own.empty_window(_without_float0(like)),
             (lambda batch: call(batch, 0)[0][1][1]) if has_aux else None,
             capacity,
         )

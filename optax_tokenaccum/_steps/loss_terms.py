@@ -1,6 +1,5 @@
 """Several losses in one window, each divided by its own denominator."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from optax_tokenaccum._core.loss_fn import Loss
 from optax_tokenaccum._core.sums import divide
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._core.variables import Variables
-from optax_tokenaccum._steps.micro_batches import Group
+from optax_tokenaccum._steps.micro_batches import Group, loop
 
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
 CountFn = Callable[[Any], dict[str, Any]]
@@ -47,10 +46,7 @@ class LossTerms:
 
         layout.check_counts(of_rows, (), groups[0].pick(0), None)
         shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
-        totals = jax.tree.map(jnp.zeros_like, shapes)
-        for group in groups:
-            body = functools.partial(add, group.pick)
-            totals = jax.lax.fori_loop(group.start, group.stop, body, totals)
+        totals = loop(groups, add, jax.tree.map(jnp.zeros_like, shapes))
         return layout.sum(totals)
 
     def share_of(self, totals: dict[str, Any]) -> Loss:
@@ -66,7 +62,7 @@ class LossTerms:
             params: Params, variables: Variables, batch: Batch, **loss_kwargs: Any
         ) -> Any:
             returned, changed = self._loss.call(params, variables, batch, **loss_kwargs)
-            terms, aux = self._split(returned)
+            terms, aux = split(returned, has_aux)
             _check_names(terms, totals)
             loss = sum(_divided(terms[name], total) for name, total in totals.items())
             counts = self._counts(batch)
@@ -77,16 +73,6 @@ class LossTerms:
             return (loss, (num_tokens, aux) if has_aux else num_tokens), changed
 
         return Loss(share, has_aux)
-
-    def _split(self, returned: Any) -> tuple[Any, Any]:
-        if not self._loss.has_aux:
-            return returned, None
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise TypeError(
-                "With count_fn and has_aux, loss_fn must return ({name: loss_sum}, "
-                f"aux): got {type(returned).__name__}."
-            )
-        return returned
 
     def _counts(self, batch: Batch) -> dict[str, Any]:
         counts = self._count_fn(batch)
@@ -103,6 +89,18 @@ class LossTerms:
             return jnp.where(jnp.isfinite(n) & (n > 0), n, 0)
 
         return {name: usable(name, count) for name, count in counts.items()}
+
+
+def split(returned: Any, has_aux: bool) -> tuple[Any, Any]:
+    """`(terms, aux)` of a `loss_fn` with several losses."""
+    if not has_aux:
+        return returned, None
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            "With count_fn and has_aux, loss_fn must return ({name: loss_sum}, "
+            f"aux): got {type(returned).__name__}."
+        )
+    return returned
 
 
 def _divided(term: Any, total: jax.Array | None) -> jax.Array:

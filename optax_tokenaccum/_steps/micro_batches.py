@@ -145,9 +145,14 @@ def for_each(
         )
         return carry, auxes
 
-    carry = carry, auxes
+    return loop(groups, body, (carry, auxes))
+
+
+def loop(groups: list[Group], body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+    """Runs `body(pick, i, carry) -> carry` for each micro-batch."""
     for group in groups:
         own = functools.partial(body, group.pick)
+        carry = trees.as_returned(functools.partial(own, 0), carry)
         carry = jax.lax.fori_loop(group.start, group.stop, own, carry)
     return carry
 

@@ -23,7 +23,8 @@ from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
-from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms
+from optax_tokenaccum._devices.own_map import SumsInMap, layout_in_map
+from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms, split
 from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
 
 
@@ -47,6 +48,14 @@ def window_value_and_grad(
     there `vmap` and `jvp` of the returned function work, but reverse-mode derivatives
     ("Linearization failed") and `vmap` of a `jvp` raise an error. For these, add up
     `jax.value_and_grad` of each micro-batch by hand, or use `token_accumulation`.
+
+    In a `shard_map`, `jax.grad` adds the gradients of all devices with respect to
+    parameters that all devices share. In the same way, `loss`, `num_tokens` and `grads`
+    are then over the rows of all devices, as soon as one parameter is shared; `loss_fn`
+    still returns the loss and the count of this device. They are reduced once, after
+    the last micro-batch; `aux` and `rng` are this device's. If every parameter differs,
+    `jax.lax.pcast(params, axis_name, to="varying")`, or with `check_vma=False`, the
+    results are those of this device.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
@@ -82,7 +91,8 @@ def window_value_and_grad(
 
     Raises:
       ValueError: leading axes differ or are 0 (the error names the leaf), or
-        `num_micro_batches` is outside 0 to `k` and not an array.
+        `num_micro_batches` is outside 0 to `k` and not an array; or, in a `shard_map`,
+        only one of the loss and the count is reduced over devices.
       TypeError: `loss_fn` returned anything other than described above; or `params` is
         an NNX model, and a variable is not an `nnx.Param` or is in two places.
 
@@ -119,15 +129,12 @@ def window_value_and_grad(
         **loss_kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
         checks.check_nnx_variables(params)
+        given = NO_VARIABLES, rng, num_micro_batches, loss_kwargs
+        layout = window.layout_in_map(micro_batches, params, *given)
         state, (num_tokens, *_), aux = window.run(
-            Layout(),
-            micro_batches,
-            params,
-            NO_VARIABLES,
-            rng,
-            num_micro_batches,
-            loss_kwargs,
+            layout, micro_batches, layout.own(params), *given
         )
+        state = state._replace(acc_grads=layout.reduce_like(state.acc_grads, params))
         loss, _ = window.accumulation.window_so_far(state)
         gradient = window.accumulation.window_gradient_in_place(state, like=params)
         return (loss, (num_tokens, aux)), gradient
@@ -146,6 +153,30 @@ class Window:
     def __post_init__(self) -> None:
         if self.count_fn is not None:
             checks.check_function(self.count_fn, "count_fn")
+
+    def layout_in_map(
+        self,
+        micro_batches: Batch,
+        params: Params,
+        variables: Variables,
+        rng: jax.Array | None,
+        num_micro_batches: Any,
+        loss_kwargs: dict[str, Any],
+    ) -> SumsInMap:
+        """The layout where this is called, perhaps in a `shard_map`."""
+        _, groups = groups_of(micro_batches, num_micro_batches)
+
+        def of_first() -> Any:
+            batch = groups[0].pick(0)
+            kwargs = loss_kwargs | key_at(rng, Layout(), 0)
+            returned, _ = self.loss.call(params, variables, batch, **kwargs)
+            if self.count_fn is None:
+                loss_sum, (num_tokens, _) = unpack(returned, self.loss.has_aux)
+                return loss_sum, num_tokens, params
+            terms, _ = split(returned, self.loss.has_aux)
+            return terms, self.count_fn(batch), params
+
+        return layout_in_map(of_first)
 
     def run(
         self,

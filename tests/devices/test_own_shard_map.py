@@ -1,0 +1,309 @@
+"""Windows in a `shard_map` of the caller's, whose types tell what differs."""
+
+import dataclasses
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ways_in
+from helpers import relative_error
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import TYPES, make_mesh
+from ragged_windows import CUT, PADS, ragged_window
+from ways_in import PARAMS
+
+from optax_tokenaccum import (
+    accumulate_over_window,
+    collectives,
+    pad_window,
+    window_value_and_grad,
+)
+
+K, ROWS, DEVICES = 3, 16, 8
+WHOLE, ROW_SPEC = P(), P(None, "data")
+GRAD_FN = jax.value_and_grad(ways_in.loss_fn, has_aux=True)
+
+
+def by_gradients(loss_fn: Any, **options: Any) -> Any:
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    return accumulate_over_window(grad_fn, **options)
+
+
+WAYS = {"loss": window_value_and_grad, "gradients": by_gradients}
+
+
+def micro_batches() -> Any:
+    """Micro-batches whose devices have few tokens, many, and none at all."""
+    weights = np.linspace(0, 9, ROWS).round() * np.ones((K, ROWS))
+    weights[:, 4:6] = weights[1] = 0
+    made = [ways_in.batch_of(i, w) for i, w in enumerate(weights)]
+    return jax.tree.map(lambda *xs: np.stack(xs), *made)
+
+
+WINDOW = micro_batches()
+ALL_ROWS = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), WINDOW)
+EXACT = ways_in.exact(PARAMS, ALL_ROWS)
+TOKENS = WINDOW["weights"].sum()
+LOSS = np.float64(ways_in.loss_fn(PARAMS, ALL_ROWS)[0]) / TOKENS
+
+
+def rows_of(device: int) -> Any:
+    """The rows of one of the devices, of all micro-batches."""
+    own = slice(2 * device, 2 * device + 2)
+    return jax.tree.map(lambda x: x[:, own].reshape(-1, *x.shape[2:]), WINDOW)
+
+
+def mapped(f: Any, *, in_specs: Any, out_specs: Any = WHOLE, **options: Any) -> Any:
+    mesh = options.pop("mesh", None) or make_mesh((DEVICES,))
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+    )
+
+
+def check(got: Any) -> None:
+    (loss, (num_tokens, _)), gradient = got
+    assert relative_error(gradient, EXACT) < 1e-6
+    assert num_tokens == TOKENS
+    np.testing.assert_allclose(loss, LOSS, rtol=1e-6)
+
+
+def own(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.pcast(x, ("data",), to="varying"), tree)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_of_all_devices_get_the_gradient_over_all_rows(way: str, kind: str):
+    mesh = make_mesh((DEVICES,), kind)
+    f = mapped(WAYS[way](ways_in.loss_fn), mesh=mesh, in_specs=(P(), ROW_SPEC))
+    check(f(PARAMS, jax.device_put(WINDOW, NamedSharding(mesh, ROW_SPEC))))
+
+
+def test_the_mean_over_devices_of_their_means_is_another_gradient():
+    means = [ways_in.exact(PARAMS, rows_of(i))["w"] for i in range(DEVICES) if i != 2]
+    assert relative_error(np.mean(means, 0), EXACT["w"]) > 1e-2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_of_each_device_get_the_gradient_over_its_rows(way: str):
+    def f(params: Any, window: Any) -> Any:
+        got = WAYS[way](ways_in.loss_fn)(own(params), window)
+        (loss, (n, _)), gradient = got
+        total = jax.lax.psum(n, "data")
+        of_all = [jax.lax.psum(x * n, "data") / total for x in (loss, gradient["w"])]
+        return jax.tree.map(lambda x: x[None], got), (of_all[0], total, of_all[1])
+
+    specs = P("data"), P()
+    got, (loss, total, gradient) = mapped(f, in_specs=(P(), ROW_SPEC), out_specs=specs)(
+        PARAMS, WINDOW
+    )
+    check(((loss, (total, None)), {"w": gradient}))
+    (_, (tokens, _)), gradients = got
+    for device in range(DEVICES):
+        rows = rows_of(device)
+        assert tokens[device] == rows["weights"].sum()
+        if tokens[device]:
+            expected = ways_in.exact(PARAMS, rows)["w"]
+            assert relative_error(gradients["w"][device], expected) < 1e-6
+        else:
+            assert not gradients["w"][device].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_marked_types_results_are_those_of_each_device(way: str):
+    def f(params: Any, window: Any) -> Any:
+        (_, (n, _)), gradient = WAYS[way](ways_in.loss_fn)(params, window)
+        total = jax.lax.psum(n, "data")
+        return jax.tree.map(lambda g: jax.lax.psum(g * n, "data") / total, gradient)
+
+    over = mapped(f, in_specs=(P(), ROW_SPEC), check_vma=False)
+    assert relative_error(over(PARAMS, WINDOW), EXACT) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_that_a_window_takes(way: str):
+    def loss_fn(params: Any, batch: Any, *, rng: Any, scale: Any) -> Any:
+        loss_sum, n = ways_in.loss_fn(params, batch)
+        loss_sum += 0 * jax.random.uniform(rng)
+        return scale * loss_sum, (n, {"rows": batch["x"][:, 0], "missing": None})
+
+    def f(params: Any, window: Any, rng: Any, number: Any) -> Any:
+        options = {"rng": rng, "num_micro_batches": number, "scale": jnp.ones(())}
+        return WAYS[way](loss_fn, has_aux=True)(params, window, **options)
+
+    rows = {"rows": ROW_SPEC, "missing": None}
+    over = mapped(
+        f,
+        in_specs=(P(), ROW_SPEC, P(), P()),
+        out_specs=((P(), (P(), rows)), P()),
+    )
+    got = over(PARAMS, WINDOW, jax.random.key(0), jnp.asarray(K))
+    check(got)
+    np.testing.assert_array_equal(got[0][1][1]["rows"], WINDOW["x"][:, :, 0])
+    (_, (tokens, aux)), gradient = over(
+        PARAMS, WINDOW, jax.random.key(0), jnp.asarray(1)
+    )
+    first = jax.tree.map(lambda x: x[0], WINDOW)
+    assert relative_error(gradient, ways_in.exact(PARAMS, first)) < 1e-6
+    assert tokens == first["weights"].sum() and not aux["rows"][1:].any()
+
+
+def two_losses(params: Any, batch: Any) -> Any:
+    loss_sum, _ = ways_in.loss_fn(params, batch)
+    return {"a": loss_sum, "b": jnp.sum((batch["x"] @ params["w"]) ** 2)}
+
+
+def counts_of(batch: Any) -> Any:
+    return {"a": jnp.sum(batch["weights"]), "b": len(batch["x"])}
+
+
+def test_several_losses_have_denominators_over_all_devices():
+    f = window_value_and_grad(two_losses, count_fn=counts_of)
+    (loss, (counts, _)), gradient = mapped(f, in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW)
+    ones = ALL_ROWS | {"y": 0 * ALL_ROWS["y"], "weights": np.ones(K * ROWS)}
+    second = ways_in.exact(PARAMS, ones)["w"]
+    assert counts == {"a": TOKENS, "b": K * ROWS}
+    assert relative_error(gradient["w"], EXACT["w"] + second) < 1e-6
+    squares = np.mean((ALL_ROWS["x"] @ np.float64(PARAMS["w"])) ** 2)
+    np.testing.assert_allclose(loss, LOSS + squares, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_planned_window(way: str):
+    batch, sequences = ragged_window(0)
+    params = helpers.init_params(0)
+    cut = CUT | {"max_tokens": 512, "batch_multiple": DEVICES}
+    window = pad_window(sequences, pad_values=PADS, **cut)
+    rows = jax.tree.map(lambda _: ROW_SPEC, window.micro_batches)
+    specs = dataclasses.replace(window, micro_batches=rows, counts=P())
+    f = mapped(WAYS[way](helpers.loss_sum_fn), in_specs=(P(), specs))
+    (_, (num_tokens, _)), gradient = f(params, window)
+    assert num_tokens == batch["mask"].sum()
+    expected = helpers.float64_gradient(params, batch)
+    assert relative_error(gradient, expected) < helpers.RTOL["float32"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_that_reduces_by_itself(way: str):
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jax.lax.psum(ways_in.loss_fn(params, batch), "data")
+
+    check(mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW))
+
+
+@pytest.mark.parametrize("reduced", ["loss", "num_tokens"])
+@pytest.mark.parametrize("way", WAYS)
+def test_only_one_of_loss_and_count_reduced_raises(way: str, reduced: str):
+    def loss_fn(params: Any, batch: Any) -> Any:
+        given = ways_in.loss_fn(params, batch)
+        pairs = zip(["loss", "num_tokens"], given, strict=True)
+        return tuple(jax.lax.psum(x, "data") if n == reduced else x for n, x in pairs)
+
+    with pytest.raises(ValueError, match=f"'data' and a {reduced} that does not"):
+        mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW)
+
+
+@pytest.mark.parametrize("count", [len, None], ids=["Python number", "pcast"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_count_that_is_equal_on_all_devices(way: str, count: Any):
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss_sum, _ = ways_in.loss_fn(params, batch)
+        rows = len(batch["x"])
+        return loss_sum, rows if count else own(jnp.asarray(rows))
+
+    (_, (num_tokens, _)), gradient = mapped(
+        WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC)
+    )(PARAMS, WINDOW)
+    assert num_tokens == K * ROWS
+    expected = EXACT["w"] * (TOKENS / num_tokens)
+    assert relative_error(gradient["w"], expected) < 1e-6
+
+
+def test_parameters_of_which_each_device_has_some():
+    """All are divided by the tokens of all devices: one gradient of one mean."""
+    params = PARAMS | {"own": np.arange(DEVICES, dtype=np.float32)}
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        batch = batch | {"y": batch["y"] - params["own"]}
+        return ways_in.loss_fn(params, batch)
+
+    specs = {"w": P(), "own": P("data")}
+    f = mapped(
+        window_value_and_grad(loss_fn),
+        in_specs=(specs, ROW_SPEC),
+        out_specs=(P(), specs),
+    )
+    (_, (num_tokens, _)), gradient = f(params, WINDOW)
+    shifted = ALL_ROWS | {"y": ALL_ROWS["y"] - np.tile(np.repeat(params["own"], 2), K)}
+    errors = shifted["x"] @ np.float64(PARAMS["w"]) - shifted["y"]
+    per_row = (2 * errors * shifted["weights"]).reshape(K, DEVICES, 2)
+    assert num_tokens == TOKENS
+    assert relative_error(gradient["w"], ways_in.exact(PARAMS, shifted)["w"]) < 1e-6
+    assert relative_error(gradient["own"], per_row.sum((0, 2)) / TOKENS) < 1e-6
+
+
+@jax.custom_vjp
+def scaled(x: Any, largest: Any) -> Any:
+    """Returns `x`; the "gradient" of `largest` is its next value."""
+    return x
+
+
+scaled.defvjp(lambda x, _: (x, jnp.abs(x).max()), lambda res, g: (g, res))
+
+
+def test_a_value_to_be_overwritten_becomes_the_maximum_over_all_devices():
+    params = {"w": PARAMS["w"], "_overwrite_with_gradient": jnp.zeros(())}
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = scaled(batch["x"], params["_overwrite_with_gradient"])
+        return ways_in.loss_fn(params, batch | {"x": x})
+
+    f = mapped(window_value_and_grad(loss_fn), in_specs=(WHOLE, ROW_SPEC))
+    _, got = f(params, WINDOW)
+    assert relative_error(got["w"], EXACT["w"]) < 1e-6
+    with_tokens = WINDOW["x"][[0, 2]]  # the second micro-batch has none
+    assert got["_overwrite_with_gradient"] == np.abs(with_tokens).max()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_axes_of_which_the_rows_use_one(way: str):
+    """Along the other axis everything is the same, and is not added up again."""
+    mesh = make_mesh((4, 2))
+    f = mapped(WAYS[way](ways_in.loss_fn), mesh=mesh, in_specs=(P(), ROW_SPEC))
+    check(f(PARAMS, WINDOW))
+
+
+def test_a_gradient_function_is_given_the_parameters_as_they_are():
+    """What it clips is the gradient that it would have clipped without a window."""
+
+    def clipped(params: Any, batch: Any) -> Any:
+        value, gradient = GRAD_FN(params, batch)
+        return value, jax.tree.map(lambda g: jnp.clip(g, -10, 10), gradient)
+
+    f = mapped(accumulate_over_window(clipped), in_specs=(P(), ROW_SPEC))
+    _, gradient = f(PARAMS, WINDOW)
+    parts = [jax.tree.map(lambda x, i=i: x[i], WINDOW) for i in range(K)]
+    sums = [ways_in.exact(PARAMS, x)["w"] * x["weights"].sum() for x in parts[::2]]
+    expected = np.clip(sums, -10, 10).sum(0) / TOKENS
+    assert relative_error(gradient["w"], expected) < 1e-6
+
+
+def test_gradients_of_means_need_parameters_of_each_device():
+    def mean_fn(params: Any, batch: Any) -> Any:
+        loss_sum, n = ways_in.loss_fn(params, batch)
+        return loss_sum / n, n
+
+    grad_fn = jax.value_and_grad(mean_fn, has_aux=True)
+    window = accumulate_over_window(grad_fn, gradients="mean")
+    with pytest.raises(ValueError, match="needs the gradients of each device"):
+        mapped(window, in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW)
+
+
+def test_one_reduction_of_gradients_for_all_micro_batches():
+    f = mapped(window_value_and_grad(ways_in.loss_fn), in_specs=(P(), ROW_SPEC))
+    report = collectives(f.lower(PARAMS, WINDOW).compile())
+    assert report.bytes(kind="all-reduce") == 4 * 4 + 2 * 4 * K
