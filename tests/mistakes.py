@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax.training.train_state import TrainState
 
 from optax_tokenaccum import (
@@ -107,6 +108,32 @@ def returned(value: Callable[[Any], Any], has_aux: bool = False) -> list[Mistake
     steps = [make_train_step(loss, SGD, k, has_aux=has_aux) for k in (2, lambda _: 2)]
     steps.append(make_window_step(loss, SGD, has_aux=has_aux))
     return [lambda keep, s=s: s(keep(s.init(PARAMS)), BATCH) for s in steps]
+
+
+def with_full_disk(loss_fn: Any) -> Any:
+    """The loss with a callback that raises while the program runs."""
+
+    def write() -> None:
+        raise OSError("disk full")
+
+    def failing(*args: Any) -> Any:
+        jax.debug.callback(write)
+        return loss_fn(*args)
+
+    return failing
+
+
+def failed_while_it_ran(make: Any, batch: Any) -> list[Mistake]:
+    """Return a call with a state that a call has taken along."""
+
+    def mistake(_: Any) -> None:
+        step = make(with_full_disk(window_loss_fn), SGD)
+        state = step.init(PARAMS)
+        with pytest.raises(Exception, match="disk full"):
+            step(state, batch)
+        step(state, batch)
+
+    return [mistake]
 
 
 def reused(use: Callable[[Any, Any, Any], Any], k: int = 2) -> list[Mistake]:

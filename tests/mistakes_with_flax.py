@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from mistakes import (
     GRADS,
@@ -18,6 +19,7 @@ from mistakes import (
     Row,
     train_step,
     window_step,
+    with_full_disk,
 )
 
 from optax_tokenaccum import MultiSteps, token_accumulation, window_value_and_grad
@@ -53,6 +55,16 @@ def carrying_loss_fn(model: Any, batch: Any) -> Any:
 
     model, _ = nnx.scan(body)(model, batch[:2])
     return loss_fn(model, batch)
+
+
+def failed_while_it_ran(make: Any, tx: Any, then: str) -> None:
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = make(with_full_disk(loss_fn))
+    batch = [jnp.ones((2, 8, 3))] * (then != "init")
+    with pytest.raises(Exception, match="disk full"):
+        step(model, optimizer, jnp.ones((2, 8, 3)))
+    getattr(step, then)(model, optimizer, *batch)
 
 
 def counting_loss_fn(model: Any, batch: Any) -> Any:
@@ -262,14 +274,24 @@ WITH_FLAX: list[Row] = [
         nnx_stepped(token_accumulation(SGD, 2, axis_name="data"), **ON_MESH),
     ),
     (
-        "using a clone of a model that the `nnx` step has donated",
-        RuntimeError,
-        read_after_a_step(lambda clone, _: np.asarray(clone.kernel[...]))
-        + read_after_a_step(lambda clone, _: clone(jnp.ones((2, 3))))
+        "a model or an optimizer that the `nnx` step has donated, to a call that "
+        "failed while it ran or through a clone",
+        ValueError,
+        [
+            lambda _: failed_while_it_ran(make_train_step, OURS, "__call__"),
+            lambda _: failed_while_it_ran(make_window_step, SGD, "__call__"),
+            lambda _: failed_while_it_ran(make_window_step, SGD, "init"),
+        ]
         + read_after_a_step(
             lambda clone, optimizer: make_train_step(loss_fn)(
                 clone, optimizer, jnp.ones((2, 3))
             )
         ),
+    ),
+    (
+        "using a clone of a model that the `nnx` step has donated",
+        RuntimeError,
+        read_after_a_step(lambda clone, _: np.asarray(clone.kernel[...]))
+        + read_after_a_step(lambda clone, _: clone(jnp.ones((2, 3)))),
     ),
 ]

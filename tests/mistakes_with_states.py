@@ -1,5 +1,7 @@
 """Rows of docs/bad_input.md: states, `loss_fn` and batches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from mistakes import (
     Row,
     bound_too_large_in_jit,
     copied,
+    failed_while_it_ran,
     returned,
     returned_a_mean,
     reused,
@@ -33,6 +36,7 @@ from optax_tokenaccum import (
     MultiSteps,
     close_window,
     has_updated,
+    make_train_step,
     make_window_step,
     split_batch,
     token_accumulation,
@@ -110,6 +114,14 @@ CARRYING: list[Row] = [
         "a state that was donated",
         ValueError,
         reused(lambda step, state, batch: step(state, batch)),
+    ),
+    (
+        "a state that was given to a call that failed while it ran",
+        ValueError,
+        failed_while_it_ran(
+            functools.partial(make_train_step, every_k_schedule=2), WINDOW
+        )
+        + failed_while_it_ran(make_window_step, WINDOW),
     ),
     (
         "reading arrays of a state that was donated",

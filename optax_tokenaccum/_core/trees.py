@@ -127,12 +127,18 @@ def check_state(state: Any, kind: type, name: str = "The state") -> None:
         )
 
 
+def is_alive(tree: Any) -> bool:
+    """Whether no leaf of `tree` was donated."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    return not any(is_concrete(x) and x.is_deleted() for x in leaves)
+
+
 def check_alive(tree: Any) -> None:
     """Raises `ValueError` if a leaf of `tree`, a part of a state, was donated."""
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    if any(is_concrete(x) and x.is_deleted() for x in leaves):
+    if not is_alive(tree):
         raise ValueError(
             "The state must not have been given to an earlier call: its buffers were "
             "donated to that call and are gone. Continue with the state that it "
-            "returned, or build the step with donate=False to keep old ones."
+            "returned; if it failed while it ran, restore a checkpoint. Build the step "
+            "with donate=False to keep old states."
         )

@@ -100,6 +100,19 @@ def read(models: Models, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
     return Nodes(model, params, opt_state, rest, static)
 
 
+def check_alive(state: ModelState) -> None:
+    """Raises `ValueError` if a call that failed, or another step, took an array."""
+    if not trees.is_alive(state):
+        raise ValueError(
+            "The arrays of the model and its optimizer must not have been donated: got "
+            "some that are gone, because an earlier call failed while it ran, or "
+            "because they are older than the last call. Restore a checkpoint, "
+            "nnx.update((model, optimizer), checkpoint); or, if the parameters are "
+            "still there, begin with a new nnx.Optimizer and step.init. Build the step "
+            "with donate=False to lose nothing."
+        )
+
+
 def keep_noise(optimizer: nnx.Optimizer, mode: OneDevice) -> None:
     """Gives the state of an optimizer room for the noise of a window, if it has none.
 

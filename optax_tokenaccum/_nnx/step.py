@@ -10,7 +10,13 @@ from flax import nnx
 from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._nnx.model_loss import AuxAndVariables, Models
-from optax_tokenaccum._nnx.nodes import Nodes, check_laid_out, laid_out, read
+from optax_tokenaccum._nnx.nodes import (
+    Nodes,
+    check_alive,
+    check_laid_out,
+    laid_out,
+    read,
+)
 from optax_tokenaccum._steps.compile_ahead import Programs
 from optax_tokenaccum._steps.program import ArrayMemo
 from optax_tokenaccum._steps.state import ModelState, StepMetrics, key_array
@@ -50,11 +56,14 @@ class ModelStep(abc.ABC):
 
         Raises:
           TypeError: the step cannot use this optimizer.
-          ValueError: a window is open whose sums are laid out for other devices; or an
-            array of the model is on a mesh other than the step's.
+          ValueError: a window is open whose sums are laid out for other devices; an
+            array of the model is on a mesh other than the step's; or an array is gone,
+            donated to a call that failed while it ran.
         """
         self._step_of(optimizer)
-        self._lay_out(read(self._models, model, optimizer))
+        nodes = read(self._models, model, optimizer)
+        check_alive(nodes.state())
+        self._lay_out(nodes)
 
     def _step_of(self, optimizer: nnx.Optimizer) -> Any:
         """The step of the core for the optimizer's transformation, built once."""
@@ -126,6 +135,7 @@ class ModelStep(abc.ABC):
     ) -> tuple[Any, Nodes, ModelState]:
         step, nodes = self._step_of(optimizer), read(self._models, model, optimizer)
         state = nodes.state()
+        check_alive(state)
         key = key_array(state)
         if isinstance(key, jax.Array) and is_concrete(key):
             if not self._is_laid_out.get(key):
