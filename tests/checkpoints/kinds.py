@@ -1,8 +1,8 @@
 """Checkpoints in the middle of a window, of every kind of state.
 
 `python tests/checkpoints/kinds.py DIRECTORY` writes them with the installed version of
-the library; names of kinds may follow. Each directory was written by the version of its name, on jax 0.10.2. A
-directory may hold some of the kinds: `v0.2.0_more` has those that `v0.2.0` lacks.
+the library; names of kinds may follow. Each directory was written by the version of its
+name, on jax 0.10.2. `v0.2.0_more` has the kinds that `v0.2.0` lacks.
 """
 
 import sys
