@@ -165,6 +165,8 @@ class WindowStep(ModelStep):
       12.0
     """
 
+    _counts_calls = False
+
     def __init__(
         self,
         loss: Loss,
@@ -195,8 +197,8 @@ class WindowStep(ModelStep):
           optimizer: updated in place.
           micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
             `PlannedWindow`, see `pad_window`.
-          rng: as for `optax_tokenaccum.make_window_step`. The model's own `nnx.Rngs`
-            need none.
+          rng: one key for the whole run, as for `optax_tokenaccum.make_window_step`.
+            The model's own `nnx.Rngs` need none.
           num_micro_batches: runs only the first `num_micro_batches`.
           **loss_kwargs: passed to `loss_fn`, as for that step.
         """
@@ -250,6 +252,12 @@ class WindowStep(ModelStep):
         accumulation = make_accumulation(optimizer.tx, make_schedule(), **self._options)
         window = Window(self._loss, self._count_fn, accumulation)
         return window_step.WindowStep(window, self._mode, self._donate)
+
+    def _opt_state(self, optimizer: nnx.Optimizer) -> TokenAccumulationState:
+        """With the only number that the optimizer keeps, that of its updates."""
+        step: Any = optimizer.step
+        no: Any = None
+        return TokenAccumulationState(no, step, optimizer.opt_state, (), no, no, no)
 
 
 def make_train_step(
@@ -366,7 +374,8 @@ def make_window_step(
     Returns:
       `step(model, optimizer, micro_batches) -> StepMetrics`, where `optimizer` is
       `nnx.Optimizer(model, tx, wrt=...)` around the plain optimizer.
-      `optimizer.step` counts calls.
+      `optimizer.step` counts updates, as `metrics.gradient_step` does, and `rng` is
+      folded with it.
 
     Raises:
       ValueError: `count_fn` is given together with `should_skip_update_fn` or

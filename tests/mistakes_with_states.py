@@ -34,10 +34,12 @@ from mistakes import (
 
 from optax_tokenaccum import (
     MultiSteps,
+    StepState,
     close_window,
     has_updated,
     make_train_step,
     make_window_step,
+    regroup_sums,
     split_batch,
     token_accumulation,
     window_value_and_grad,
@@ -102,13 +104,27 @@ CARRYING: list[Row] = [
     ),
     (
         "the state of a window step in a train step",
-        TypeError,
-        stepped(WINDOWS.init(PARAMS), *STEPS, HALVES),
+        ValueError,
+        stepped(WINDOWS.init(PARAMS), *STEPS, HALVES)
+        + [
+            lambda keep: regroup_sums(keep(WINDOWS.init(PARAMS)), HALVES.init(PARAMS)),
+        ],
     ),
     (
         "the state of a train step in a window step",
         ValueError,
-        stepped(STEP_STATE, WINDOWS, window_step(ADAM), batch=WINDOW),
+        stepped(STEP_STATE, WINDOWS, window_step(ADAM), batch=WINDOW)
+        + [lambda keep: regroup_sums(keep(STEP_STATE), WINDOWS.init(PARAMS))],
+    ),
+    (
+        "the state of a window step of version 0.2.0",
+        TypeError,
+        stepped(StepState(PARAMS, SGD.init(PARAMS)), WINDOWS, batch=WINDOW),
+    ),
+    (
+        "the state of a window step of version 0.2.0, in a train step",
+        TypeError,
+        stepped(StepState(PARAMS, SGD.init(PARAMS)), *STEPS, HALVES),
     ),
     (
         "a state that was donated",

@@ -77,7 +77,7 @@ def one_program(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
 
 def window_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
     step = make_window_step(loss_fn, KEEPS, **options)
-    return step(step.init(params), stack(batches))[0].opt_state
+    return step(step.init(params), stack(batches))[0].opt_state.inner_opt_state
 
 
 WAYS = [value_and_grad, train_step, one_program, window_step]

@@ -64,7 +64,31 @@ class Accumulation:
     def empty_window(
         self, params: Params, inner_opt_state: Any = None
     ) -> TokenAccumulationState:
-        dtypes = jax.tree.map(
+        dtypes = self._dtypes(params)
+        state = _counters(dtypes, inner_opt_state)
+        skip_state = ()
+        if self.should_skip_update_fn is not None:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            step = state.gradient_step
+            _, skip_state = self.should_skip_update_fn(zeros, step, params)
+        noise_state = ()
+        if self.gradient_noise:
+            noise_state = self.layout.empty_noise(params, state.acc_tokens.dtype)
+        state = state._replace(
+            acc_grads=self.layout.zeros(params, dtypes),
+            skip_state=with_noise(skip_state, noise_state),
+        )
+        return arrays.stable(params, state)
+
+    def init_without_sums(self, params: Params) -> TokenAccumulationState:
+        """The state of a step that opens and closes a window in every call."""
+        inner_opt_state = self.init_inner(params)
+        state = _counters(self._dtypes(params), inner_opt_state)
+        return arrays.stable(params, state)
+
+    def _dtypes(self, params: Params) -> Any:
+        """The dtypes of the sums."""
+        return jax.tree.map(
             lambda p, kind: (
                 sums.accumulator_dtype_of(p, self.accumulator_dtype)
                 if kind.is_gradient
@@ -73,29 +97,6 @@ class Accumulation:
             params,
             kinds_of(params),
         )
-        value_dtype = sums.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
-        zero = jnp.zeros((), value_dtype).real
-        gradient_step = jnp.zeros((), jnp.int32)
-        skip_state = ()
-        if self.should_skip_update_fn is not None:
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            _, skip_state = self.should_skip_update_fn(zeros, gradient_step, params)
-        state = TokenAccumulationState(
-            mini_step=jnp.zeros((), jnp.int32),
-            gradient_step=gradient_step,
-            inner_opt_state=inner_opt_state,
-            acc_grads=self.layout.zeros(params, dtypes),
-            acc_tokens=zero,
-            acc_value=zero,
-            has_updated=jnp.zeros((), jnp.bool_),
-            skip_state=with_noise(
-                skip_state,
-                self.layout.empty_noise(params, zero.dtype)
-                if self.gradient_noise
-                else (),
-            ),
-        )
-        return arrays.stable(params, state)
 
     def add(
         self,
@@ -382,6 +383,21 @@ class Accumulation:
             return one
         # Under vmap both sides of the conditional are computed: never divide by 0.
         return jax.lax.select(tokens > 0, tokens, one)
+
+
+def _counters(dtypes: Any, inner_opt_state: Any) -> TokenAccumulationState:
+    """A state without sums."""
+    value_dtype = sums.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
+    zero = jnp.zeros((), value_dtype).real
+    return TokenAccumulationState(
+        mini_step=jnp.zeros((), jnp.int32),
+        gradient_step=jnp.zeros((), jnp.int32),
+        inner_opt_state=inner_opt_state,
+        acc_grads=(),
+        acc_tokens=zero,
+        acc_value=zero,
+        has_updated=jnp.zeros((), jnp.bool_),
+    )
 
 
 def _noise_state_of(state: TokenAccumulationState) -> Any:

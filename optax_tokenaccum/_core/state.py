@@ -36,7 +36,7 @@ class TokenAccumulationState(NamedTuple):
       inner_opt_state: the state of the inner optimizer.
       acc_grads: sum of the window's gradients, with the tree and shapes of the
         parameters. Where each device keeps a separate sum, a leading axis of devices
-        is added.
+        is added. In a window step, which has no open window between calls, `()`.
       acc_tokens: sum of the window's `num_tokens`.
       acc_value: sum of the window's losses; 0 if no `value` was given.
       has_updated: whether the last call closed its window with an update.
@@ -62,6 +62,11 @@ class TokenAccumulationState(NamedTuple):
     acc_value: jax.Array  # shape=(), dtype=acc_tokens.dtype
     has_updated: jax.Array  # shape=(), dtype=bool
     skip_state: Any = ()
+
+
+def has_sums(state: TokenAccumulationState) -> bool:
+    """Whether a window may be open between calls: not in a window step."""
+    return not (isinstance(state.acc_grads, tuple) and state.acc_grads == ())
 
 
 def skip_and_noise(state: TokenAccumulationState) -> SkipAndNoise:

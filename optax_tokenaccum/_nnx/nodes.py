@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.state import (
     TokenAccumulationState,
+    has_sums,
     skip_and_noise,
     with_noise,
 )
@@ -83,12 +84,17 @@ class Nodes(NamedTuple):
                     nnx.update(self.model, nnx.from_flat_state([(path, x)]))
 
 
-def read(models: Models, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
-    """Looks at all of the model: its structure may change from call to call."""
+def read(
+    models: Models, model: nnx.Module, optimizer: nnx.Optimizer, opt_state: Any
+) -> Nodes:
+    """Looks at all of the model: its structure may change from call to call.
+
+    `opt_state` is a tree of the optimizer's variables.
+    """
     graphdef, *states = nnx.split(model, optimizer.wrt, ...)
     params, opt_state, rest = (
         Places(*jax.tree.flatten(tree, is_leaf=is_variable))
-        for tree in (states[0], optimizer.opt_state, states[1])
+        for tree in (states[0], opt_state, states[1])
     )
     if not params.leaves:
         raise ValueError(
@@ -160,7 +166,7 @@ def laid_out(state: ModelState, mode: OneDevice) -> ModelState:
         return arrays.settled(x, taken)
 
     opt_state = state.opt_state
-    if isinstance(opt_state, TokenAccumulationState):
+    if has_sums(opt_state):
         opt_state = _with_sums(opt_state, params, mode)
     opt_state, variables = (
         jax.tree_util.tree_map_with_path(place, tree)
@@ -184,7 +190,7 @@ def _may_move(x: Any, home: jax.sharding.Sharding) -> bool:
 
 def check_laid_out(state: ModelState, mode: OneDevice) -> None:
     """Raises `ValueError` for sums that only `laid_out` can bring into place."""
-    if not isinstance(state.opt_state, TokenAccumulationState):
+    if not has_sums(state.opt_state):
         return
     sums = jax.tree.leaves(state.opt_state.acc_grads)
     params = jax.tree.leaves(state.params)

@@ -30,6 +30,8 @@ class ModelStep(abc.ABC):
       donate: whether calls update buffers in place.
     """
 
+    _counts_calls = True  # in `optimizer.step`; otherwise the program counts updates
+
     def __init__(self, mode: OneDevice, donate: bool):
         self._mode = mode
         self._donate = donate
@@ -61,7 +63,7 @@ class ModelStep(abc.ABC):
             donated to a call that failed while it ran.
         """
         self._step_of(optimizer)
-        nodes = read(self._models, model, optimizer)
+        nodes = self._read(model, optimizer)
         check_alive(nodes.state())
         self._lay_out(nodes)
 
@@ -80,6 +82,13 @@ class ModelStep(abc.ABC):
     def _build(self, optimizer: nnx.Optimizer) -> Any:
         """A step of the core for the optimizer's transformation."""
 
+    def _opt_state(self, optimizer: nnx.Optimizer) -> Any:
+        """The variables of the optimizer, as the `opt_state` of the core's step."""
+        return optimizer.opt_state
+
+    def _read(self, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
+        return read(self._models, model, optimizer, self._opt_state(optimizer))
+
     def _run(
         self,
         part: str,
@@ -93,7 +102,8 @@ class ModelStep(abc.ABC):
         state, metrics = getattr(step, part)(state, *args, **kw)
         nodes.write(state)
         self._is_laid_out.remember(key_array(state), True)
-        self._count_call(optimizer.step)
+        if self._counts_calls:
+            self._count_call(optimizer.step)
         if isinstance(metrics.aux, AuxAndVariables):
             aux, variables = metrics.aux
             metrics = metrics._replace(aux=aux)
@@ -133,7 +143,7 @@ class ModelStep(abc.ABC):
     def _opened(
         self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any = (), *_: Any
     ) -> tuple[Any, Nodes, ModelState]:
-        step, nodes = self._step_of(optimizer), read(self._models, model, optimizer)
+        step, nodes = self._step_of(optimizer), self._read(model, optimizer)
         state = nodes.state()
         check_alive(state)
         key = key_array(state)

@@ -15,7 +15,7 @@ Name = tuple[str, ...]
 
 
 def regroup_sums(state: Any, like: State) -> State:
-    """Lays out a train step's state for the devices of another step.
+    """Lays out a step's state for the devices of another step.
 
     A step with `data_axes` holds one sum per device, `[devices, ...]`. When a run
     resumes from a checkpoint in the middle of a window, on other devices, these sums
@@ -25,6 +25,11 @@ def regroup_sums(state: Any, like: State) -> State:
 
     The applied gradient is the same up to float32 rounding. On the same number of
     devices nothing is added up, and the gradient is the same bit for bit.
+
+    A window step has no open window between calls: its arrays only change their place.
+    Up to version 0.2.0 its `opt_state` was the inner optimizer's state. Such a state,
+    restored without a target, gets the form of `like`. Nothing had counted its updates,
+    so `gradient_step` begins at 0, and with it the dropout masks that `rng` gives.
 
     Args:
       state: the state that was saved, or the dictionary that a checkpoint makes of it,
@@ -37,7 +42,7 @@ def regroup_sums(state: Any, like: State) -> State:
       `state` in the shapes and shardings of `like`.
 
     Raises:
-      TypeError: `like` is not the state of a train step.
+      TypeError: `like` is not the state of a step, or has no `TokenAccumulationState`.
       ValueError: the states differ in more than the layout of the sums.
 
     Example:
@@ -57,11 +62,13 @@ def regroup_sums(state: Any, like: State) -> State:
       -1.0
     """
     saved, wanted = _leaves_by_name(state), _leaves_by_name(like)
-    for each in (state, like):
-        if isinstance(each, StepState):
-            require_step_state(each, accumulates=True)
-    if not any("acc_grads" in name for name in wanted):
-        require_step_state(like, accumulates=True)
+    accumulates = any("acc_grads" in name for name in wanted)
+    if isinstance(like, StepState) or not accumulates:
+        require_step_state(like, accumulates=accumulates)
+    if not accumulates and ("opt_state", "acc_tokens") not in saved:
+        saved = _with_counters(saved, wanted)
+    elif isinstance(state, StepState):
+        require_step_state(state, accumulates=accumulates)
     kinds = zip(wanted, jax.tree.leaves(kinds_of(like)), strict=True)
     leaves = [
         _regrouped(name, saved.pop(name, None), wanted[name], k) for name, k in kinds
@@ -86,6 +93,21 @@ def _leaves_by_name(tree: Any) -> dict[Name, Any]:
         pairs = zip(names, [None, *names], strict=False)
         leaves[tuple(x for x, y in pairs if not x == y == "skip_state")] = x
     return leaves
+
+
+def _with_counters(saved: dict[Name, Any], wanted: dict[Name, Any]) -> dict[Name, Any]:
+    """A window step's state of 0.2.0, with the names and the numbers of today's."""
+    inner = "opt_state", "inner_opt_state"
+    of_inner = {
+        inner + name[1:] if name[:1] == inner[:1] else name: x
+        for name, x in saved.items()
+    }
+    numbers = {
+        name: jnp.zeros(x.shape, x.dtype)
+        for name, x in wanted.items()
+        if name[:1] == inner[:1] and name[:2] != inner
+    }
+    return numbers | of_inner
 
 
 def _regrouped(name: Name, old: Any, like: Any, kind: Kind) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core import noise, trees
-from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
 from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
 
@@ -16,9 +16,9 @@ class StepState(NamedTuple):
 
     Attributes:
       params: the parameters.
-      opt_state: in a train step, a `TokenAccumulationState`: the open window and the
-        inner optimizer's state. In a window step, which has no open window between
-        calls, the inner optimizer's state itself.
+      opt_state: the open window, the number of updates, and the inner optimizer's
+        state, `opt_state.inner_opt_state`. In a window step, which has no open window
+        between calls, `acc_grads` is `()`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -48,8 +48,7 @@ class StepMetrics(NamedTuple):
       updated: whether this call closed its window with an update.
       skipped: whether this micro-batch was rejected.
       mini_step: micro-batches in the open window after the call.
-      gradient_step: number of updates so far, including this call; in a window step,
-        whose state has no counter, the number of updates in this call, 0 or 1.
+      gradient_step: number of updates so far, including this call.
       aux: the `aux` that `loss_fn` returned for this micro-batch; `None` without.
       gradient_noise: with `gradient_noise=True`, the `GradientNoise` of the window that
         this call closed, NaN if it closed none; `None` without.
@@ -117,7 +116,7 @@ def metrics_of(
 
 def key_array(state: StepState | ModelState) -> Any:
     """The array whose identity is the key to what the host knows about a state."""
-    if isinstance(state.opt_state, TokenAccumulationState):
+    if has_sums(state.opt_state):
         return state.opt_state.mini_step
     return next(iter(jax.tree.leaves(state.params)), None)
 
@@ -126,12 +125,30 @@ def require_step_state(state: Any, *, accumulates: bool) -> None:
     if not isinstance(state, StepState | ModelState):
         raise TypeError(
             "The state must be the StepState that step.init or the last call returned: "
-            f"got {type(state).__name__}. A checkpoint is restored into one with "
-            "jax.eval_shape(step.init, params) as its target."
+            f"got {type(state).__name__}. Restore a checkpoint with "
+            "jax.eval_shape(step.init, params) as its target; take one that was "
+            "restored without a target over with regroup_sums(state, "
+            "step.init(params))."
         )
+    opt_state = state.opt_state
     if accumulates:
         name = "The opt_state of a train step"
-        trees.check_state(state.opt_state, TokenAccumulationState, name)
+        trees.check_state(opt_state, TokenAccumulationState, name)
+    elif not isinstance(opt_state, TokenAccumulationState):
+        raise TypeError(
+            "The opt_state of a window step must be the TokenAccumulationState that "
+            f"step.init or the last call returned: got {type(opt_state).__name__}. Up "
+            "to version 0.2.0 it was the inner optimizer's state: take such a state "
+            "over with regroup_sums(state, step.init(params))."
+        )
+    if has_sums(opt_state) != accumulates and jax.tree.leaves(state.params):
+        own, other = ("train", "window") if accumulates else ("window", "train")
+        raise ValueError(
+            f"The state must be of a {own} step: got that of a {other} step. Between "
+            "windows, take over what both keep: with new = step.init(params).opt_state "
+            "and old = state.opt_state, write StepState(state.params, "
+            "new._replace(gradient_step=old.gradient_step, "
+            "inner_opt_state=old.inner_opt_state))."
+        )
     # A call donates all of these arrays, so checking one is enough.
-    donated = state.opt_state.mini_step if accumulates else state.params
-    trees.check_alive(jax.tree.leaves(donated)[:1])
+    trees.check_alive(key_array(state))

@@ -187,8 +187,12 @@ class Window:
         rng: jax.Array | None,
         num_micro_batches: Any,
         loss_kwargs: dict[str, Any],
+        gradient_step: jax.Array | None = None,
     ) -> tuple[TokenAccumulationState, tuple[Any, jax.Array, Variables], Any]:
         """Runs the micro-batches.
+
+        With a `gradient_step`, `rng` is one key for the whole run, folded as in
+        `make_train_step`; without one, it is the key of this window.
 
         Returns:
           `(state before the close, (num_tokens, any_skipped, variables), aux)`.
@@ -205,18 +209,23 @@ class Window:
 
         loss, totals = Loss(with_note(self.loss.call), self.loss.has_aux), None
         empty = accumulation.empty_window(params)
+        if gradient_step is not None:
+            empty = empty._replace(gradient_step=gradient_step)
         if self.count_fn is not None:
             count_fn, dtype = with_note(self.count_fn), empty.acc_tokens.dtype
             terms = LossTerms(loss, count_fn, dtype)
             totals = terms.totals(groups, layout)
             loss = terms.share_of(totals)
 
-        def kwargs_at(i: Any) -> dict[str, Any]:
-            return loss_kwargs | key_at(rng, layout, i)
+        def kwargs_at(i: Any, state: TokenAccumulationState) -> dict[str, Any]:
+            of_run = state.gradient_step, state.mini_step
+            position = (i,) if gradient_step is None else of_run
+            return loss_kwargs | key_at(rng, layout, *position)
 
         def add(batch: Batch, i: Any, carry: Any) -> tuple[Any, Any]:
             state, any_skipped, variables = carry
-            of_params = loss_of(loss, params, variables, batch, kwargs_at(i), layout)
+            kwargs = kwargs_at(i, state)
+            of_params = loss_of(loss, params, variables, batch, kwargs, layout)
             state, skipped, (aux, changed) = accumulation.add_loss(
                 of_params, state, params
             )
@@ -225,7 +234,7 @@ class Window:
 
         def aux_of(batch: Batch) -> Any:
             own = variables.with_keys(layout.own_key)
-            returned, _ = loss.call(params, own, batch, **kwargs_at(0))
+            returned, _ = loss.call(params, own, batch, **kwargs_at(0, empty))
             return unpack(returned, loss.has_aux)[1][1]
 
         (state, any_skipped, variables), aux = for_each(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -63,7 +64,11 @@ class WindowStep:
         self.lower = self._program.lower
 
     def init(self, params: Params) -> StepState:
-        """Returns a state with a copy of `params` and the inner optimizer's state.
+        """Returns a state with a copy of `params`: the caller's are never donated.
+
+        To restore a checkpoint, use `jax.eval_shape(step.init, params)` as the target;
+        over several devices, use the state itself, which has shardings. A state of
+        version 0.2.0 is restored without a target, and converted by `regroup_sums`.
 
         Args:
           params: a pytree of arrays; integer arrays are never updated. If the step has
@@ -77,9 +82,9 @@ class WindowStep:
         """
         checks.check_nnx_variables(params)
         params = arrays.owned(params)  # lets go of the caller's
-        init = self._window.accumulation.init_inner
-        params, inner_opt_state = self._mode.init(params, init)
-        return StepState(params, arrays.owned(inner_opt_state))
+        init = self._window.accumulation.init_without_sums
+        params, opt_state = self._mode.init(params, init)
+        return StepState(params, arrays.owned(opt_state))
 
     def __call__(
         self,
@@ -98,8 +103,9 @@ class WindowStep:
           micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
             `PlannedWindow`, see `pad_window`. An error in `loss_fn` has a note with the
             shapes that `loss_fn` received.
-          rng: one key for this window, folded with the index of the micro-batch. The
-            state has no counter: fold in the number of the update yourself.
+          rng: one key for the whole run, as for `TrainStep`: `loss_fn` receives it as
+            `rng`, folded with `gradient_step` and the number of micro-batches that this
+            window has added so far.
           num_micro_batches: runs only the first `num_micro_batches`. All numbers share
             one additional program.
           **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
@@ -197,8 +203,10 @@ class WindowStep:
         traced: list[Any],
         static: program.StaticPart,
     ) -> tuple[StepState, StepMetrics, Any]:
+        old = state.opt_state
+
         def run(layout: Layout, _: None, micro_batches: Batch, *shared: Any) -> Any:
-            params, variables, rng, num_micro_batches, traced = shared
+            params, variables, rng, num_micro_batches, traced, gradient_step = shared
             return self._window.run(
                 layout,
                 micro_batches,
@@ -207,9 +215,12 @@ class WindowStep:
                 rng,
                 num_micro_batches,
                 program.join_arrays(traced, static),
+                gradient_step,
             )
 
-        shared = state.params, variables_of(state), rng, num_micro_batches, traced
+        gradient_step = old.gradient_step.astype(jnp.int32)
+        of_call = rng, num_micro_batches, traced, gradient_step
+        shared = state.params, variables_of(state), *of_call
         open_window, (num_tokens, any_skipped, variables), aux = self._mode.map_rows(
             run, shardings, None, rows, *shared
         )
@@ -218,10 +229,16 @@ class WindowStep:
             accumulation.with_layout(self._mode.layout(shardings)),
             open_window.mini_step > 0,
             state.params,
-            open_window._replace(inner_opt_state=state.opt_state),
+            open_window._replace(inner_opt_state=old.inner_opt_state),
         )
         metrics = metrics._replace(num_tokens=num_tokens, skipped=any_skipped)
-        state = state._replace(params=params, opt_state=closed.inner_opt_state)
+        opt_state = old._replace(
+            gradient_step=closed.gradient_step.astype(old.gradient_step.dtype),
+            inner_opt_state=closed.inner_opt_state,
+        )
+        if old.has_updated is not None:  # an nnx.Optimizer has no place for it
+            opt_state = opt_state._replace(has_updated=closed.has_updated)
+        state = state._replace(params=params, opt_state=opt_state)
         return with_variables(state, variables), metrics, aux
 
 
@@ -242,12 +259,11 @@ def make_window_step(
     """Builds a jitted train step that runs a whole window per call, in one program.
 
     The step is `window_value_and_grad` followed by one update of `optimizer`. Between
-    windows it keeps only the parameters and the optimizer's own state, so existing
-    checkpoints of `optimizer` load unchanged.
+    windows it keeps only the parameters, the optimizer's own state, which is
+    `state.opt_state.inner_opt_state`, and some numbers; no sums of gradients.
 
     The `StepMetrics` describe the window: `skipped` tells whether any micro-batch was
-    rejected, `aux` is stacked `[k, ...]`, and `mini_step` is 0. `gradient_step` is the
-    number of updates in this call, 1 or 0, since the state has no counter.
+    rejected, `aux` is stacked `[k, ...]`, and `mini_step` is 0.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss

@@ -10,12 +10,23 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoints.kinds import KINDS, SAVED, STEPS, after
 
+from optax_tokenaccum import regroup_sums
+
 VERSIONS = sorted(Path(__file__).parent.glob("v*"))
 
 
 def names_in(version: Path) -> list[str]:
     with ocp.StandardCheckpointer() as checkpointer:
         return sorted(checkpointer.metadata(version).item_metadata)
+
+
+def restored(version: Path, *target: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(version, *target)
+
+
+# Window steps before 0.3.0 kept the inner optimizer's state alone.
+CONVERTED = {(version, "window_step") for version in ("v0.1.0", "v0.2.0")}
 
 
 @functools.cache
@@ -25,9 +36,15 @@ def written(version: Path) -> Any:
         name: {"state": (state := kind.init()), "end": kind.weights(state)}
         for name, kind in kinds.items()
     }
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(version, target)
+    converted = {name for name in kinds if (version.name, name) in CONVERTED}
+    if converted:
+        anything = restored(version)
+        target |= {name: anything[name] for name in converted}
+    result = restored(version, jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
+    for name in converted:
+        old = result[name]["state"]
+        result[name]["state"] = regroup_sums(old, kinds[name].init())
+    return result
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import optax
 import pytest
 
 from optax_tokenaccum import (
+    StepState,
     make_train_step,
     make_window_step,
+    regroup_sums,
     split_batch,
     window_value_and_grad,
 )
@@ -200,17 +202,44 @@ def test_step_takes_the_update_of_the_train_step():
     assert bool(window_metrics.updated) and int(window_metrics.mini_step) == 0
 
 
-def test_state_is_the_inner_optimizers_own_and_checkpoints_of_it_load():
+def test_state_holds_the_inner_optimizers_own_and_checkpoints_of_it_load():
     inner = optax.adam(0.1)
     step = make_window_step(sum_fn, inner)
-    state = step.init(PARAMS)
-    bare = inner.init(PARAMS)
-    assert jax.tree.structure(state.opt_state) == jax.tree.structure(bare)
+    state, bare = step.init(PARAMS), jax.tree.map(jnp.copy, inner.init(PARAMS))
+    chex.assert_trees_all_equal(state.opt_state.inner_opt_state, bare)
     micro_batches = {"x": jnp.ones((2, 1)), "n": jnp.ones((2, 1))}
-    loaded = state._replace(opt_state=jax.tree.map(jnp.copy, bare))
     first, _ = step(state, micro_batches)
-    again, _ = step(loaded._replace(params=step.init(PARAMS).params), micro_batches)
+    loaded = step.init(PARAMS)
+    opt_state = loaded.opt_state._replace(inner_opt_state=bare)
+    again, _ = step(loaded._replace(opt_state=opt_state), micro_batches)
     chex.assert_trees_all_equal(first, again)
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.adam(0.1), optax.sgd(0.1)], ids=["adam", "sgd"]
+)
+def test_a_state_of_0_2_0_raises_and_is_taken_over(inner: Any):
+    step = make_window_step(sum_fn, inner)
+    micro_batches = {"x": jnp.ones((2, 1)), "n": jnp.ones((2, 1))}
+    moved, _ = step(step.init(PARAMS), micro_batches)
+    old = StepState(moved.params, moved.opt_state.inner_opt_state)
+    with pytest.raises(TypeError, match="regroup_sums"):
+        step(old, micro_batches)
+    dictionary = {"params": old.params, "opt_state": [*old.opt_state]}
+    for saved in (old, jax.device_get(old), dictionary):
+        for like in (step.init(PARAMS), jax.eval_shape(step.init, PARAMS)):
+            taken = regroup_sums(saved, like)
+            chex.assert_trees_all_equal_shapes_and_dtypes(taken, moved)
+            inner_opt_state = taken.opt_state.inner_opt_state
+            chex.assert_trees_all_equal(inner_opt_state, old.opt_state)
+            assert taken.opt_state.gradient_step == 0
+    chex.assert_trees_all_equal(regroup_sums(moved, step.init(PARAMS)), moved)
+    with helpers.count_compilations() as compilations:
+        state, metrics = step(taken, micro_batches)
+    assert metrics.gradient_step == 1 and len(compilations) == 0
+    of_other = make_window_step(sum_fn, optax.sgd(0.1, momentum=0.9)).init(PARAMS)
+    with pytest.raises(ValueError, match="the same training"):
+        regroup_sums(old, of_other)
 
 
 def test_rejected_micro_batches_never_happened():
