@@ -16,7 +16,6 @@ from optax_tokenaccum._core.state import (
     skip_and_noise,
     with_noise,
 )
-from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._nnx.model_loss import (
@@ -58,14 +57,14 @@ class Nodes(NamedTuple):
         variables = Variables(self.rest.values(), self.static)
         return ModelState(self.params.tree(), self.opt_state.tree(), variables)
 
-    def donatable(self, state: ModelState, batch: Batch) -> ModelState:
+    def donatable(self, state: ModelState, given: Any) -> ModelState:
         """The state with copies of the arrays that must outlive the donation.
 
-        These are arrays that are there twice, or in the batch too, and those in no
-        variable, which cannot always be replaced in the model.
+        These are arrays that are there twice, or are `given` to the call too, and those
+        in no variable, which cannot always be replaced in the model.
         """
         leaves, structure = jax.tree.flatten(state)
-        taken = {id(x) for x in jax.tree.leaves(batch)}
+        taken = {id(x) for x in jax.tree.leaves(given)}
         taken |= {id(x) for x in self.rest.leaves if not is_variable(x)}
         if len({*map(id, leaves)} | taken) == len(leaves) + len(taken):
             return state

@@ -98,7 +98,7 @@ class ModelStep(abc.ABC):
         **kw: Any,
     ) -> StepMetrics:
         """Calls the method `part` of the core's step, and writes its results."""
-        step, nodes, state = self._opened(model, optimizer, *args)
+        step, nodes, state = self._opened(model, optimizer, (args, kw))
         state, metrics = getattr(step, part)(state, *args, **kw)
         nodes.write(state)
         self._is_laid_out.remember(key_array(state), True)
@@ -120,7 +120,7 @@ class ModelStep(abc.ABC):
         **kw: Any,
     ) -> Any:
         """Calls the method `part` of the core's step, which only compiles."""
-        step, _, state = self._opened(model, optimizer, *args)
+        step, _, state = self._opened(model, optimizer)
         owner, _, name = part.rpartition(".")
         return getattr(getattr(step, owner) if owner else step, name)(
             state, *args, **kw
@@ -141,7 +141,7 @@ class ModelStep(abc.ABC):
         return step._programs(opened, **kwargs)
 
     def _opened(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any = (), *_: Any
+        self, model: nnx.Module, optimizer: nnx.Optimizer, given: Any = ()
     ) -> tuple[Any, Nodes, ModelState]:
         step, nodes = self._step_of(optimizer), self._read(model, optimizer)
         state = nodes.state()
@@ -152,7 +152,7 @@ class ModelStep(abc.ABC):
                 self._lay_out(nodes)
                 state = nodes.state()
             if self._donate:
-                state = nodes.donatable(state, batch)
+                state = nodes.donatable(state, given)
         else:
             check_laid_out(state, self._mode)
         return step, nodes, state

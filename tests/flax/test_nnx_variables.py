@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
-from optax_tokenaccum.nnx import make_train_step
+from optax_tokenaccum.nnx import make_train_step, make_window_step
 
 K = 4
 SGD = optax.sgd(1.0)
@@ -240,6 +240,30 @@ def test_an_array_that_stands_twice_is_donated_once(where: str):
         step, losses = make_train_step(loss, donate=donate), []
         for _ in range(2 * K):
             losses.append(step(model, optimizer, batch).loss)
+        return held(model), losses
+
+    chex.assert_trees_all_equal(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("way", ["micro-batch", "window"])
+def test_keywords_may_be_arrays_of_the_model_and_its_optimizer(way: str):
+    def scaled(model: Any, batch: Any, *, bias: Any, step: Any) -> Any:
+        loss_sum, n = loss_fn(model, batch)
+        return (loss_sum + jnp.sum(bias)) / (1 + step), n
+
+    def trained(donate: bool) -> Any:
+        model = Deterministic(nnx.Rngs(0))
+        if way == "window":
+            step: Any = make_window_step(scaled, donate=donate)
+            optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+            batch = helpers.stack(MICRO_BATCHES)
+        else:
+            step, batch = make_train_step(scaled, donate=donate), MICRO_BATCHES[0]
+            optimizer = optimizer_of(model, optax.adam(0.1))
+        losses = []
+        for _ in range(2):
+            bias, number = model.hidden.bias[...], optimizer.step[...]
+            losses.append(step(model, optimizer, batch, bias=bias, step=number).loss)
         return held(model), losses
 
     chex.assert_trees_all_equal(trained(True), trained(False))

@@ -17,6 +17,7 @@ from optax_tokenaccum import (
     has_updated,
     make_train_step,
     make_window_step,
+    pad_window,
     token_accumulation,
 )
 
@@ -148,3 +149,37 @@ def test_a_state_holds_numbers_and_no_sums_and_restores_from_shapes():
     assert jax.tree.leaves(state.opt_state.acc_grads) == []
     rest = state.opt_state._replace(inner_opt_state=())
     assert [x.shape for x in jax.tree.leaves(rest)] == [()] * 5
+
+
+def test_a_planned_window_has_the_keys_of_as_many_calls():
+    def key_fn(w: jax.Array, x: jax.Array, rng: Any) -> Any:
+        return jnp.sum(w * x), (jnp.sum(x != 0), jax.random.key_data(rng))
+
+    sequences = [np.full(n, 1.0) for n in (1, 4, 2, 3, 1)]
+    planned = pad_window(
+        sequences, pad_values=0, max_tokens=4, length_buckets=[1, 2, 4]
+    )
+    runs = int(planned.counts.sum())
+    assert len(planned.shapes) == 3 and runs < planned.capacity
+    step = make_window_step(key_fn, optax.sgd(0.1), has_aux=True)
+    by_calls = make_train_step(key_fn, optax.sgd(0.1), runs, has_aux=True)
+    state, state_of_calls = step.init(jnp.ones(())), by_calls.init(jnp.ones(()))
+    for _ in range(2):
+        state, metrics = step(state, planned, rng=KEY)
+        for i in range(runs):
+            state_of_calls, one = by_calls(state_of_calls, jnp.ones(2), rng=KEY)
+            np.testing.assert_array_equal(metrics.aux[i], one.aux)
+
+
+@pytest.mark.parametrize("over", ["one device", "8 devices", "8 devices, each"])
+def test_windows_are_one_compilation_and_keep_their_placement(over: str):
+    step = make_window_step(loss_fn, optax.adam(0.1), has_aux=True, **OVER[over])
+    state, window = step.init(PARAMS), helpers.stack(windows(False)[0])
+    first = jax.tree.map(lambda x: x.sharding, state)
+    with helpers.count_compilations() as compilations:
+        for _ in range(3):
+            state, _ = step(state, window, rng=KEY)
+    assert len(compilations) == 1
+    if over != "one device":
+        assert jax.tree.map(lambda x: x.sharding, state) == first
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
