@@ -98,6 +98,35 @@ def token_budget_of_sharded_parameters() -> Any:
     return compiled(lambda *args: step(*args)[0], state, rows("data"), out=state)
 
 
+# Micro-batches whose tokens are counted by the loss: a conditional skips the backward
+# pass of one without tokens, whose forward pass still runs if the loss has `aux`.
+
+
+def fsdp(has_aux: bool) -> Any:
+    def masked_loss_fn(params: Any, batch: Any) -> Any:
+        mask = batch["y"] != 0
+        predicted = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
+        losses = jnp.where(mask, (predicted - batch["y"]) ** 2, 0)
+        num_tokens = jnp.sum(mask)
+        return jnp.sum(losses), (num_tokens, jnp.max(predicted)) if has_aux else (
+            num_tokens
+        )
+
+    step = make_train_step(masked_loss_fn, optax.adamw(1e-3), has_aux=has_aux)
+    state = placed(jax.eval_shape(step.init, parameters()), "data")
+    return step.accumulate.lower(state, rows("data")).compile()
+
+
+@program
+def fsdp_of_counted_tokens() -> Any:
+    return fsdp(has_aux=False)
+
+
+@program
+def fsdp_of_counted_tokens_with_aux() -> Any:
+    return fsdp(has_aux=True)
+
+
 # Sums per device, reduced when the window closes.
 
 

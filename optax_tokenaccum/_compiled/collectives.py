@@ -27,8 +27,8 @@ class Collective(NamedTuple):
     groups: Groups  # by position in the mesh; of a permute, (source, target) pairs
     path: str  # "always", or "conditional" inside a conditional's branch
     times: int | None  # in one run: the loops' trip count; None if it is not known
-    instructions: int  # XLA merges and splits them
-    bytes: int  # of all instructions together, each time they run
+    instructions: int  # in the program's text; XLA merges and splits them
+    bytes: int  # of all instructions together, each of the `times` that they run
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,13 @@ class CollectiveReport:
     """The result of `collectives`, which `print` shows as a table.
 
     Attributes:
-      entries: one entry for each `kind` of operation, `axes`, `groups` of devices,
-        `path` (`"always"` or `"conditional"`) and number of `times` it runs, with the
-        number of `instructions` and of `bytes` each time; most bytes first.
+      entries: what one run of the program sends at most, by `kind` of operation,
+        `axes`, `groups` of devices, `path` and `times`; most bytes first. `path` is
+        `"always"`, or `"conditional"` in a branch of a conditional. `times` is how
+        often the operations run: once, or the trip count of their loop, `None` if it is
+        not known. `instructions` is how many of them the program's text has. `bytes` is
+        the size of their arrays, all instructions together, for one of the `times`. So
+        a device sends `times * bytes` in one run.
       mesh: the size of every axis of the program's mesh; `None` if it has no mesh.
       num_devices: the number of devices that the program runs on.
 
@@ -62,14 +66,18 @@ class CollectiveReport:
         axes: str | Sequence[str] | None = None,
         path: str | None = None,
     ) -> int:
-        """Adds up the bytes of one run of the program on one device.
+        """Adds up the bytes that one run of the program sends at most, on one device.
+
+        It is the sum of `times * bytes` of `entries`, and more than any run sends where
+        branches of a conditional send operations of different kinds or between
+        different devices.
 
         Args:
           kind: only operations of this kind, such as `"all-reduce"`.
           axes: only operations between devices that differ along this mesh axis, or
             along one of these axes, whether or not they also differ along others.
           path: only `"always"`, the operations of every run; or `"conditional"`, the
-            operations in branches, all branches together.
+            operations in branches of conditionals.
 
         Raises:
           ValueError: if the kind, axis or path does not exist and so could never match;
@@ -145,9 +153,18 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
     If each device sums its gradients until the window closes, the program of a
     micro-batch does not send any gradient. A change that loses this deferral computes
     the same numbers, only slower; use `collectives` in a test that detects the change.
-    If a step has two programs, test both. In the single program of a token budget, the
-    path `"always"` runs for every micro-batch, and the path `"conditional"` runs in
-    addition when the window closes.
+    If a step has two programs, test both. If it has a single program, as with a token
+    budget, and `reduce_every="window"`, the path `"always"` runs for every micro-batch,
+    and the path `"conditional"` runs in addition when the window closes. In other
+    steps, a backward pass that communicates may be `"conditional"` as well, because it
+    does not run for a micro-batch without tokens.
+
+    Only one branch of a conditional runs, so the branches are not added up. For each
+    kind of operation and each set of groups of devices, the report has the operations
+    of the branch that sends the most bytes of these. A micro-batch without tokens whose
+    forward pass still runs, for `aux` or for statistics, is such a branch: it gathers
+    parameters, and so does the branch of the backward pass. Operations in loops of
+    unknown length are compared with each other only, by their bytes each time.
 
     Bytes are the size of the whole array on one device: the size of an operation's
     result, except for a reduce-scatter, whose result is one shard and whose operand

@@ -1,8 +1,8 @@
 """Finds the collective operations in a program's text, and how often they run."""
 
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 from optax_tokenaccum._compiled.replica_groups import Groups, connected_by
 
@@ -93,13 +93,17 @@ class Program:
             for channel in CHANNEL.findall(line.rest)
         }
 
-    def operations(self) -> Iterator[Operation]:
-        """Yields every collective operation that the entry computation reaches."""
+    def operations(self) -> list[Operation]:
+        """Returns the collective operations of one run of the program, at most.
+
+        Only one branch of a conditional runs: `_most` chooses the operations.
+        """
         return self._reached(self._entry, 1, False)
 
     def _reached(
         self, computation: str, times: int | None, conditional: bool
-    ) -> Iterator[Operation]:
+    ) -> list[Operation]:
+        found: list[Operation] = []
         for name, result, opcode, rest in self._computations[computation]:
             kind = opcode.removesuffix("-start")
             if kind in KINDS:
@@ -110,12 +114,43 @@ class Program:
                     num_bytes = _bytes_of(kind, opcode, result, groups)
                     if computation.startswith(SCATTERING):
                         kind = "reduce-scatter"
-                    yield Operation(kind, groups, num_bytes, times, conditional)
+                    found.append(Operation(kind, groups, num_bytes, times, conditional))
             elif not opcode.endswith(("-done", "-update")):  # the start called these
+                branches = []
                 for role, called in CALLED.findall(rest):
-                    runs, branch = _runs(times, role, rest), role in BRANCHES
+                    runs, is_branch = _runs(times, role, rest), role in BRANCHES
                     for callee in NAME.findall(called):
-                        yield from self._reached(callee, runs, conditional or branch)
+                        of_callee = self._reached(
+                            callee, runs, conditional or is_branch
+                        )
+                        if is_branch:
+                            branches.append(of_callee)
+                        else:
+                            found += of_callee
+                found += _most(branches)
+        return found
+
+
+def _most(branches: list[list[Operation]]) -> list[Operation]:
+    """The most that one of these branches sends.
+
+    For each kind and groups, these are the operations of the branch that sends the most
+    bytes. Operations in loops of unknown length cannot be compared with the others: of
+    these, the branch with the most bytes each time counts.
+    """
+    most: dict[Any, list[Operation]] = {}
+    for branch in branches:
+        alike = defaultdict(list)
+        for operation in branch:
+            key = operation.kind, operation.groups, operation.times is None
+            alike[key].append(operation)
+        for key, operations in alike.items():
+            most[key] = max(most.get(key, []), operations, key=_sent)
+    return [operation for operations in most.values() for operation in operations]
+
+
+def _sent(operations: list[Operation]) -> int:
+    return sum(x.num_bytes * (1 if x.times is None else x.times) for x in operations)
 
 
 def _runs(times: int | None, role: str, rest: str) -> int | None:

@@ -6,11 +6,13 @@ from typing import Any
 import collective_programs  # noqa: F401, registers the programs
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
-from model_on_8_devices import PROGRAMS, ROWS, array, mesh
+from model_on_8_devices import PROGRAMS, ROWS, array, mesh, rows
 
-from optax_tokenaccum import CollectiveReport, collectives
+from optax_tokenaccum import CollectiveReport, collectives, token_accumulation
+from optax_tokenaccum.nnx import make_train_step
 
 Reports = dict[str, CollectiveReport]
 
@@ -87,6 +89,8 @@ def test_what_a_program_sends(
 def test_every_program_is_tested(reports: Reports):
     others = {
         "fourier_transform",
+        "fsdp_of_counted_tokens",
+        "fsdp_of_counted_tokens_with_aux",
         "pmap",
         "rows_in_order",
         "sharded_parameters",
@@ -135,6 +139,48 @@ def test_sharded_parameters_are_gathered_and_their_gradients_reduced(reports: Re
     assert report.bytes("all-gather", "data") == GRADIENT
     reduced = report.bytes("all-reduce") + report.bytes("reduce-scatter")
     assert reduced == GRADIENT == report.bytes() - GRADIENT
+
+
+def test_only_one_branch_of_a_conditional_counts(reports: Reports):
+    """One branch runs forward and backward, the other, without tokens, forward."""
+    without_aux = reports["fsdp_of_counted_tokens"]
+    report = reports["fsdp_of_counted_tokens_with_aux"]
+    assert report.bytes("all-gather") == GRADIENT
+    [gathers] = [entry for entry in report.entries if entry.kind == "all-gather"]
+    assert (gathers.bytes, gathers.times, gathers.instructions) == (GRADIENT, 1, 2)
+    assert f"{GRADIENT:,}      1             2  all-gather" in str(report)
+    assert 0 <= report.bytes() - without_aux.bytes() < 100
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="no conditional there")
+def test_the_branches_of_an_nnx_step_with_dropout_and_statistics():
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.first = nnx.Linear(16, 48, use_bias=False, rngs=rngs)
+            self.norm = nnx.BatchNorm(48, use_scale=False, use_bias=False, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+            self.last = nnx.Linear(48, 8, use_bias=False, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.last(self.dropout(self.norm(jnp.tanh(self.first(x)))))
+
+    def loss_fn(model: Model, batch: Any) -> Any:
+        mask = batch["y"] != 0
+        return jnp.sum(jnp.where(mask, model(batch["x"]), 0)), jnp.sum(mask)
+
+    model = Model(nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), array(()).sharding))
+    weights = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.device_put(weights, array((8,), "data").sharding))
+    optimizer = nnx.Optimizer(
+        model, token_accumulation(optax.sgd(1.0), K), wrt=nnx.Param
+    )
+    step = make_train_step(loss_fn)
+    step.init(model, optimizer)
+    compiled = step.accumulate.lower(model, optimizer, rows("data")).compile()
+    assert compiled.as_text().count(" conditional(") > 0
+    sent = collectives(compiled).bytes("all-gather")
+    assert GRADIENT <= sent < 1.5 * GRADIENT  # and what BatchNorm needs
 
 
 @pytest.mark.parametrize(

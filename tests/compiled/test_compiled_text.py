@@ -183,13 +183,134 @@ STORED = {
 
 @pytest.mark.parametrize(("text", "expected"), STORED.values(), ids=STORED)
 def test_stored_program(text: str, expected: list[Operation]):
-    assert list(Program(text).operations()) == expected
+    assert Program(text).operations() == expected
+
+
+# Conditionals. Computations: "small" gathers 64 bytes, "large" 256; "reduces" reduces
+# 64 bytes; "loop" gathers 64 bytes in each of 3 trips, "unknown" in trips that the
+# program does not count; "half" gathers 128 bytes in groups of four devices.
+PARTS = """\
+HloModule jit_f, num_partitions=8
+
+%nothing (p: f32[2]) -> f32[64] {
+  ROOT %zeros = f32[64]{0} broadcast(%c), dimensions={}
+}
+
+%small (p: f32[2]) -> f32[16] {
+  ROOT %g = f32[16]{0} all-gather(%p), channel_id=1, EVERYWHERE
+}
+
+%large (p: f32[2]) -> f32[64] {
+  ROOT %g = f32[64]{0} all-gather(%p), channel_id=2, EVERYWHERE
+}
+
+%half (p: f32[2]) -> f32[32] {
+  ROOT %g = f32[32]{0} all-gather(%p), channel_id=3, HALVES
+}
+
+%reduces (p: f32[2]) -> f32[16] {
+  ROOT %r = f32[16]{0} all-reduce(%p), channel_id=4, EVERYWHERE
+}
+
+%twice (p: f32[2]) -> f32[16] {
+  %first = f32[16]{0} call(%p), to_apply=%small
+  ROOT %second = f32[16]{0} call(%first), to_apply=%small
+}
+
+%loop (p: f32[2]) -> f32[2] {
+  ROOT %while.1 = f32[2]{0} while(%p), condition=%nothing, body=%small, \
+backend_config={"known_trip_count":{"n":"3"}}
+}
+
+%unknown (p: f32[2]) -> f32[2] {
+  ROOT %while.2 = f32[2]{0} while(%p), condition=%nothing, body=%small
+}
+
+%unknown.large (p: f32[2]) -> f32[2] {
+  ROOT %while.3 = f32[2]{0} while(%p), condition=%nothing, body=%large
+}
+
+%gathers.and.reduces (p: f32[2]) -> f32[2] {
+  %first = f32[16]{0} call(%p), to_apply=%small
+  ROOT %second = f32[16]{0} call(%first), to_apply=%reduces
+}
+
+%nested (p: f32[2]) -> f32[16] {
+  %before = f32[16]{0} call(%p), to_apply=%small
+  ROOT %c = f32[16]{0} conditional(%i, %p, %p), branch_computations={%small, %twice}
+}
+""".replace(
+    "EVERYWHERE", "replica_groups=[1,8]<=[8], use_global_device_ids=true"
+).replace("HALVES", "replica_groups=[2,4]<=[4,2]T(1,0), use_global_device_ids=true")
+SMALL = Operation("all-gather", ALL, 64, 1, True)
+LARGE = SMALL._replace(num_bytes=256)
+HALF = Operation("all-gather", STRIDED, 128, 1, True)
+REDUCES = Operation("all-reduce", ALL, 64, 1, True)
+IN_LOOP = SMALL._replace(times=3)
+UNKNOWN, UNKNOWN_LARGE = SMALL._replace(times=None), LARGE._replace(times=None)
+CONDITIONALS = {
+    "one of which sends nothing": ("nothing small nothing", [SMALL]),
+    "with the same operations": ("small small", [SMALL]),
+    "the first sends more": ("large small", [LARGE]),
+    "the last sends more": ("small small large", [LARGE]),
+    "that call computations": ("small twice", [SMALL, SMALL]),
+    "many small ones, and between other devices": (
+        "twice half twice",
+        [SMALL, SMALL, HALF],
+    ),
+    "trips of a loop": ("twice loop", [IN_LOOP]),
+    "one large, not the trips of a loop": ("large loop", [LARGE]),
+    "of different kinds": ("small reduces", [SMALL, REDUCES]),
+    "each kind by itself": ("gathers.and.reduces large", [LARGE, REDUCES]),
+    "between other devices": ("small half", [SMALL, HALF]),
+    "nested": ("large nested", [LARGE]),
+    "nested, and the most": ("twice nested small", [SMALL] * 3),
+    "unknown trips, and known": ("large unknown", [LARGE, UNKNOWN]),
+    "unknown trips in both": ("unknown unknown.large", [UNKNOWN_LARGE]),
+}
+
+
+def of_branches(names: str) -> str:
+    """A program with one conditional over computations in `PARTS`."""
+    computations = ", ".join(f"%{name}" for name in names.split())
+    return f"""{PARTS}
+ENTRY %main (p: f32[2], i: s32[]) -> f32[2] {{
+  ROOT %c = f32[2] conditional(%i, %p), branch_computations={{{computations}}}
+}}
+"""
+
+
+@pytest.mark.parametrize(("names", "expected"), CONDITIONALS.values(), ids=CONDITIONALS)
+def test_one_branch_of_a_conditional_counts(names: str, expected: list[Operation]):
+    assert Program(of_branches(names)).operations() == expected
+
+
+def test_two_conditionals_add_up():
+    text = of_branches("small large").replace(
+        "  ROOT %c =",
+        "  %b = f32[2] conditional(%i, %p), "
+        "true_computation=%small, false_computation=%loop\n  ROOT %c =",
+    )
+    assert Program(text).operations() == [IN_LOOP, LARGE]
+
+
+def test_conditional_in_a_loop():
+    text = (
+        of_branches("small loop").replace("ENTRY %main", "%body")
+        + """
+ENTRY %main (p: f32[2]) -> f32[2] {
+  ROOT %w = f32[2]{0} while(%p), condition=%nothing, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    )
+    assert Program(text).operations() == [SMALL._replace(times=15)]
 
 
 def one_line(line: str, header: str = "num_partitions=8") -> list[Operation]:
     """Parse the operations of a program whose entry contains `line`."""
     program = f"HloModule jit_f, {header}\n\nENTRY %main () -> f32[] {{\n  {line}\n}}\n"
-    return list(Program(program).operations())
+    return Program(program).operations()
 
 
 GLOBAL = (

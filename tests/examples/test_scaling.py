@@ -156,20 +156,23 @@ def test_close_of_bfloat16_parameters_sends_float32_sums():
     assert sums == 2 * PARAMETERS * case.parameter_bytes
 
 
+@pytest.mark.parametrize("has_aux", [False, True], ids=["", "aux"])
 @pytest.mark.parametrize(
     ("reduce_every", "times", "gathers"), [("window", 1, 1), ("micro_batch", 6, 2)]
 )
 def test_layers_in_a_scan_are_gathered_at_once_or_one_by_one(
-    reduce_every: Any, times: int, gathers: int
+    reduce_every: Any, times: int, gathers: int, has_aux: bool
 ):
     def loss_fn(layers: Any, x: Any) -> Any:
+        """With `aux`, a micro-batch without tokens runs the forward pass."""
+        num_tokens = jnp.sum(x != 0) if has_aux else x.size
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-        return jnp.sum(x), x.size
+        return jnp.sum(x), (num_tokens, jnp.max(x)) if has_aux else num_tokens
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     layers = NamedSharding(mesh, P(None, "data"))
     options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
-    step = make_train_step(loss_fn, ADAM, **options)
+    step = make_train_step(loss_fn, ADAM, has_aux=has_aux, **options)
     state = step.init(jax.device_put(jnp.ones((6, 16, 16)), layers))
     lowered = step.accumulate.lower(state, np.ones((2048, 16), np.float32))
     gathered = [e for e in collectives(lowered.compile()).entries if "gather" in e.kind]
