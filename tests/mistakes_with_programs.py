@@ -38,7 +38,7 @@ def batch_of(rows: int) -> list[Any]:
     ]
 
 
-def fit(batch_of: Any, limit_bytes: int = 10) -> Any:
+def fit(batch_of: Any, limit_bytes: float = 10) -> Any:
     return largest_micro_batch(STEP, STATE, batch_of, limit_bytes=limit_bytes)
 
 
@@ -61,6 +61,11 @@ READING: list[Row] = [
         "a `limit_bytes` that is not a number",
         TypeError,
         [lambda _: largest_micro_batch(STEP, STATE, batch_of, limit_bytes="2GB")],
+    ),
+    (
+        "a `limit_bytes` that is not finite",
+        TypeError,
+        [lambda _: fit(batch_of, float("inf"))],
     ),
     (
         "something else than a function, given as `batch_of`",
@@ -87,6 +92,11 @@ READING: list[Row] = [
         "`multiple_of` below 1",
         ValueError,
         [lambda _: largest_micro_batch(STEP, STATE, batch_of, multiple_of=0)],
+    ),
+    (
+        "a `multiple_of` that is not an integer",
+        TypeError,
+        [lambda _: largest_micro_batch(STEP, STATE, batch_of, multiple_of=2.0)],
     ),
     (
         "a `batch_of` that returns one batch",

@@ -24,11 +24,13 @@ class Programs(NamedTuple):
       state: the state that they run on.
       for_batch: the program for batches of the shapes of a given batch.
       others: the programs that no batch is given to.
+      in_one_call: whether a call of the step runs `others` after `for_batch`.
     """
 
     state: Any
     for_batch: Callable[[Any], Lowering]
     others: tuple[Callable[[], Lowering], ...] = ()
+    in_one_call: bool = False
 
 
 def compile_all(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_tokenaccum._compiled.memory import MemoryReport, memory
+from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._steps.compile_ahead import (
     Lowering,
@@ -58,8 +59,9 @@ def largest_micro_batch(
     It compiles the step's programs and reads what they need, see `memory`. It runs
     none of them, so it never runs out of memory. What a device holds is counted while
     each program runs: parameters, optimizer state, sums, the micro-batch, temporaries,
-    the metrics of the call before, and in the update the micro-batch that came before.
-    Arrays that `loss_fn` closes over are not: give them as keywords.
+    the metrics of the call before, and in the update the micro-batch that came before
+    with its metrics, and the sums without it if the step does not donate them. Arrays
+    that `loss_fn` closes over are not: give them as keywords.
 
     The memory of a few sizes predicts that of others, so at most five sizes are
     compiled, each for all shapes that `batch_of` returns. The result is one of these,
@@ -118,9 +120,9 @@ def largest_micro_batch(
             f"{type(batch_of).__name__}. Write largest_micro_batch(step, state, "
             "batch_of)."
         )
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of must be at least 1: got {multiple_of}.")
-    if not isinstance(limit_bytes, numbers.Real | None):
+    multiple_of = checks.as_count(multiple_of, "multiple_of")
+    is_number = isinstance(limit_bytes, numbers.Real) and math.isfinite(limit_bytes)
+    if limit_bytes is not None and (isinstance(limit_bytes, bool) or not is_number):
         raise TypeError(f"limit_bytes must be a number of bytes: got {limit_bytes!r}.")
     run = _Run(step._programs(state, **kwargs))
     counted = run.state, kwargs
@@ -174,6 +176,7 @@ class _Compiled(NamedTuple):
     state: int  # bytes of the state that are not among the arguments
     batch: int  # bytes of the arguments that are not of the state
     metrics: int  # bytes of the results that are not of the state
+    copied: int  # bytes of the arguments that it returns anew, because none is donated
 
 
 class _Run:
@@ -196,7 +199,11 @@ class _Run:
         if len(needs) < len(found) + len(self._others):
             return math.inf
         code = sum(x.report.code for x in needs)
+        # The update runs while the loop holds the micro-batch that came before. In the
+        # same call, the old state and the metrics of the micro-batch are held, too.
         held = max(x.batch for x in needs)
+        if self._programs.in_one_call:
+            held += max(x.metrics + x.copied for x in needs if x.batch)
         # A loop keeps the metrics, with `aux`, while the next program runs.
         metrics = max(x.metrics for x in needs)
         return (
@@ -223,14 +230,16 @@ class _Run:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None
-        _, *infos = lowering.lowered.out_info
-        _, *shardings = compiled.output_shardings
-        results = infos, shardings
+        state_info, *infos = lowering.lowered.out_info
+        state_shardings, *shardings = compiled.output_shardings
+        is_donated = any(x.donated for x in jax.tree.leaves(lowering.lowered.args_info))
+        copies = state_info, state_shardings
         return _Compiled(
             memory(compiled),
             _bytes_of(x for key, x in state.items() if key not in arguments),
             _bytes_of(x for key, x in arguments.items() if key not in state),
-            sum(map(_size_of, *map(jax.tree.leaves, results))),
+            sum(map(_size_of, *map(jax.tree.leaves, (infos, shardings)))),
+            0 if is_donated else sum(map(_size_of, *map(jax.tree.leaves, copies))),
         )
 
 

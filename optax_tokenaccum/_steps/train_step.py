@@ -229,6 +229,7 @@ class TrainStep:
             state,
             lambda batch: first.lowering(state, batch, **kwargs),
             (lambda: self.close_window.lowering(state),),
+            in_one_call=has_schedule and not is_whole,
         )
 
     def _micro_batch_arguments(

@@ -26,6 +26,7 @@ from optax_tokenaccum import (
 )
 from optax_tokenaccum._steps.largest_micro_batch import _free
 from optax_tokenaccum._steps.largest_size import largest_size
+from optax_tokenaccum._steps.program import Program
 
 WIDTH, LAYERS, K = 64, 4, 2
 ADAMW = optax.adamw(1e-3)
@@ -91,9 +92,11 @@ def two_programs(devices: int = 1, **options: Any) -> Run:
     state = step.init(init_params())
 
     def programs(batch: Any) -> Any:
-        moments = bytes_of(state.opt_state.inner_opt_state)
-        yield step.accumulate.lower(state, batch), moments
-        yield step.close_window.lower(state), bytes_of(batch) // devices
+        lowered = step.accumulate.lower(state, batch)
+        yield lowered, bytes_of(state.opt_state.inner_opt_state)
+        old = 0 if options.get("donate", True) else bytes_of(lowered.out_info[0])
+        besides = bytes_of(batch) // devices + bytes_of(lowered.out_info[1:]) + old
+        yield step.close_window.lower(state), besides
 
     return Run(step, state, rows_of, programs)
 
@@ -126,9 +129,10 @@ def nnx_step(make: Callable[[], tuple[Model, nnx.Optimizer]]) -> Run:
     model, optimizer = make()
 
     def programs(batch: Any) -> Any:
-        moments = bytes_of(optimizer.opt_state.inner_opt_state)
-        yield step.accumulate.lower(model, optimizer, batch), moments
-        yield step.close_window.lower(model, optimizer), bytes_of(batch)
+        lowered = step.accumulate.lower(model, optimizer, batch)
+        yield lowered, bytes_of(optimizer.opt_state.inner_opt_state)
+        besides = bytes_of(batch) + bytes_of(lowered.out_info[1:])
+        yield step.close_window.lower(model, optimizer), besides
 
     return Run(step, (model, optimizer), rows_of, programs)
 
@@ -179,6 +183,47 @@ def test_without_donation_two_states_are_held():
     fit = largest_micro_batch(run.step, run.state, run.batch_of, limit_bytes=limit)
     assert 1 < fit.size <= 9
     assert fit.peak_bytes == run.peak(fit.size) > 7 * bytes_of(run.state.params)
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "not donated"])
+def test_what_is_alive_when_the_update_starts(
+    donate: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Two calls' `aux`, and the sums before the last micro-batch if not donated."""
+
+    def with_aux(params: Any, x: jax.Array) -> Any:
+        loss_sum, n = loss_fn(params, x)
+        return loss_sum, (n, jnp.zeros(50_000))
+
+    def arrays_alive() -> list[jax.Array]:
+        return [x for x in jax.live_arrays() if not x.is_deleted()]
+
+    alive: list[int] = []
+    call = Program.__call__
+
+    def spy(self: Program, *args: Any, **kwargs: Any) -> Any:
+        if self is step.close_window:
+            alive.append(bytes_of(arrays_alive()) - bytes_of(before))
+        return call(self, *args, **kwargs)
+
+    def sort(updates: Any, params: Any) -> Any:  # the update needs most
+        return jnp.sort(jnp.tile(updates, 4))[..., ::4]
+
+    monkeypatch.setattr(Program, "__call__", spy)
+    before = arrays_alive()
+    optimizer = optax.chain(optax.stateless(sort), ADAMW)
+    step = make_train_step(with_aux, optimizer, K, has_aux=True, donate=donate)
+    state = step.init(init_params())
+    for _ in range(K):
+        batch = jnp.ones((1, 8, WIDTH))
+        state, metrics = step(state, batch)
+    close = memory(step.close_window.lower(state).compile())
+    needed = alive[0] - close.arguments + close.peak
+    assert alive[0] - bytes_of(state) - bytes_of(metrics) > 50_000 * 4
+    fit = largest_micro_batch(step, state, rows_of, limit_bytes=needed + 200)
+    assert needed - 200 < fit.peak_bytes
+    with pytest.raises(ValueError, match="must fit"):
+        largest_micro_batch(step, state, rows_of, limit_bytes=needed - 200)
 
 
 def test_nothing_is_counted_that_a_program_does_not_need():
