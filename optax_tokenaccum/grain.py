@@ -84,7 +84,9 @@ def planned_micro_batches(
       TypeError: `dataset` is not a Grain dataset, or a setting is not an integer.
       ValueError: a setting leaves no room for a sequence. While iterating: a sequence
         is empty, longer than every bucket, or unlike the others; the error names it by
-        index. In `set_state`: the settings or the sequences differ from the saved ones.
+        index. After this and any other error while it reads a window, the iterator
+        reads the same window again. In `set_state`: the settings or the sequences
+        differ from the saved ones.
 
     Example:
       >>> import grain, jax.numpy as jnp, numpy as np, optax
@@ -257,10 +259,12 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
         # A short window is the last one. Read nothing after it: some of Grain's
         # iterators hang when they are read again at the end.
         left = 0 if 0 < last < window_size else window_size
-        sequences = list(itertools.islice(self._dataset, left))
-        if not sequences:
-            return _Window(before, num_before, [], [], 0)
-        plans, crc = self._plan(sequences, num_before)
+        try:
+            sequences = list(itertools.islice(self._dataset, left))
+            plans, crc = self._plan(sequences, num_before) if sequences else ([], 0)
+        except BaseException:  # for example OSError, or Ctrl-C while it reads
+            self._dataset.set_state(copy.deepcopy(before))
+            raise
         return _Window(before, num_before, sequences, plans, crc)
 
     def _position(self) -> Any:

@@ -6,7 +6,16 @@ import chex
 import grain
 import numpy as np
 import pytest
-from grain_data import DATA, ORDER, SEQUENCES, SETTINGS, WINDOW, planned, rows_of
+from grain_data import (
+    DATA,
+    ORDER,
+    ROWS,
+    SEQUENCES,
+    SETTINGS,
+    WINDOW,
+    planned,
+    rows_of,
+)
 
 from optax_tokenaccum import plan_window
 from optax_tokenaccum.grain import planned_micro_batches
@@ -136,3 +145,49 @@ def test_bad_sequences_are_named(case):
         assert error.value.__notes__[0] == note
     state = iterator.get_state()
     assert state["num_sequences_before"] == 0, "where the last good window begins"
+
+
+class Unreliable(list):
+    """A source that fails to read one element, once."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(SEQUENCES)
+        self.errors = {11: error}
+
+    def __getitem__(self, index: Any) -> Any:
+        if index in self.errors:
+            raise self.errors.pop(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("error", [OSError("timeout"), KeyboardInterrupt()], ids=repr)
+def test_no_sequence_is_lost_by_an_error(error: BaseException, threads: int):
+    """The window whose reading failed is read again, as if nothing had happened."""
+    whole = [rows_of(x) for x in planned(grain.MapDataset.source(SEQUENCES))]
+    source = grain.MapDataset.source(Unreliable(error))
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2)
+    iterator = iter(planned(source.to_iter_dataset(options)))
+    done, failed = [], []
+    while True:
+        try:
+            done.append(rows_of(next(iterator)))
+        except StopIteration:
+            break
+        except type(error) as raised:
+            failed.append(raised)
+    assert len(failed) == 1
+    assert done == whole
+    assert sorted(sum(done, [])) == [*range(ROWS)]
+
+
+def test_a_bad_sequence_is_named_again_and_takes_no_others_along():
+    dataset = grain.MapDataset.source([*SEQUENCES[:11], of_length(0), *SEQUENCES[11:]])
+    iterator = iter(planned(dataset))
+    while not next(iterator).is_last:  # the first window is right
+        pass
+    state = iterator.get_state()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got 0 at index 11 of the dataset"):
+            next(iterator)
+    assert iterator.get_state() == state
