@@ -4,7 +4,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.sums import Kind, kinds_of
 from optax_tokenaccum._steps.state import StepState, require_step_state
 
@@ -39,7 +41,7 @@ def regroup_sums(state: Any, like: State) -> State:
         array is placed like the array in `like`.
 
     Returns:
-      `state` in the shapes and shardings of `like`.
+      `state` in the shapes, dtypes and shardings of `like`.
 
     Raises:
       TypeError: `like` is not the state of a step, or has no `TokenAccumulationState`.
@@ -161,7 +163,7 @@ def _number_of_sums(acc: Any, shape: tuple[int, ...]) -> int:
 def _on_devices_of(like: Any, acc: Any) -> Any:
     """Moves the sums to where a program that returns `like` can read them."""
     sharding = _sharding(like)
-    if sharding is None or not isinstance(acc, jax.Array):
+    if sharding is None or not isinstance(acc, jax.Array) or not trees.is_concrete(acc):
         return acc
     if acc.sharding.device_set == sharding.device_set:
         return acc
@@ -169,10 +171,15 @@ def _on_devices_of(like: Any, acc: Any) -> Any:
 
 
 def _put(x: Any, like: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x, like.dtype)
+    elif x.dtype != like.dtype or jax.typeof(x).weak_type:
+        x = jax.lax.convert_element_type(x, like.dtype)
     sharding = _sharding(like)
     if sharding is not None:
         return jax.device_put(x, sharding)
-    return jnp.asarray(jax.device_get(x) if getattr(x, "committed", False) else x)
+    is_bound = trees.is_concrete(x) and getattr(x, "committed", False)
+    return jnp.asarray(jax.device_get(x) if is_bound else x)
 
 
 def _sharding(like: Any) -> Any:

@@ -288,6 +288,42 @@ def test_same_devices_get_the_same_sums_bit_for_bit():
     chex.assert_trees_all_equal(regroup_sums(saved, state), jax.device_get(state))
 
 
+@pytest.mark.parametrize("saved_as", [jnp.bfloat16, float])
+def test_a_state_gets_the_dtypes_of_the_step_that_resumes(saved_as: Any):
+    """Otherwise sums in bfloat16 go on in a step that adds up in float32."""
+    step, window = make_step("two programs", loss_fn), ragged()
+    like, expected = step.init(jnp.zeros(())), step.init(jnp.zeros(()))
+    expected, _ = step(expected, window[0])
+
+    def saved(x: Any) -> Any:
+        x = jax.device_get(x)
+        if saved_as is not float:
+            return x.astype(saved_as) if x.dtype == jnp.float32 else x
+        return x if x.ndim else x.item()
+
+    state = regroup_sums(jax.tree.map(saved, expected), like)
+    types = [[*map(jax.typeof, jax.tree.leaves(x))] for x in (state, expected)]
+    assert types[0] == types[1]  # weak types, too
+    chex.assert_trees_all_equal(state, expected)  # whole numbers, exact in bfloat16
+
+
+@pytest.mark.parametrize("after", ["4", "1", "no mesh"])
+def test_regrouping_inside_of_a_jit(after: str):
+    window = ragged()
+    steps = make_step("two programs", loss_fn), make_train_step(loss_fn, SGD, 3)
+    if after != "no mesh":
+        mesh = make_mesh((int(after),))
+        steps = steps[0], make_step("two programs", loss_fn, mesh=mesh)
+    state, _ = steps[0](steps[0].init(jnp.zeros(())), window[0])
+    like = steps[1].init(jnp.zeros(()))
+    saved = jax.device_get(state)
+    state = jax.jit(lambda saved: regroup_sums(saved, like))(saved)
+    for micro_batch in window[1:]:
+        state, _ = steps[1](state, micro_batch)
+    exact = -window.sum() / (window != 0).sum()
+    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
+
+
 def test_sums_of_devices_in_a_step_without():
     state = make_step("two programs", loss_fn).init(jnp.zeros(()))
     with pytest.raises(ValueError, match=r"expected shape \(\), got \(8,\)"):
