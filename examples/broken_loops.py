@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from optax_tokenaccum import Verdict, audit, softmax_cross_entropy_sum
+from optax_tokenaccum import MultiSteps, Verdict, audit, softmax_cross_entropy_sum
 
 K, WIDTH = 8, 16
 MicroBatches = Sequence[Batch]
@@ -91,6 +91,34 @@ def mean_of_means(optimizer: Any, params: Any, micro_batches: MicroBatches) -> A
     for batch in micro_batches:
         params, state = step(params, state, mean(params, batch))
     return params
+
+
+def with_counts(
+    gradient: Callable[[Any, Batch], Any], count: Callable[[Batch], Any]
+) -> Callable[[Any, Any, MicroBatches], Any]:
+    """Makes a loop with `optax_tokenaccum.MultiSteps`, which expects mean losses."""
+
+    def run(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
+        optimizer = MultiSteps(optimizer, len(micro_batches))
+        state = optimizer.init(params)
+        for batch in micro_batches:
+            updates, state = optimizer.update(
+                gradient(params, batch), state, params, num_tokens=count(batch)
+            )
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return run
+
+
+summed_loss = with_counts(
+    lambda params, batch: sum_and_count(params, batch)[0],
+    lambda batch: batch.mask.sum(),
+)
+counts_padding = with_counts(mean, lambda batch: batch.mask.size)
+counts_before_shift = with_counts(
+    mean, lambda batch: batch.mask.sum() + len(batch.mask)
+)
 
 
 def mean_over_devices(optimizer: Any, params: Any, micro_batches: MicroBatches) -> Any:
@@ -218,6 +246,24 @@ def stale_window(optimizer: Any, params: Any, micro_batches: MicroBatches) -> An
 GALLERY = {
     "mean of means": Broken(
         mean_of_means, "averages micro-batches' means", Verdict.MEAN_OF_MEANS
+    ),
+    "padding counted": Broken(
+        counts_padding,
+        "counts the entries of the mask",
+        Verdict.MEAN_OF_MEANS,
+        "such as mask.size",
+    ),
+    "labels not shifted": Broken(
+        counts_before_shift,
+        "counts one label too many in each row",
+        Verdict.UNKNOWN,
+        "averaged with wrong counts",
+    ),
+    "summed loss": Broken(
+        summed_loss,
+        "gives a sum where a mean is expected",
+        Verdict.UNKNOWN,
+        "a sum is given where a mean is expected",
     ),
     "mean over devices": Broken(
         mean_over_devices, "averages devices' means", Verdict.MEAN_OF_MEANS

@@ -13,8 +13,9 @@ EXPLANATIONS = {
     Verdict.EXACT: "the loop applies the token mean of the whole window.",
     Verdict.MEAN_OF_MEANS: (
         "the loop averages the means of its micro-batches, so a token counts for less "
-        "the longer its micro-batch. Use optax_tokenaccum.MultiSteps and give each "
-        "update its num_tokens, or make_train_step with a summed loss."
+        "the longer its micro-batch. Use optax_tokenaccum.MultiSteps, and give each "
+        "update the loss's own count as num_tokens (a count that is the same for all, "
+        "such as mask.size, changes nothing); or make_train_step with a summed loss."
     ),
     Verdict.DISCARDED: (
         "the parameters did not move: the updates of the one call that closes the "
@@ -56,6 +57,21 @@ TOO_NOISY = (
     "cannot tell: at nearby parameters the gradient differs by {:.0%} in a way that "
     "loss_fn does not explain. Dropout does that: leave it out or fix its key. If it "
     "is rounding, give rtol."
+)
+SUM_FOR_MEAN = (
+    "a sum is given where a mean is expected, so each micro-batch is weighted by its "
+    'tokens once too often. Give optax_tokenaccum.MultiSteps gradients="sum", or '
+    "divide the loss by its tokens."
+)
+WRONG_COUNTS = (
+    "the means of the micro-batches are averaged with wrong counts, in the proportion "
+    "of {} where loss_fn counts {}. Give num_tokens the count that loss_fn returns: "
+    "without padding, and of labels after their shift."
+)
+WRONG_DIVISORS = (
+    "the losses of the micro-batches are divided by wrong counts, by {} where loss_fn "
+    "counts {}. Divide by the count that loss_fn returns: without padding, and of "
+    "labels after their shift."
 )
 NOT_A_SUM = (
     "the applied gradient is not a sum of these micro-batches' gradients. Possible "
@@ -206,8 +222,10 @@ def _conclude(
     if Verdict.EXACT in within:
         if weights is None or weights.are_near(1).all():
             return _exact_unless_ambiguous(evidence, weights)
-        return Verdict.UNKNOWN, None, _unknown_weights(weights)
+        return Verdict.UNKNOWN, None, _unknown_weights(weights, evidence.tokens)
     factor = _factor(evidence, evidence.exact)
+    if weights is not None and Verdict.DISCARDED in within:
+        within.remove(Verdict.DISCARDED)  # a small gradient, and not rounding
     if within:
         verdict = min(within, key=candidates.__getitem__)
         return verdict, factor, EXPLANATIONS[verdict]
@@ -258,18 +276,22 @@ def _exact_unless_ambiguous(
 def _unknown(evidence: Evidence, factor: float | None, weights: Weights | None) -> str:
     """Explains a gradient that matches no candidate."""
     if factor is not None:
-        return f"the direction is right, the size is not: {_name(factor, evidence)}."
+        name = _name(factor, evidence) or _name_of_scale(factor, evidence)
+        return f"the direction is right, the size is not: {_times(factor)}{name}."
     mean_of_means, *_ = _forms(evidence)[Verdict.MEAN_OF_MEANS]
     factor = _factor(evidence, mean_of_means @ evidence.gradients)
     if factor is not None:
         return (
             "the direction is that of a mean of means, and the size is wrong as well: "
-            f"{_name(factor, evidence)}. Use make_train_step with a summed loss."
+            f"{_times(factor)}{_name(factor, evidence)}. Use make_train_step with a "
+            "summed loss."
         )
-    return NOT_A_SUM if weights is None else _unknown_weights(weights)
+    return NOT_A_SUM if weights is None else _unknown_weights(weights, evidence.tokens)
 
 
-def _unknown_weights(weights: Weights) -> str:
+def _unknown_weights(weights: Weights, tokens: np.ndarray) -> str:
+    if max(tokens) > 2 and weights.are_near(tokens).all():
+        return SUM_FOR_MEAN
     told = weights.errors < 0.5
     lost, twice = (np.sum(told & weights.are_near(times)) for times in (0, 2))
     if lost:
@@ -277,16 +299,44 @@ def _unknown_weights(weights: Weights) -> str:
             f"{lost} of the {len(told)} micro-batches count for nothing: the window "
             "closes without them, or they are lost on the way."
         )
-    if twice:
+    if twice and (weights.are_near(1) | weights.are_near(2)).all():
         verb = "count" if twice > 1 else "counts"
         return f"{twice} of the {len(told)} micro-batches {verb} twice."
+    if (explanation := _wrong_counts(weights, tokens)) is not None:
+        return explanation
     values = weights.values
     return (
         "the micro-batches are weighted in a way of their own, a token with "
         f"{min(values):.3g} to {max(values):.3g} where 1 is exact. Something "
-        "rescales each of them, for example clipping, which belongs inside the "
-        "optimizer that runs once a window."
+        "rescales each of them: clipping, which belongs inside the optimizer that runs "
+        "once a window, or wrong counts."
     )
+
+
+def _wrong_counts(weights: Weights, tokens: np.ndarray) -> str | None:
+    """Explains weights that are those of wrong counts; `None` if they are not."""
+    n, w, errors = (x[tokens > 0] for x in (tokens, *weights))
+    if (w <= 0).any():
+        return None
+
+    def shown(counts: np.ndarray) -> str:
+        return ", ".join(f"{count:.4g}" for count in counts[:4])
+
+    # Weights of means add up to 1, whatever their counts. Clipped ones do not.
+    total, slack = n.sum(), errors @ n
+    if abs(w @ n - total) <= min(slack, 0.01 * total):
+        # Only the proportion is known. Counts that are off by a constant grow by 1 with
+        # every token.
+        slope = np.polyfit(n, w * n, 1)[0] if np.ptp(n) else 1.0
+        return WRONG_COUNTS.format(shown(w * n / (slope if slope > 0 else 1)), shown(n))
+    # The means may be weighted by their tokens, or all alike.
+    for divisors in (n / w, total / len(tokens) / w):
+        slack = divisors * errors
+        is_whole = abs(divisors - np.round(divisors)) <= np.minimum(slack, 0.02)
+        is_other = abs(divisors - n) > slack
+        if is_other.sum() > 1 and (is_whole.all() or np.ptp(divisors) <= slack.min()):
+            return WRONG_DIVISORS.format(shown(divisors), shown(n))
+    return None
 
 
 def _factor(evidence: Evidence, direction: np.ndarray) -> float | None:
@@ -296,6 +346,10 @@ def _factor(evidence: Evidence, direction: np.ndarray) -> float | None:
     return factor if factor and is_it else None
 
 
+def _times(factor: float) -> str:
+    return f"it is {factor:.6g} times what it should be"
+
+
 def _name(factor: float, evidence: Evidence) -> str:
     k, total = len(evidence.tokens), evidence.tokens.sum()
     names = {
@@ -303,18 +357,30 @@ def _name(factor: float, evidence: Evidence) -> str:
         "1 over k, the number of micro-batches": 1 / k,
         "the number of tokens": total,
         "1 over the number of tokens": 1 / total,
-        "the mean number of tokens in a micro-batch": total / k,
+        "the mean number of tokens in a micro-batch: a sum is given where a mean is "
+        'expected. Use optax_tokenaccum.MultiSteps with gradients="sum"': total / k,
         "k over the number of tokens": k / total,
         "the sign alone: it goes uphill": -1,
         "are two devices summed, or is a window counted twice?": 2,
         "are two devices averaged where they should be summed?": 0.5,
     }
     known = [
-        f" ({name})"
+        name
         for name, value in names.items()
         if abs(factor / value - 1) <= evidence.rtol
     ]
-    return f"it is {factor:.6g} times what it should be{''.join(known[:1])}"
+    return f" ({'; or: '.join(known)})" if known else ""
+
+
+def _name_of_scale(factor: float, evidence: Evidence) -> str:
+    """Names what may scale a window by any factor."""
+    count = evidence.tokens.sum() / factor
+    if count < 0 or abs(count - round(count)) > evidence.rtol * count:
+        return " (clipping and a learning rate do that)"
+    return (
+        f" (a count of {round(count)} tokens where loss_fn counts "
+        f"{evidence.tokens.sum():g} does that, and so do clipping and a learning rate)"
+    )
 
 
 def _weights(evidence: Evidence) -> Weights | None:

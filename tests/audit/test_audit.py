@@ -1,7 +1,9 @@
 """The audit gives every broken loop its verdict and passes every right one."""
 
 import dataclasses
+import itertools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,17 @@ import numpy as np
 import optax
 import pytest
 from batches import Batch
-from broken_loops import K, cut, loss_fn, make_step, parameters, scale, sum_and_count
+from broken_loops import (
+    K,
+    cut,
+    loss_fn,
+    make_step,
+    mean,
+    parameters,
+    scale,
+    sum_and_count,
+    with_counts,
+)
 from flax import nnx
 from llama import make_rows
 from right_loops import (
@@ -172,6 +184,80 @@ def test_random_mixtures_are_unknown_and_say_their_weights(seed: int):
     assert report.factor is None
     np.testing.assert_allclose(report.weights, weights, rtol=100 * report.rtol)
     assert "weighted in a way of their own" in report.explanation
+
+
+def test_counts_that_are_off_are_named_and_shown():
+    micro_batches = cut(make_rows(0))
+    counts = [int(batch.mask.sum()) for batch in micro_batches]
+
+    def explanation(run: Any) -> str:
+        report = audit(run, loss_fn, parameters(0), micro_batches)
+        assert report.verdict is Verdict.UNKNOWN
+        return report.explanation
+
+    def shown(counts: list[int]) -> str:
+        return ", ".join(map(str, counts[:4]))
+
+    for off in (-2, 2):
+        wrong = [n + off for n in counts]
+        run = with_counts(mean, lambda batch, off=off: batch.mask.sum() + off)
+        expected = f"the proportion of {shown(wrong)} where loss_fn counts"
+        assert expected in explanation(run)
+        # The same counts as divisors of the losses, averaged by tokens, or all alike.
+        for weights in (
+            np.divide(1, wrong) * counts / sum(counts),
+            np.divide(1, wrong) / K,
+        ):
+            text = explanation(weighted(weights))
+            assert f"wrong counts, by {shown(wrong)} where loss_fn counts" in text
+        text = explanation(weighted(np.full(K, 1 / sum(wrong))))
+        assert f"a count of {sum(wrong)} tokens where loss_fn counts" in text
+
+
+def test_wrong_counts_of_equal_micro_batches_are_named():
+    micro_batches = cut(make_rows(0, 33, 33))
+    counts = itertools.cycle(range(1, 1 + K))
+    run = with_counts(mean, lambda batch: next(counts))
+    explanation = audit(run, loss_fn, parameters(0), micro_batches).explanation
+    assert "averaged with wrong counts" in explanation
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_means_over_padding_are_named(dtype: str):
+    micro_batches = cut(make_rows(0))
+    counts = np.array([batch.mask.sum() for batch in micro_batches])
+    run = weighted(counts / counts.sum() / micro_batches[0].mask.size)
+    report = audit(run, loss_fn, parameters(0, dtype), micro_batches)
+    assert report.verdict is Verdict.UNKNOWN
+    assert re.search("divided by wrong counts, by 25[56]", report.explanation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_that_are_averaged_are_named(dtype: str):
+    run = weighted(np.full(K, 1 / K))  # as optax.MultiSteps does
+    report = audit(run, loss_fn, parameters(0, dtype), cut(make_rows(0)))
+    assert "a sum is given where a mean is expected" in report.explanation
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clipped_micro_batches_have_no_wrong_counts(seed: int):
+    random = np.random.default_rng(seed)
+    micro_batches = cut(make_rows(seed))
+    counts = np.array([batch.mask.sum() for batch in micro_batches])
+    clipped = np.minimum(1, random.uniform(0.6, 1.2, K))
+    for weights in (clipped / counts.sum(), clipped / counts / K):
+        report = audit(weighted(weights), loss_fn, parameters(seed), micro_batches)
+        assert "weighted in a way of their own" in report.explanation
+
+
+def test_a_small_gradient_in_bfloat16_is_a_movement():
+    """A mean loss given to `token_accumulation`: 1/139 of a mean of means."""
+    micro_batches = cut(make_rows(0))
+    counts = np.array([batch.mask.sum() for batch in micro_batches])
+    run = weighted(1 / counts / counts.sum())
+    report = audit(run, loss_fn, parameters(0, "bfloat16"), micro_batches)
+    assert report.verdict is Verdict.UNKNOWN
+    assert "the direction is that of a mean of means" in report.explanation
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
