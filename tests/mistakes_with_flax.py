@@ -1,5 +1,6 @@
 """Rows of docs/bad_input.md: Flax."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,29 @@ def in_the_core(*models: Callable[[], Any]) -> list[Mistake]:
     ]
 
 
+def trained_by_two_threads(keep: Any) -> None:
+    """The other thread reads the model first, and writes last."""
+    is_read, may_go_on = threading.Event(), threading.Event()
+
+    def slow_loss_fn(model: Any, batch: Any) -> Any:
+        if threading.current_thread() is other:
+            is_read.set()
+            assert may_go_on.wait(60)
+        return loss_fn(model, batch)
+
+    model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, OURS, wrt=nnx.Param)
+    step = make_train_step(slow_loss_fn, donate=False)
+    other = threading.Thread(target=step, args=(model, optimizer, jnp.ones((1, 3))))
+    other.start()
+    assert is_read.wait(60)
+    assert step(model, optimizer, jnp.ones((5, 3))).mini_step == 1
+    may_go_on.set()
+    other.join()
+    assert optimizer.opt_state.mini_step[...] == 1  # of two
+    assert optimizer.opt_state.acc_tokens[...] == 1  # of six
+
+
 WITH_FLAX: list[Row] = [
     (
         "an NNX model with batch statistics, random states or variables of your own, "
@@ -293,5 +317,10 @@ WITH_FLAX: list[Row] = [
         RuntimeError,
         read_after_a_step(lambda clone, _: np.asarray(clone.kernel[...]))
         + read_after_a_step(lambda clone, _: clone(jnp.ones((2, 3)))),
+    ),
+    (
+        "one NNX model that two threads train at once, with `donate=False`",
+        None,
+        [trained_by_two_threads],
     ),
 ]
