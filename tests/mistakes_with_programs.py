@@ -42,6 +42,14 @@ def fit(batch_of: Any, limit_bytes: float = 10) -> Any:
     return largest_micro_batch(STEP, STATE, batch_of, limit_bytes=limit_bytes)
 
 
+def not_counted(keep: Any) -> None:
+    x, closed_over = jnp.zeros(1000), jax.random.normal(jax.random.key(0), 1000)
+    as_constant = jax.jit(lambda x: x + closed_over).lower(x)
+    as_argument = jax.jit(lambda x, y: x + y).lower(x, closed_over)
+    assert memory(as_constant.compile()).peak == 2 * x.nbytes
+    assert memory(as_argument.compile()).peak == 3 * x.nbytes
+
+
 READING: list[Row] = [
     (
         "a program that is not compiled, given to `collectives` or `memory`",
@@ -136,5 +144,10 @@ READING: list[Row] = [
         "`bytes` of an axis of a program without a mesh",
         ValueError,
         [lambda _: REPORTS[1].bytes(axes="data")],
+    ),
+    (
+        "an array that a program closes over, in `memory`",
+        None,
+        [not_counted],
     ),
 ]

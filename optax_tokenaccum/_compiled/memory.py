@@ -59,7 +59,8 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
     The figures are XLA's own, from `compiled.memory_analysis()`, known before the
     program runs. They count only this program: the inner optimizer's state, which
     `step.accumulate` is not given, or a batch that waits for its turn, are held
-    besides. `largest_micro_batch` counts these too.
+    besides. `largest_micro_batch` counts these too. Arrays that the function closes
+    over are in the program, and XLA does not count them: pass them as arguments.
 
     Args:
       compiled: the result of `jax.jit(f).lower(...).compile()`, of
