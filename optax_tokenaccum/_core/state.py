@@ -64,9 +64,11 @@ class TokenAccumulationState(NamedTuple):
     skip_state: Any = ()
 
 
-def has_sums(state: TokenAccumulationState) -> bool:
-    """Whether a window may be open between calls: not in a window step."""
-    return not (isinstance(state.acc_grads, tuple) and state.acc_grads == ())
+def has_sums(state: Any) -> bool:
+    """Whether `state` is that of windows that may be open: not in a window step."""
+    if not isinstance(state, TokenAccumulationState):
+        return False
+    return not isinstance(state.acc_grads, tuple) or state.acc_grads != ()
 
 
 def skip_and_noise(state: TokenAccumulationState) -> SkipAndNoise:
