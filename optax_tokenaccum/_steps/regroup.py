@@ -68,6 +68,7 @@ def regroup_sums(state: Any, like: State) -> State:
     if isinstance(like, StepState) or not accumulates:
         require_step_state(like, accumulates=accumulates)
     if not accumulates and ("opt_state", "acc_tokens") not in saved:
+        trees.check_alive(jax.tree.leaves(state)[:1])
         saved = _with_counters(saved, wanted)
     elif isinstance(state, StepState):
         require_step_state(state, accumulates=accumulates)

@@ -234,12 +234,14 @@ def test_a_state_of_0_2_0_raises_and_is_taken_over(inner: Any):
             chex.assert_trees_all_equal(inner_opt_state, old.opt_state)
             assert taken.opt_state.gradient_step == 0
     chex.assert_trees_all_equal(regroup_sums(moved, step.init(PARAMS)), moved)
-    with helpers.count_compilations() as compilations:
-        state, metrics = step(taken, micro_batches)
-    assert metrics.gradient_step == 1 and len(compilations) == 0
     of_other = make_window_step(sum_fn, optax.sgd(0.1, momentum=0.9)).init(PARAMS)
     with pytest.raises(ValueError, match="the same training"):
         regroup_sums(old, of_other)
+    with helpers.count_compilations() as compilations:
+        _, metrics = step(taken, micro_batches)
+    assert metrics.gradient_step == 1 and len(compilations) == 0
+    with pytest.raises(ValueError, match="donated"):  # it holds the same arrays
+        regroup_sums(old, step.init(PARAMS))
 
 
 def test_rejected_micro_batches_never_happened():
