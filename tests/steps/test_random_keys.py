@@ -20,6 +20,7 @@ from optax_tokenaccum import (
     pad_window,
     token_accumulation,
 )
+from optax_tokenaccum import nnx as nnx_steps
 
 ROWS, K, WINDOWS = 16, 3, 3
 PARAMS = {"w": jnp.asarray([0.5, -1.0], jnp.float32)}
@@ -65,16 +66,15 @@ def of_core(**options: Any) -> Steps:
 
 
 def of_nnx(should_skip_update_fn: Any = None, **options: Any) -> Steps:
-    from optax_tokenaccum.nnx import make_train_step, make_window_step
-
     of_model, adam = nnx_ways.of_model(loss_fn), optax.adam(0.1)
     options["has_aux"] = True
     skips = {"should_skip_update_fn": should_skip_update_fn}
     return Steps(
         nnx_ways.Step(
-            make_train_step(of_model, **options), token_accumulation(adam, **skips)
+            nnx_steps.make_train_step(of_model, **options),
+            token_accumulation(adam, **skips),
         ),
-        nnx_ways.Step(make_window_step(of_model, **options, **skips), adam),
+        nnx_ways.Step(nnx_steps.make_window_step(of_model, **options, **skips), adam),
     )
 
 
@@ -116,7 +116,7 @@ def test_both_steps_draw_the_same_masks_and_no_two_windows_do(
         if i == 3:  # the window before made no update, so its keys come once more
             np.testing.assert_array_equal(masks[-1], before)
         elif before is not None:
-            # Without a count, as a step for one window, every mask would be as before.
+            # A key for one window alone would repeat every mask.
             assert all((x != y).any() for x, y in zip(masks[-1], before, strict=True))
     chex.assert_trees_all_close(train_state.params, window_state.params, rtol=1e-5)
 
