@@ -23,7 +23,7 @@ from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.one_device import OneDevice, RowsFn
 from optax_tokenaccum._devices.processes import Agreement
 from optax_tokenaccum._devices.rows import spread_rows
-from optax_tokenaccum._devices.shardings import is_explicit, sharding_of
+from optax_tokenaccum._devices.shardings import is_explicit, only, sharding_of
 
 ReduceEvery = Literal["window", "micro_batch"]
 
@@ -85,11 +85,15 @@ class SumOverAll(OneDevice):
         devices = self._devices
         if not is_explicit(devices.mesh):
             return f
-        everywhere = devices.sharding()
-        state = everywhere
+        explicit = devices.mesh.explicit_axes
+
+        def in_types(sharding: Any) -> Any:
+            return devices.sharding(*only(explicit, [*sharding.spec]))
+
+        state = everywhere = devices.sharding()
         if shardings is not None:
-            state = jax.tree.map(lambda s: s or everywhere, shardings)
-        out = state, everywhere, devices.sharding(*own)
+            state = jax.tree.map(in_types, shardings)
+        out = state, everywhere, devices.sharding(*only(explicit, [*own]))
         return jax.sharding.auto_axes(f, out_sharding=out)
 
 

@@ -83,6 +83,18 @@ def test_gradient_of_sharded_sums_is_that_of_the_full_batch(
     check_update(layout, kind, way, "micro_batch")
 
 
+@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kinds", [("auto", "explicit"), ("explicit", "auto")])
+def test_axes_of_different_types(kinds: Any, way: str, reduce_every: Any):
+    types = tuple(TYPES[kind] for kind in kinds)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    step = make_step(way, optax.sgd(SCALE), mesh, reduce_every=reduce_every)
+    state = step.init(placed(mesh, LAYOUTS["fsdp and tensor parallel"][1]))
+    state, _ = run(way, step, state, make_batch(4))
+    assert relative_error(applied(state.params), exact(4)) < 2e-6
+
+
 @pytest.mark.parametrize("devices", [8, 4])
 def test_mean_over_devices_of_means_is_another_gradient(devices: int):
     batch = make_batch(devices)
