@@ -20,7 +20,7 @@ from optax_tokenaccum import (
     window_value_and_grad,
 )
 
-W, BATCH = jnp.zeros(()), jnp.ones((9, 2))
+W, BATCH, WHOLE = jnp.zeros(()), jnp.ones((9, 2)), PartitionSpec()
 ROWS = BATCH[:8]
 
 
@@ -119,14 +119,29 @@ def under_shard_map(gradients: Any, gradient_and_tokens: Any) -> Any:
     return jax.eval_shape(over, W, jnp.ones(8))
 
 
-def window_under_shard_map(loss_fn: Any) -> Any:
+def window_under_shard_map(
+    loss_fn: Any, params: Any = W, spec: Any = WHOLE, **options: Any
+) -> Any:
     over = jax.shard_map(
-        window_value_and_grad(loss_fn),
+        lambda *args: window_value_and_grad(loss_fn)(*args)[1],
         mesh=make_mesh((8,)),
-        in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
-        out_specs=PartitionSpec(),
+        in_specs=(spec, PartitionSpec(None, "data")),
+        out_specs=spec,
+        **options,
     )
-    return jax.eval_shape(over, W, jnp.ones((2, 8)))
+    return jax.jit(over)(params, jnp.ones((2, 16)))
+
+
+def gathered(params: Any, x: Any) -> Any:
+    whole = jax.lax.all_gather(params, "data", tiled=True)
+    return jnp.sum(x) * jnp.sum(whole), x.size
+
+
+def divided_by_own_tokens(_: Any) -> None:
+    """The gradient of every parameter is the mean, 1, times the devices."""
+    options = {"params": jnp.ones(8), "spec": PartitionSpec("data")}
+    got = window_under_shard_map(gathered, check_vma=False, **options)
+    np.testing.assert_array_equal(got, 8 * np.ones(8))
 
 
 def mean_gradient(w: Any, x: Any) -> Any:
@@ -330,6 +345,16 @@ ON_DEVICES: list[Row] = [
             )
         ],
     ),
+    (
+        "a loss that reads parts of parameters from other devices, in a `shard_map`",
+        ValueError,
+        [
+            lambda _: window_under_shard_map(
+                gathered, jnp.ones(8), PartitionSpec("data")
+            )
+        ],
+    ),
+    ("the same with `check_vma=False`", None, [divided_by_own_tokens]),
     (
         "means that were reduced already",
         ValueError,

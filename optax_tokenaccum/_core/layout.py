@@ -44,6 +44,10 @@ class Layout:
         """The layout, knowing which mesh axes are bound where this is called."""
         return self
 
+    def in_loop(self) -> "Layout":
+        """The layout in a loop whose number of rounds may differ between devices."""
+        return self
+
     def zeros(self, params: Params, dtypes: Any) -> Any:
         """Sums of nothing, as the state holds them."""
         return jax.tree.map(lambda p, dtype: jnp.zeros_like(p, dtype), params, dtypes)

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.dependence import functions_in
 from optax_tokenaccum._core.layout import Layout, Reduced
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import Kind, kinds_of
 from optax_tokenaccum._core.trees import Gradients, Params, as_varying, varying_axes
 
@@ -48,15 +51,26 @@ class SumsInMap(Layout):
         """The parameters as each device's own: their gradients are not reduced."""
         return jax.tree.map(lambda x: as_varying(x, self.names), params)
 
-    def reduce_like(self, gradients: Gradients, params: Params) -> Gradients:
-        """The gradients with respect to `own(params)`, reduced as those of `params`."""
+    def in_loop(self) -> "SumsInMap":
+        return SumsInMap(())
+
+    def reduced_like(
+        self, state: TokenAccumulationState, params: Params
+    ) -> TokenAccumulationState:
+        """The state after a loop over `own(params)`, reduced as that of `params`."""
 
         def reduce(g: Any, p: Any, kind: Kind) -> Any:
             axes = self.reduced(p)
             over_devices = jax.lax.psum if kind.is_gradient else jax.lax.pmax
             return over_devices(g, axes) if axes else g
 
-        return jax.tree.map(reduce, gradients, params, kinds_of(gradients))
+        return state._replace(
+            acc_grads=jax.tree.map(
+                reduce, state.acc_grads, params, kinds_of(state.acc_grads)
+            ),
+            acc_tokens=self.sum(state.acc_tokens),
+            acc_value=self.sum(state.acc_value),
+        )
 
 
 def check_are_not_means(path: str, reduced: Reduced) -> None:
@@ -84,13 +98,14 @@ def layout_in_map(of_first: Callable[[], tuple[Any, Any, Any]]) -> SumsInMap:
         return SumsInMap(())
     found: list[list[frozenset[str]]] = []
 
-    def trace() -> None:
+    def trace() -> Any:
         values, counts, like = map(jax.tree.leaves, of_first())
         # A Python number, such as that of the rows, is each device's own.
         counts = [n for n in counts if not trees.is_concrete(n)]
         found.extend([*map(varying_axes, leaves)] for leaves in (values, counts, like))
+        return values, like
 
-    jax.eval_shape(trace)
+    traced = jax.make_jaxpr(trace)()
     values, counts, like = found
     value = frozenset().union(*values)
     along = value.union(*counts)
@@ -105,4 +120,26 @@ def layout_in_map(of_first: Callable[[], tuple[Any, Any, Any]]) -> SumsInMap:
                 "not. Reduce neither. Where all devices have as many tokens, give "
                 f"jax.lax.pcast(num_tokens, ({name!r},), to='varying')."
             )
+    # Differentiated, a loss that reads from other devices is the sum of their losses.
+    for name in sorted(along.difference(names) & axes_of_communication(traced)):
+        raise ValueError(
+            "In a shard_map, loss_fn must reduce the loss and num_tokens, if every "
+            f"device has its own parameters and reads from others along {name!r}, such "
+            "as parts of a parameter: got a loss and a num_tokens of this device, and "
+            "a gradient of the losses of all. Return both reduced with "
+            f"jax.lax.psum(..., {name!r})."
+        )
     return SumsInMap(names)
+
+
+def axes_of_communication(traced: Any) -> set[str]:
+    """The axes along which devices send values that a function's results need."""
+    jaxpr = getattr(traced, "jaxpr", traced)
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name not in ("axis_index", "pvary", "pcast"):
+            axes = [equation.params.get(name, ()) for name in ("axis_name", "axes")]
+            found |= {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
+        found = found.union(*map(axes_of_communication, functions_in(equation)))
+    return found

@@ -55,7 +55,8 @@ def window_value_and_grad(
     still returns the loss and the count of this device. They are reduced once, after
     the last micro-batch; `aux` and `rng` are this device's. If every parameter differs,
     `jax.lax.pcast(params, axis_name, to="varying")`, or with `check_vma=False`, the
-    results are those of this device.
+    results are those of this device. A loss that also reads from other devices, such as
+    parts of parameters, must return both numbers reduced with `jax.lax.psum`.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
@@ -92,7 +93,8 @@ def window_value_and_grad(
     Raises:
       ValueError: leading axes differ or are 0 (the error names the leaf), or
         `num_micro_batches` is outside 0 to `k` and not an array; or, in a `shard_map`,
-        only one of the loss and the count is reduced over devices.
+        only one of the loss and the count is reduced over devices, or none of them and
+        devices with parameters of their own communicate.
       TypeError: `loss_fn` returned anything other than described above; or `params` is
         an NNX model, and a variable is not an `nnx.Param` or is in two places.
 
@@ -131,11 +133,12 @@ def window_value_and_grad(
         checks.check_nnx_variables(params)
         given = NO_VARIABLES, rng, num_micro_batches, loss_kwargs
         layout = window.layout_in_map(micro_batches, params, *given)
-        state, (num_tokens, *_), aux = window.run(
+        state, (totals, *_), aux = window.run(
             layout, micro_batches, layout.own(params), *given
         )
-        state = state._replace(acc_grads=layout.reduce_like(state.acc_grads, params))
-        loss, _ = window.accumulation.window_so_far(state)
+        state = layout.reduced_like(state, params)
+        loss, num_tokens = window.accumulation.window_so_far(state)
+        num_tokens = num_tokens if count_fn is None else totals
         gradient = window.accumulation.window_gradient_in_place(state, like=params)
         return (loss, (num_tokens, aux)), gradient
 
@@ -197,7 +200,7 @@ class Window:
         Returns:
           `(state before the close, (num_tokens, any_skipped, variables), aux)`.
         """
-        accumulation = self.accumulation.with_layout(layout)
+        accumulation = self.accumulation.with_layout(layout.in_loop())
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
         def with_note(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -306,4 +306,40 @@ def test_gradients_of_means_need_parameters_of_each_device():
 def test_one_reduction_of_gradients_for_all_micro_batches():
     f = mapped(window_value_and_grad(ways_in.loss_fn), in_specs=(P(), ROW_SPEC))
     report = collectives(f.lower(PARAMS, WINDOW).compile())
-    assert report.bytes(kind="all-reduce") == 4 * 4 + 2 * 4 * K
+    assert report.bytes(kind="all-reduce") == 4 * 4 + 2 * 4
+
+
+def gathered(params: Any, batch: Any) -> Any:
+    """A loss of which every device has a part of the parameter."""
+    whole = jax.lax.all_gather(params["w"], "model", tiled=True)
+    return ways_in.loss_fn({"w": whole}, batch)
+
+
+def gathered_and_reduced(params: Any, batch: Any) -> Any:
+    return jax.lax.psum(gathered(params, batch), "model")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_of_parameters_that_the_loss_gathers(way: str):
+    parts, rows = {"w": P("model")}, P(None, "model")
+    types = (TYPES["auto"],)
+    mesh = jax.make_mesh((4,), ("model",), types, devices=jax.devices()[:4])
+    specs = {"in_specs": (parts, rows), "out_specs": (WHOLE, parts)}
+    f = mapped(WAYS[way](gathered_and_reduced), mesh=mesh, **specs)
+    check(f(PARAMS, WINDOW))
+    with pytest.raises(ValueError, match="must reduce the loss and num_tokens"):
+        mapped(WAYS[way](gathered), mesh=mesh, **specs)(PARAMS, WINDOW)
+
+
+def test_a_number_of_micro_batches_for_each_device():
+    def f(params: Any, window: Any, numbers: Any) -> Any:
+        f = window_value_and_grad(ways_in.loss_fn)
+        return f(params, window, num_micro_batches=numbers[0])
+
+    numbers = np.array([3, 3, 1, 0, 2, 3, 1, 3])
+    over = mapped(f, in_specs=(WHOLE, ROW_SPEC, P("data")))
+    (_, (num_tokens, _)), gradient = over(PARAMS, WINDOW, numbers)
+    runs = np.arange(K)[:, None] < np.repeat(numbers, 2)
+    rows = ALL_ROWS | {"weights": (WINDOW["weights"] * runs).ravel()}
+    assert num_tokens == rows["weights"].sum()
+    assert relative_error(gradient, ways_in.exact(PARAMS, rows)) < 1e-6
