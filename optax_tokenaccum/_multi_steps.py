@@ -137,7 +137,8 @@ def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:
       A state of `tx` with the old inner state and `gradient_step`.
 
     Raises:
-      ValueError: the old state is in the middle of a window, or does not fit `tx`.
+      ValueError: the old state is in the middle of a window, or does not fit `tx`; or
+        `tx` does not accumulate.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -148,6 +149,12 @@ def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:
       >>> state = from_multi_steps_state(optimizer, old_state, params)
     """
     ours, structure = _flatten_around_accumulations(tx.init(params))
+    if not any(isinstance(x, TokenAccumulationState) for x in ours):
+        raise ValueError(
+            "tx must accumulate with optax_tokenaccum: its state holds no "
+            "TokenAccumulationState. Give token_accumulation(...), a MultiSteps of "
+            "optax_tokenaccum, or a chain that holds one."
+        )
     theirs, old_structure = _flatten_around_accumulations(state)
     if structure != old_structure or not any(map(_is_accumulation, theirs)):
         raise ValueError(

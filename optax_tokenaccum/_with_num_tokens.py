@@ -53,8 +53,9 @@ def with_num_tokens(
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
         raise TypeError(
             "tx must take extra arguments, to be given num_tokens: got a "
-            f"{type(tx).__name__}. Give token_accumulation(...) itself, or a "
-            "transformation around it that passes extra arguments on."
+            f"{type(tx).__name__}. Give token_accumulation(...) itself, "
+            "MultiSteps(...).gradient_transformation(), or a transformation around "
+            "them that passes extra arguments on."
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:

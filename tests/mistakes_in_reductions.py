@@ -8,6 +8,7 @@ import optax
 from mistakes import BATCH, GRADS, PARAMS, SGD, Row, loss_fn
 
 from optax_tokenaccum import (
+    audit,
     check_loss_fn,
     reduce_loss,
     split_batch,
@@ -17,6 +18,10 @@ from optax_tokenaccum import (
 LOSSES, MASK = jnp.ones((2, 3)), jnp.ones((2, 3), bool)
 IDS = jnp.ones((2, 3), jnp.int32)
 NORM = "seq-mean-token-sum-norm"
+
+
+def run(_: Any, params: Any, micro_batches: Any) -> Any:
+    return params
 
 
 def reduced(*args: Any, mask: Any = MASK, **kwargs: Any) -> Any:
@@ -63,6 +68,22 @@ REDUCING: list[Row] = [
         "another word in `per` of `check_loss_fn`",
         ValueError,
         [lambda _: check_loss_fn(loss_fn, PARAMS, [BATCH], per="row")],
+    ),
+    (
+        "one micro-batch in place of a list, in `audit` or `check_loss_fn`",
+        TypeError,
+        [
+            lambda _: check_loss_fn(loss_fn, PARAMS, {"x": BATCH}),
+            lambda _: audit(run, loss_fn, PARAMS, {"x": BATCH}),
+        ],
+    ),
+    (
+        "an `rtol` of `audit` that is not between 0 and 1",
+        ValueError,
+        [
+            lambda _, rtol=rtol: audit(run, loss_fn, PARAMS, [BATCH], rtol=rtol)
+            for rtol in (0, -1e-3, 1, np.nan)
+        ],
     ),
     (
         "a `tx` without extra arguments in `with_num_tokens`",

@@ -179,6 +179,11 @@ CARRYING: list[Row] = [
         ValueError,
         taken_over(state_of_multi_steps(ADAM)),
     ),
+    (
+        "`from_multi_steps_state` with a `tx` that is still optax's",
+        ValueError,
+        taken_over(state_of_multi_steps(), optax.MultiSteps(SGD, 2), SGD),
+    ),
 ]
 
 STEPPING: list[Row] = [

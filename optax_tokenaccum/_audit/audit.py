@@ -67,9 +67,11 @@ def audit(
 
     Raises:
       ValueError: if there are no micro-batches or no tokens; if the exact gradient is
-        zero or not finite; or if the loop returned a different tree than `params`.
-      TypeError: if `run` or `loss_fn` is not a function, or if `loss_fn` returned
-        something other than `(loss_sum, num_tokens)`.
+        zero or not finite; if `rtol` is not between 0 and 1; or if the loop returned a
+        different tree than `params`.
+      TypeError: if `run` or `loss_fn` is not a function, if `micro_batches` is a
+        mapping, or if `loss_fn` returned something other than
+        `(loss_sum, num_tokens)`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -93,7 +95,10 @@ def audit(
     """
     checks.check_function(run, "run")
     checks.check_function(loss_fn, "loss_fn")
-    params, micro_batches = jax.tree.map(jnp.asarray, params), list(micro_batches)
+    micro_batches = checks.as_micro_batches(micro_batches)
+    if rtol is not None and not 0 < rtol < 1:
+        raise ValueError(f"rtol must be between 0 and 1, or None: got {rtol}.")
+    params = jax.tree.map(jnp.asarray, params)
     if not micro_batches:
         raise ValueError("A window must hold at least one micro-batch: got none.")
     token_sums = reading.token_sums_of(loss_fn)

@@ -89,7 +89,7 @@ def _check_masks(
     found = []
     for mask in looked_at:
         adds_up = mask not in of_both or sure[of_both.index(mask)]
-        found += _findings(mask, measures, batch, adds_up)
+        found += _findings(mask, measures, batch, adds_up, rtol)
     return how if looked_at else None, found, bool(looked_at) and all(sure)
 
 
@@ -143,11 +143,9 @@ def _adds_up(mask: Mask, measures: list[Measure], batch: Batch, rtol: float) -> 
 
     It is not if the mask is an attention mask: each entry changes many tokens' losses.
     """
-    # Every other entry, so that neighboring tokens of a sequence are separated.
-    half = np.cumsum(mask.there).reshape(mask.there.shape) % 2 == 0
     for measure in measures:
         whole, first, second = (
-            measure(mask.kept(batch, keep))[0] for keep in (True, half, ~half)
+            measure(mask.kept(batch, keep))[0] for keep in (True, *_halves(mask))
         )
         size = max(abs(whole), abs(first), abs(second))
         if abs(whole - first - second) > rtol / 10 * size:
@@ -155,10 +153,19 @@ def _adds_up(mask: Mask, measures: list[Measure], batch: Batch, rtol: float) -> 
     return True
 
 
+def _halves(mask: Mask) -> tuple[np.ndarray, np.ndarray]:
+    """Every other entry, so that neighboring tokens of a sequence are separated."""
+    half = np.cumsum(mask.there).reshape(mask.there.shape) % 2 == 0
+    return half, ~half
+
+
 def _findings(
-    mask: Mask, measures: list[Measure], batch: Batch, adds_up: bool
+    mask: Mask, measures: list[Measure], batch: Batch, adds_up: bool, rtol: float
 ) -> Iterator[str]:
-    """Yields a finding for entries that change only the count or only the loss."""
+    """Yields a finding for entries that change only the count or only the loss.
+
+    Another finding is a count that holds more or less than its entries.
+    """
     only_loss, only_count, both = 0, 0, 0
     for entry in _entries(mask.there):
         row = rows_of(batch, entry[0], entry[0] + 1)
@@ -197,6 +204,18 @@ def _findings(
             "alone. Is it one per sequence, or a constant? Count with the mask "
             "that the loss is multiplied by; or, if the loss is a mean over sequences, "
             'give check_loss_fn per="sequence".'
+        )
+    if only_count or only_loss or not adds_up:
+        return
+    whole, first, second = (
+        measures[0](mask.kept(batch, keep))[1] for keep in (True, *_halves(mask))
+    )
+    more = first + second - whole
+    if abs(more) > 1 + rtol * whole:  # maximum(count, 1) may hold 1 more
+        yield (
+            f"the count is {whole:g} where the entries of {mask.path} add up to "
+            f"{whole - more:g}. Is it taken from labels before their shift? Count with "
+            "the mask that the loss is multiplied by."
         )
 
 

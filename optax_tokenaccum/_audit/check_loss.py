@@ -113,7 +113,8 @@ def check_loss_fn(
     Raises:
       ValueError: if the leaves of a micro-batch do not share a leading axis, if no
         micro-batch has two rows, or if `per` is another word.
-      TypeError: if `loss_fn` is not a function or returned something other than a pair.
+      TypeError: if `loss_fn` is not a function or returned something other than a
+        pair, or if `micro_batches` is a mapping.
 
     Example:
       >>> import jax.numpy as jnp
@@ -130,7 +131,10 @@ def check_loss_fn(
         raise ValueError(
             f"per must be 'token' or 'sequence', what the loss counts: got {per!r}."
         )
-    batches = [jax.tree.map(_as_numpy, batch) for batch in micro_batches]
+    batches = [
+        jax.tree.map(_as_numpy, batch)
+        for batch in checks.as_micro_batches(micro_batches)
+    ]
     sizes = [trees.leading_axis(batch, "a micro-batch") for batch in batches]
     if max(sizes, default=0) < 2:
         raise ValueError(
@@ -195,6 +199,12 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
     if not (np.isfinite(loss) and np.isfinite(n)):
         yield f"loss and count must be finite: got {loss} and {n}."
         return
+    if loss and not n:
+        yield (
+            f"the loss is {loss:.6g}, and its count is 0. Return the sum of the loss's "
+            "own mask."
+        )
+        return
     if not all(map(same, measure(batch), (loss, n))):
         yield "the loss is random: two calls differ. Fix its key, or leave dropout out."
         return
@@ -223,7 +233,8 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
         yield (
             "the loss holds a term that is not a sum over tokens: it is "
             f"{twice:.6g}, not {2 * loss:.6g}, with every row twice. An auxiliary loss "
-            "that is a mean goes in as loss_sum + c * auxiliary * num_tokens."
+            "that is a mean goes in as loss_sum + c * auxiliary * num_tokens. Dropout "
+            "does this too if its masks depend on the number of rows: leave it out."
         )
     elif not same(loss_apart, loss, size):
         yield (

@@ -20,7 +20,8 @@ EXPLANATIONS = {
     Verdict.DISCARDED: (
         "the parameters did not move: the updates of the one call that closes the "
         "window are thrown away, or no call closes it. Apply the updates of every "
-        "call, those of an open window are zeros; make_train_step has none to lose."
+        "call, those of an open window are zeros; make_train_step has none to lose. Or "
+        "run takes its step with another optimizer than the one that it is given."
     ),
     Verdict.NOT_DIVIDED: (
         "the loop applies the sum over tokens. Divide once, by the number of tokens in "
@@ -75,8 +76,10 @@ WRONG_DIVISORS = (
 )
 NOT_A_SUM = (
     "the applied gradient is not a sum of these micro-batches' gradients. Possible "
-    "reasons: a window left open by earlier calls (end it with close_window), another "
-    "loss, dropout, or a rescaling by parameter."
+    "reasons: a window left open by earlier calls (end it with close_window); another "
+    "loss; dropout; means that devices take of their own rows; parameters that run "
+    "keeps frozen (also stop their gradient in loss_fn); or weight decay or a "
+    "rescaling by parameter before the given optimizer."
 )
 
 # Relative error of a step on one micro-batch; for a step on a window it is larger.

@@ -3,6 +3,7 @@
 import inspect
 import operator
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,15 @@ from optax_tokenaccum._core.trees import OptState, Params
 def check_function(f: Any, name: str) -> None:
     if not callable(f):
         raise TypeError(f"{name} must be a function: got {f!r}.")
+
+
+def as_micro_batches(micro_batches: Any) -> list[Any]:
+    if isinstance(micro_batches, Mapping):
+        raise TypeError(
+            "micro_batches must be a sequence of micro-batches: got a "
+            f"{type(micro_batches).__name__}. Put a single micro-batch into a list."
+        )
+    return list(micro_batches)
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:

@@ -5,6 +5,7 @@ from typing import Any
 import broken_loops
 import jax
 import numpy as np
+import optax
 import pytest
 from batches import Batch
 from broken_loops import K, cut, loss_fn, make_step, parameters
@@ -44,6 +45,33 @@ def test_several_windows_are_no_window():
     report = audit(twice, loss_fn, parameters(0), cut(make_rows(0)))
     assert report.verdict is Verdict.UNKNOWN
     assert "run must be one window" in report.explanation
+
+
+def test_a_step_with_another_optimizer_is_named():
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        return by_transformation(optax.adam(0.1), params, micro_batches)
+
+    report = audit(run, loss_fn, parameters(0), cut(make_rows(0)))
+    assert report.verdict is Verdict.DISCARDED
+    assert "another optimizer than the one that it is given" in report.explanation
+
+
+def test_parameters_that_only_the_loop_freezes_are_named():
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        trained = {name: name != "embedding" for name in params}
+        frozen = {name: not is_trained for name, is_trained in trained.items()}
+        optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), frozen))
+        return by_transformation(optimizer, params, micro_batches)
+
+    def also_frozen(params: Any, batch: Batch) -> Any:
+        embedding = jax.lax.stop_gradient(params["embedding"])
+        return loss_fn(params | {"embedding": embedding}, batch)
+
+    micro_batches = cut(make_rows(0))
+    report = audit(run, loss_fn, parameters(0), micro_batches)
+    assert report.verdict is Verdict.UNKNOWN
+    assert "also stop their gradient in loss_fn" in report.explanation
+    assert audit(run, also_frozen, parameters(0), micro_batches).passed
 
 
 def test_a_micro_batch_without_tokens():

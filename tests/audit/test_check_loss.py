@@ -75,6 +75,36 @@ def test_a_loss_that_is_not_finite_is_not_called_random():
     assert report.findings == ("loss and count must be finite: got nan and 4.0.",)
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_count_that_is_off_in_every_row_is_named(more: int):
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss = jnp.sum(batch["mask"] * (params["w"] * batch["x"] - 1) ** 2)
+        return loss, batch["mask"].sum() + more * len(batch["mask"])
+
+    batch = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
+    report = check_loss_fn(loss_fn, PARAMS, [batch])
+    (finding,) = report.findings
+    start = f"the count is {9 + 4 * more} where the entries of ['mask'] add up to 9."
+    assert finding.startswith(start)
+
+
+def test_a_count_that_is_at_least_1_is_not_condemned():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss = jnp.sum(batch["mask"] * (params["w"] * batch["x"] - 1) ** 2)
+        return loss, jnp.maximum(batch["mask"].sum(), 1)
+
+    batch = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
+    check_loss_fn(loss_fn, PARAMS, [batch]).assert_exact()
+
+
+def test_a_loss_that_counts_nothing_is_named():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.sum((params["w"] * batch - 1) ** 2), 0
+
+    report = check_loss_fn(loss_fn, PARAMS, [jnp.ones((4, 2))])
+    assert report.findings[0].startswith("the loss is 2, and its count is 0")
+
+
 def test_what_cannot_be_checked_says_so():
     def loss_fn(params: Any, batch: Any) -> Any:
         return jnp.sum((params["w"] * batch - 1) ** 2), batch.size
