@@ -47,8 +47,8 @@ def audit(
 
     Args:
       run: `run(optimizer, params, micro_batches) -> params`: the loop, which must use
-        the given optax optimizer. It gets a copy of the parameters, so it may donate
-        them.
+        the given optax optimizer. It gets copies of the parameters and micro-batches,
+        so it may donate them.
       loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`, the ground
         truth: the loss *summed* over tokens, and the number of these tokens.
         `check_loss_fn` checks it.

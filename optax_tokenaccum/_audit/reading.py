@@ -42,7 +42,9 @@ class Loop(NamedTuple):
     ) -> Any:
         """Runs the loop; only update `which` (none if -1) moves the parameters."""
         optimizer = _reading_optimizer(which, scale)
-        moved = self.run(optimizer, arrays.owned(params), list(micro_batches))
+        # The loop may change its micro-batches in place, or donate them.
+        given = jax.tree.map(_copy, micro_batches)
+        moved = self.run(optimizer, arrays.owned(params), given)
         trees.check_same_tree(
             moved, params, "run must return the parameters it was given, moved"
         )
@@ -181,6 +183,10 @@ def _numbers_of(leaf: Any) -> np.ndarray:
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return np.concatenate([flat.real, flat.imag]).astype(np.float64)
     return flat.astype(np.float64)
+
+
+def _copy(x: Any) -> Any:
+    return x.copy() if isinstance(x, np.ndarray | jax.Array) else x
 
 
 def _reading_optimizer(

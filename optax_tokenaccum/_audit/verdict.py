@@ -21,7 +21,8 @@ EXPLANATIONS = {
         "the parameters did not move: the updates of the one call that closes the "
         "window are thrown away, or no call closes it. Apply the updates of every "
         "call, those of an open window are zeros; make_train_step has none to lose. Or "
-        "run takes its step with another optimizer than the one that it is given."
+        "run takes its step with another optimizer than the one that it is given, or "
+        "gives it zeros first, as optax.apply_every does."
     ),
     Verdict.NOT_DIVIDED: (
         "the loop applies the sum over tokens. Divide once, by the number of tokens in "

@@ -4,6 +4,7 @@ from typing import Any
 
 import broken_loops
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -45,6 +46,36 @@ def test_several_windows_are_no_window():
     report = audit(twice, loss_fn, parameters(0), cut(make_rows(0)))
     assert report.verdict is Verdict.UNKNOWN
     assert "run must be one window" in report.explanation
+
+
+def test_a_loop_may_change_or_donate_its_micro_batches():
+    def popping(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        batches = [Batch(**{name: b.pop(name) for name in [*b]}) for b in micro_batches]
+        return full_batch(optimizer, params, batches)
+
+    def donating(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        params = popping(optimizer, params, [{**b} for b in micro_batches])
+        for leaf in jax.tree.leaves(micro_batches):
+            leaf.delete()
+        return params
+
+    def in_place(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        params = popping(optimizer, params, [{**b} for b in micro_batches])
+        for batch in micro_batches:
+            batch["mask"][:] = 0
+        return params
+
+    def loss_of_dict(params: Any, batch: Any) -> Any:
+        return loss_fn(params, Batch(**batch))
+
+    micro_batches = [batch._asdict() for batch in cut(make_rows(0))]
+    on_device = jax.tree.map(jnp.asarray, micro_batches)
+    for run, given in (
+        (popping, micro_batches),
+        (donating, on_device),
+        (in_place, micro_batches),
+    ):
+        assert audit(run, loss_of_dict, parameters(0), given).passed
 
 
 def test_a_step_with_another_optimizer_is_named():
