@@ -228,8 +228,10 @@ def _conclude(
             return _exact_unless_ambiguous(evidence, weights)
         return Verdict.UNKNOWN, None, _unknown_weights(weights, evidence.tokens)
     factor = _factor(evidence, evidence.exact)
-    if weights is not None and Verdict.DISCARDED in within:
-        within.remove(Verdict.DISCARDED)  # a small gradient, and not rounding
+    # As many numbers as micro-batches would explain any rounding.
+    is_gradient = weights is not None and len(evidence.first) > len(evidence.tokens)
+    if is_gradient and Verdict.DISCARDED in within:
+        within.remove(Verdict.DISCARDED)
     if within:
         verdict = min(within, key=candidates.__getitem__)
         return verdict, factor, EXPLANATIONS[verdict]

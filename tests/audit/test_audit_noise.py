@@ -295,3 +295,21 @@ def test_a_small_second_step_is_a_step(dtype: Any, drift: Any, size: float):
 
     report = audit(run, sized_loss_fn, params, micro_batches)
     assert report.verdict is Verdict.STEPPED_EVERY_MICRO_BATCH, str(report)
+
+
+def test_random_rounding_of_few_parameters_is_no_gradient():
+    """Two parameters and two micro-batches, whose weights explain every movement."""
+
+    def line_loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.sum((params * batch - 1) ** 2), batch.shape[0]
+
+    drift = random_rounding()
+
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        zeros = jnp.zeros_like(params)
+        return drift(apply(optimizer, params, optimizer.init(params), zeros)[0])
+
+    random = np.random.default_rng(0)
+    micro_batches = [np.float32(random.normal(size=(n, 2))) for n in (1, 4)]
+    report = audit(run, line_loss_fn, jnp.array([0.5, 2.0]), micro_batches)
+    assert report.verdict is Verdict.DISCARDED, str(report)
