@@ -63,7 +63,8 @@ TOO_NOISY = (
 SUM_FOR_MEAN = (
     "a sum is given where a mean is expected, so each micro-batch is weighted by its "
     'tokens once too often. Give optax_tokenaccum.MultiSteps gradients="sum", or '
-    "divide the loss by its tokens."
+    "divide the loss by its tokens. Or the loop is right, and loss_fn returns a mean: "
+    "check_loss_fn tells."
 )
 WRONG_COUNTS = (
     "the means of the micro-batches are averaged with wrong counts, in the proportion "

@@ -78,6 +78,16 @@ def test_a_loop_may_change_or_donate_its_micro_batches():
         assert audit(run, loss_of_dict, parameters(0), given).passed
 
 
+def test_a_loss_fn_that_is_a_mean_may_be_why_a_right_loop_fails():
+    def mean_loss_fn(params: Any, batch: Batch) -> Any:
+        loss_sum, num_tokens = loss_fn(params, batch)
+        return loss_sum / num_tokens, num_tokens
+
+    micro_batches = cut(make_rows(0))
+    report = audit(by_transformation, mean_loss_fn, parameters(0), micro_batches)
+    assert "the loop is right, and loss_fn returns a mean" in report.explanation
+
+
 def test_a_step_with_another_optimizer_is_named():
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         return by_transformation(optax.adam(0.1), params, micro_batches)
