@@ -83,6 +83,7 @@ def counts_that_look_own(_: Any) -> None:
     counts = [
         lambda batch: jnp.where(jnp.sum(batch["x"]) > 0, batch["n"], 0),
         lambda batch: jnp.maximum(jnp.sum(batch["x"]), batch["n"]),
+        lambda batch: jnp.mean(jnp.full(batch["x"].shape, batch["n"])),
     ]
     for count in counts:
         loss = functools.partial(counted_where_known, count=count)

@@ -90,7 +90,7 @@ class BackwardPass:
             and (
                 reduces
                 or any(dependence.slice_of(closed, of_count).inputs)
-                or dependence.communicates(closed)
+                or any(dependence.exchanges(closed))
                 or self._communicates_on_some_devices(leaves)
             )
         ):
@@ -110,7 +110,8 @@ class BackwardPass:
         if not self._layout.may_communicate:
             return False
         gradient = jax.grad(self._evaluate, has_aux=True, allow_int=True)
-        return dependence.communicates(jax.make_jaxpr(gradient)(leaves, self._consts))
+        traced = jax.make_jaxpr(gradient)(leaves, self._consts)
+        return any(dependence.exchanges(traced))
 
     def add(
         self, sums: list[jax.Array], is_first: jax.Array, leaves: list[Any]

@@ -371,15 +371,15 @@ def used_twice(traced: Any, names: list[Any]) -> set[Any]:
     return found - {None}
 
 
-def communicates(traced: Any) -> bool:
-    """Whether devices of a map over named axes send each other values."""
+def exchanges(traced: Any) -> Iterator[tuple[str, set[str]]]:
+    """Yields the operations by which devices send each other values, with their axes.
 
-    def names_axes(equation: JaxprEqn) -> bool:
+    The axes are those of a map over named axes around the traced function.
+    """
+    for equation in _open(traced).eqns:
         axes = [equation.params.get(name, ()) for name in ("axis_name", "axes")]
-        named = any(isinstance(axis, str) for axis in jax.tree.leaves(axes))
-        return named and equation.primitive.name not in ("axis_index", "pvary")
-
-    equations = _open(traced).eqns
-    return any(
-        names_axes(x) or any(map(communicates, functions_in(x))) for x in equations
-    )
+        names = {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
+        if names and equation.primitive.name not in ("axis_index", "pcast", "pvary"):
+            yield equation.primitive.name, names
+        for inner in functions_in(equation):
+            yield from exchanges(inner)

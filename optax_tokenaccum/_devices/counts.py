@@ -4,14 +4,14 @@ Under a `shard_map` that checks types, the types show this. In a step they carry
 marks, so the trace of the loss is inspected.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 
 from optax_tokenaccum._core.dependence import (
     are_alike,
-    functions_in,
+    exchanges,
     needed_by,
     only,
     slice_of,
@@ -61,7 +61,7 @@ def check_counts(
         )
 
     traced = jax.make_jaxpr(of_rows)(rows, rng, params)
-    _check_exchanges(traced.jaxpr, "", axes)
+    _check_exchanges(traced, "", axes)
     names = [*counts, *same]
     if jax.tree.leaves(params):
 
@@ -72,7 +72,7 @@ def check_counts(
             ]
 
         backward = jax.make_jaxpr(jax.grad(loss, allow_int=True))(params)
-        _check_exchanges(backward.jaxpr, " in its backward pass", axes)
+        _check_exchanges(backward, " in its backward pass", axes)
     size = jax.lax.axis_size(axes)
     if size == 1:
         return
@@ -131,23 +131,11 @@ def _is_shared(traced: Any, i: int, own: int) -> bool:
     return not all(map(is_concrete, constants)) or any(slice_of(traced, needed).inputs)
 
 
-def _check_exchanges(jaxpr: Any, where: str, axes: tuple[str, ...]) -> None:
-    for name, along in _exchanges(jaxpr):
+def _check_exchanges(traced: Any, where: str, axes: tuple[str, ...]) -> None:
+    for name, along in exchanges(traced):
         if not along.isdisjoint(axes):
             raise ValueError(
                 "loss_fn must not name the data axes: it is given the rows of one "
                 "device, and the sums of all are added up after it. Got a "
                 f"{name} over {sorted(along)}{where}. Return this device's sums."
             )
-
-
-def _exchanges(jaxpr: Any) -> Iterator[tuple[str, set[str]]]:
-    """Yields the collective operations in a traced function, with their axes."""
-    for equation in jaxpr.eqns:
-        along = equation.params.get("axes", equation.params.get("axis_name", ()))
-        along = {along} if isinstance(along, str) else along
-        names = {n for n in along or () if isinstance(n, str)}
-        if names and equation.primitive.name != "axis_index":
-            yield equation.primitive.name, names
-        for inner in functions_in(equation):
-            yield from _exchanges(getattr(inner, "jaxpr", inner))

@@ -8,7 +8,7 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.dependence import functions_in
+from optax_tokenaccum._core.dependence import exchanges
 from optax_tokenaccum._core.layout import Layout, Reduced
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import Kind, kinds_of
@@ -121,7 +121,9 @@ def layout_in_map(of_first: Callable[[], tuple[Any, Any, Any]]) -> SumsInMap:
                 f"jax.lax.pcast(num_tokens, ({name!r},), to='varying')."
             )
     # Differentiated, a loss that reads from other devices is the sum of their losses.
-    for name in sorted(along.difference(names) & axes_of_communication(traced)):
+    needed, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    sent = {name for _, axes in exchanges(needed) for name in axes}
+    for name in sorted(along.difference(names) & sent):
         raise ValueError(
             "In a shard_map, loss_fn must reduce the loss and num_tokens, if every "
             f"device has its own parameters and reads from others along {name!r}, such "
@@ -130,16 +132,3 @@ def layout_in_map(of_first: Callable[[], tuple[Any, Any, Any]]) -> SumsInMap:
             f"jax.lax.psum(..., {name!r})."
         )
     return SumsInMap(names)
-
-
-def axes_of_communication(traced: Any) -> set[str]:
-    """The axes along which devices send values that a function's results need."""
-    jaxpr = getattr(traced, "jaxpr", traced)
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    found: set[str] = set()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name not in ("axis_index", "pvary", "pcast"):
-            axes = [equation.params.get(name, ()) for name in ("axis_name", "axes")]
-            found |= {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
-        found = found.union(*map(axes_of_communication, functions_in(equation)))
-    return found
