@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import model as transformer
 import numpy as np
 import optax
-import transformer
-from batches import PADDING, VOCABULARY, Batch, encode, pad
-from dialogue import read_corpus
+from data import PADDING, VOCABULARY, Batch, encode, pad, read_corpus
 
 from benchmarks.measure import interleaved, spread
 from benchmarks.settings import Settings

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import lora
+import model as transformer
 import numpy as np
-import transformer
 
 from optax_tokenaccum import softmax_cross_entropy_sum
 
@@ -162,7 +161,7 @@ def transformer_of(
     params = model if stacked else _unstacked(model, layers)
     if rank:
         frozen = params
-        adapters = lora.init_adapters(jax.random.key(1), model, rank)
+        adapters = transformer.init_adapters(jax.random.key(1), model, rank)
         params = _unstacked(adapters, layers)
 
     def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:

@@ -2,321 +2,346 @@
 
     python examples/finetune.py
 
-Each method in `methods.py` trains the same model on the same micro-batches, and the
-program reports how far each one ends from training on whole windows. Prompts are masked
-and answers have any length, so micro-batches hold different numbers of loss tokens, and
-their means must not be averaged. Text is bytes and the parameters start at random: the
-example shows the arithmetic of training and does not make a good model.
+Each way trains the same model on the same micro-batches, and the program reports how
+far each one ends from training on whole windows. Prompts are masked and answers have
+any length, so micro-batches hold different numbers of loss tokens, and their means must
+not be averaged. Text is bytes and the parameters start at random: the example shows the
+arithmetic of training and does not make a good model.
 
-`--lora-rank 4` trains low-rank adapters next to the frozen matrices, see `lora.py`.
-Here the frozen matrices are random too, so there is less to learn.
-
-`--plan` adds two ways that cut each window by length instead of into a fixed number of
-rows, see `planned.py`: the same updates with less padding.
-
-`--micro-batch-size auto --memory-limit 2GB` takes the rows that fit, see `fitting.py`.
-
-`--gradient-noise` measures how many tokens a window needs, see `noise.py`.
-
-`--data FILE.jsonl` uses your data: one example per line, with `prompt` and
+`--lora-rank 4` trains low-rank adapters next to the frozen matrices, see `model.py`.
+`--data FILE.jsonl` uses your data: in each line an object with `prompt` and
 `completion`.
 
-`--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. The run can be
-killed at any moment and resumed without changing the result, see `resumable.py`. Ctrl-C
-prints which checkpoint is the last. The loss is printed with every checkpoint. The same
-command with more `--updates` continues the run. It uses all devices that jax sees, and
-can resume on more or fewer devices.
-
-With `--coordinator HOST:PORT --num-processes N --process-id I` in addition, the run
-uses the devices of several processes. Start each process with the same command, except
-for `I`. On Slurm and GKE, `--distributed` alone is enough. See `processes.py` and
-`docs/many_processes.md`.
+`--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead, on all devices
+that jax sees. The run can be killed at any moment, and the same command resumes it
+without changing the result; with more `--updates`, it continues a run that is complete.
 """
 
+import argparse
+import math
 import sys
-
-from interrupt import end_on_ctrl_c, say_on_ctrl_c
-
-if __name__ == "__main__":  # Importing the rest takes seconds.
-    end_on_ctrl_c()
-
-from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import data
 import jax
-import noise
+import jax.numpy as jnp
 import optax
-import processes
-import resumable
-from bar import Bar
-from batches import (
-    VOCABULARY,
-    Batch,
-    Window,
-    batches_in_order,
-    encode,
-    fill_rows,
-    make_windows,
-    padded_lengths,
-)
-from compare import compare
-from dialogue import DataError, read_corpus, read_jsonl, split_by_prompt
-from fitting import MemoryLimitError, fit_rows
-from jax.sharding import Mesh
-from lora import init_adapters
-from methods import REFERENCE, loss_fn
-from options import AUTO, OPTIMIZERS, parse_options
-from planned import PLANNED
-from processes import PeerError, on_every_device, spread_rows
-from report import (
-    describe,
-    describe_plans,
-    make_table,
-    write_json,
-    write_picture,
-)
-from resumable import CheckpointError, Settings, fingerprint
+import orbax.checkpoint as ocp
+from data import Batch, InputError, Window
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from model import HEAD_DIM, Params, init, init_adapters, loss_fn, mean_loss_fn
+from report import NAIVE, REFERENCE, Run, describe, make_table, write_picture
 from rich.console import Console
-from run_directory import last_checkpoint
-from transformer import Params, init
+from rich.progress import Progress
 
-from optax_tokenaccum import StepMetrics, TrainStep, make_train_step
-
-EVALUATION_ROWS = 32
-# The options that affect the arithmetic or the data. The number of updates does not: a
-# longer run begins with the windows of a shorter one.
-DECIDING = (
-    "optimizer",
-    "learning_rate",
-    "seed",
-    "gradient_accumulation_steps",
-    "micro_batch_size",
-    "max_length",
-    "d_model",
-    "layers",
-    "lora_rank",
+import optax_tokenaccum
+from optax_tokenaccum import (
+    StepState,
+    make_train_step,
+    make_window_step,
+    regroup_sums,
+    token_accumulation,
 )
+from optax_tokenaccum.microbatching import token_mean
+
+OPTIMIZERS = {"adamw": optax.adamw, "sgd": optax.sgd}
+LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
+# The options that may change when a run resumes: no arithmetic depends on them.
+FREE = {"updates", "data", "out", "checkpoint_dir", "save_every"}
+
+
+class Way(NamedTuple):
+    """A way to train on windows. No call waits for the device.
+
+    Attributes:
+      init: `params -> StepState`.
+      step: `(state, batch, frozen=frozen) -> (state, metrics)`; it donates the state.
+      batches: the attribute of `Window` with the batches, each for a call of `step`.
+      program: the compiled function of `step` whose memory is measured.
+    """
+
+    init: Callable[[Params], StepState]
+    step: Callable[..., tuple[StepState, Any]]
+    batches: str
+    program: Any
+
+
+def loop_of(
+    optimizer: Any,
+    value_and_grad: Callable[[Params, Batch, Params], tuple[Any, Params]],
+    batches: str,
+    passes_count: bool = False,
+) -> Way:
+    """A loop of your own: a gradient, and an optimizer that is called with each."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: StepState, batch: Batch, frozen: Params) -> tuple[StepState, Any]:
+        params, opt_state = state
+        (loss, n), grads = value_and_grad(params, batch, frozen)
+        count = {"num_tokens": n} if passes_count else {}
+        updates, opt_state = optimizer.update(grads, opt_state, params, **count)
+        return StepState(optax.apply_updates(params, updates), opt_state), loss
+
+    def init(params: Params) -> StepState:
+        return StepState(params, optimizer.init(params))
+
+    return Way(init, step, batches, step)
+
+
+def seven_ways(
+    inner: optax.GradientTransformation, k: int, rows: int
+) -> dict[str, Way]:
+    """Makes the ways to train on windows of `k` micro-batches, the reference first."""
+    parts, whole = "micro_batches", "whole"
+    of_mean = jax.value_and_grad(mean_loss_fn, has_aux=True)
+    of_sum = jax.value_and_grad(loss_fn, has_aux=True)
+    # optax cuts up the whole window, so the padding is the same as in the window step.
+    of_cut = optax.microbatching.microbatch(
+        of_sum, argnums=1, microbatch_size=rows, accumulator=token_mean()
+    )
+    ours = optax_tokenaccum.MultiSteps(inner, k)
+    transformation = token_accumulation(inner, k)
+    step = make_train_step(loss_fn, inner, k)
+    window_step = make_window_step(loss_fn, inner)
+    return {
+        REFERENCE: loop_of(inner, of_mean, whole),
+        NAIVE: loop_of(optax.MultiSteps(inner, k), of_mean, parts),
+        "MultiSteps": loop_of(ours, of_mean, parts, True),
+        "token_accumulation": loop_of(transformation, of_sum, parts, True),
+        "make_train_step": Way(step.init, step, parts, step.accumulate),
+        # Pads all micro-batches to the window's longest sequence, since one array has
+        # them. In return, no sums are kept between calls.
+        "make_window_step": Way(window_step.init, window_step, "stacked", window_step),
+        "optax.microbatching": loop_of(inner, of_cut, whole),
+    }
+
+
+def compare(
+    options: argparse.Namespace,
+    windows: list[Window],
+    held_out: list[Batch],
+    console: Console,
+) -> list[Run]:
+    """Trains every way in lockstep, and returns what was measured.
+
+    Every way trains on a window before the next window begins, so the distance to the
+    reference is measured after every update without storing old parameters.
+    """
+    params, frozen = make_parameters(options)
+    inner = OPTIMIZERS[options.optimizer](options.learning_rate)
+    k, rows = options.gradient_accumulation_steps, options.micro_batch_size
+    ways = seven_ways(inner, k, rows)
+    runs = {name: Run(name) for name in ways}
+    states = {
+        name: way.init(jax.tree.map(jnp.copy, params)) for name, way in ways.items()
+    }
+    with Progress(console=console) as bar:
+        task = bar.add_task("", total=len(ways) * len(windows))
+        for window in windows:
+            for name, way in ways.items():
+                state = states[name]
+                for batch in getattr(window, way.batches):
+                    state, _ = way.step(state, batch, frozen=frozen)
+                states[name] = state
+                far = distance(state.params, states[REFERENCE].params)
+                runs[name].distances.append(float(far))
+                runs[name].losses.append(mean_loss(state.params, frozen, held_out))
+                bar.update(task, description=name, advance=1)
+    for name, way in ways.items():
+        batches = (x for window in windows for x in getattr(window, way.batches))
+        largest = max(batches, key=lambda batch: batch.inputs.size)
+        program = way.program.lower(states[name], largest, frozen=frozen)
+        memory = program.compile().memory_analysis()
+        if memory is not None:  # in addition to the arguments
+            outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            runs[name].memory = memory.temp_size_in_bytes + outputs
+    return [*runs.values()]
+
+
+def mean_loss(params: Params, frozen: Params, batches: list[Batch]) -> float:
+    """The sum of the losses divided by the number of tokens, over all batches."""
+    loss_and_count = jax.jit(loss_fn)
+    sums = [loss_and_count(params, batch, frozen) for batch in batches]
+    loss_sums, counts = zip(*sums, strict=True)
+    return float(sum(loss_sums) / sum(counts))
+
+
+@jax.jit
+def distance(params: Params, reference: Params) -> jax.Array:
+    """The L2 norm of the difference, divided by the L2 norm of the reference."""
+    difference = jax.tree.map(jnp.subtract, params, reference)
+    return optax.tree.norm(difference) / optax.tree.norm(reference)
+
+
+def train_one_run(
+    options: argparse.Namespace,
+    windows: list[Window],
+    train: list[Batch],
+    console: Console,
+) -> None:
+    """Trains with `make_train_step`, from the last checkpoint if there is one.
+
+    A run that was killed ends bit for bit like one that was not: a checkpoint is
+    complete or absent, and holds the whole state with the sums of the open window; its
+    number is the place in the data, which depend on the settings alone; and the
+    arithmetic is the same on the same devices and versions (on a GPU, with
+    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`). On more or fewer devices, the result
+    is the same up to rounding.
+
+    Raises:
+      InputError: the directory holds a run with other settings, or a longer one.
+    """
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    params, frozen = make_parameters(options)
+    frozen = jax.device_put(frozen, NamedSharding(mesh, P()))
+    settings = {x: value for x, value in vars(options).items() if x not in FREE}
+    settings["data_sha256"] = data.fingerprint(train)
+    micro_batches = [batch for window in windows for batch in window.micro_batches]
+    total = len(micro_batches)
+    step = make_train_step(
+        loss_fn,
+        OPTIMIZERS[options.optimizer](options.learning_rate),
+        options.gradient_accumulation_steps,
+        mesh=mesh,
+        data_axes="data",
+    )
+
+    def place(batch: Batch) -> Any:
+        return jax.device_put(batch, NamedSharding(mesh, P("data")))
+
+    directory = options.checkpoint_dir.absolute()
+    kept = ocp.CheckpointManagerOptions(max_to_keep=3)
+    with ocp.CheckpointManager(directory, options=kept) as manager:
+        start = manager.latest_step() or 0
+        if start > total:
+            raise InputError(
+                f"the run in {directory} has done {start} micro-batches, and --updates "
+                f"{options.updates} asks for {total}: give more updates, or another "
+                "directory for a new run"
+            )
+        state, losses = restore(manager, step.init(params), settings)
+        console.print(
+            f"{'resumes' if start else 'starts'} after {start} of {total} micro-batches"
+            f": gradient_step {state.opt_state.gradient_step}, mini_step "
+            f"{state.opt_state.mini_step}; devices: {mesh.size}"
+        )
+        left = micro_batches[start:]
+        shapes = {batch.inputs.shape: batch for batch in left}
+        waiting = []
+        with Progress(console=console) as bar:
+            if shapes:
+                ahead = map(place, shapes.values())
+                step.compile(state, ahead, progress=bar.track, frozen=frozen)
+            left = bar.track(left, total, start, description="training")
+            for done, batch in enumerate(left, start=start + 1):
+                state, metrics = step(state, place(batch), frozen=frozen)
+                waiting.append(metrics)
+                if done % options.save_every == 0 or done == total:
+                    # Only here does the host wait. Training continues during the save.
+                    fetched = jax.device_get(waiting)
+                    losses += [float(x.loss) for x in fetched if x.updated]
+                    waiting.clear()
+                    position = {"settings": settings, "losses": losses}
+                    items = ocp.args.Composite(
+                        state=ocp.args.StandardSave(state),
+                        position=ocp.args.JsonSave(position | {"devices": mesh.size}),
+                    )
+                    manager.save(done, args=items)
+                    if losses:
+                        console.print(f"update {len(losses)}: loss {losses[-1]:.4f}")
+    console.print(f"done: the state and the losses are checkpoint {total}, {directory}")
+
+
+def restore(
+    manager: ocp.CheckpointManager, like: StepState, settings: dict[str, Any]
+) -> tuple[StepState, list[float]]:
+    """Reads the state and the losses of the last checkpoint, for the devices of `like`.
+
+    Without a checkpoint, `like` is the state.
+
+    Raises:
+      InputError: the checkpoint is from a run with other settings.
+    """
+    number = manager.latest_step()
+    if number is None:
+        return like, []
+
+    def read(**item: Any) -> Any:
+        return manager.restore(number, args=ocp.args.Composite(**item))
+
+    position = read(position=ocp.args.JsonRestore())["position"]
+    for name, value in settings.items():
+        if position["settings"].get(name) != value:
+            raise InputError(
+                f"a run must keep the settings that it started with: {name} was "
+                f"{position['settings'].get(name)}, and {value} was given. Give the "
+                "former, or another directory for a new run"
+            )
+
+    def as_saved(acc: jax.Array, param: jax.Array) -> jax.ShapeDtypeStruct:
+        """The shape of a sum, which was one for each of the devices at that time."""
+        shape = position["devices"], *param.shape
+        sharding = acc.sharding if shape == acc.shape else param.sharding
+        return jax.ShapeDtypeStruct(shape, acc.dtype, sharding=sharding)
+
+    sums = jax.tree.map(as_saved, like.opt_state.acc_grads, like.params)
+    target = like._replace(opt_state=like.opt_state._replace(acc_grads=sums))
+    state = read(state=ocp.args.StandardRestore(target))["state"]
+    return regroup_sums(state, like), position["losses"]
 
 
 def main() -> None:
     """Reads the command line and the data, and trains."""
     options = parse_options(sys.argv[1:])
-    say_on_ctrl_c(lambda: how_to_continue(options.checkpoint_dir))
     try:
-        if options.distributed:
-            processes.start(
-                options.coordinator, options.num_processes, options.process_id
-            )
-        run(options)
-    except (CheckpointError, DataError, MemoryLimitError, OSError, PeerError) as error:
+        run(options, Console(highlight=False, markup=False))
+    except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted: --checkpoint-dir makes a run resume", file=sys.stderr)
+        sys.exit(130)
 
 
-def how_to_continue(directory: Path | None) -> str:
-    """Says, after an interruption, what the same command would do."""
-    if directory is None:
-        return (
-            ": only --checkpoint-dir makes a run that resumes, the same command starts "
-            "from the beginning"
-        )
-    number = last_checkpoint(directory)
-    if number is None:
-        return (
-            " before the first checkpoint: the same command starts from the beginning"
-        )
-    return f": the same command resumes from checkpoint {number} in {directory}"
-
-
-def run(options: Namespace) -> None:
-    """Reads the data and trains.
-
-    Raises:
-      CheckpointError: see `train_one_run`.
-      DataError: the data cannot be used as it is.
-      MemoryLimitError: see `rows_that_fit`.
-      PeerError: another process cannot continue.
-    """
-    quiet = not processes.is_first()
-    console = Console(highlight=False, markup=False, quiet=quiet)
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Reads the data, trains, and reports."""
     # By default, a GPU rounds the factors of float32 matrix products to TF32. The
     # rounding errors would hide the differences that are measured here.
     jax.config.update("jax_default_matmul_precision", "highest")
-    with processes.together():
-        train, validation = load(options.data, options.max_length, console)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-    if options.micro_batch_size == AUTO:
-        options.micro_batch_size = rows_that_fit(options, len(train), console)
-    windows = make_windows(
+    train, validation, notes = data.load(options.data, options.max_length)
+    k, rows = options.gradient_accumulation_steps, options.micro_batch_size
+    lengths = data.padded_lengths(options.max_length)
+    windows = data.make_windows(
         train,
-        updates=options.updates,
-        accumulation_steps=options.gradient_accumulation_steps,
-        micro_batch_size=options.micro_batch_size,
-        lengths=padded_lengths(options.max_length),
+        (options.updates, k, rows),
+        devices=jax.device_count() if options.checkpoint_dir else 1,
+        lengths=lengths,
         seed=options.seed,
     )
-    console.print(describe(windows, len(train)))
-    if options.plan:
-        console.print(describe_plans(windows))
-    if options.gradient_noise:
-        noise.measure(options, *make_parameters(options), windows, console)
-    elif options.checkpoint_dir is None:
-        compare_methods(options, windows, train, validation, console)
-    else:
-        train_one_run(options, windows, train, console)
-
-
-def rows_that_fit(options: Namespace, num_pairs: int, console: Console) -> int:
-    """Finds the rows of `--micro-batch-size auto`, and prints what they need.
-
-    Raises:
-      MemoryLimitError: not even a row fits, or the memory is not known.
-    """
-    params, frozen = make_parameters(options)
-    mesh = None if options.checkpoint_dir is None else processes.make_mesh()
-    fit = fit_rows(
-        make_step(options, mesh),
-        params,
-        frozen,
-        padded_lengths(options.max_length),
-        options.memory_limit,
-        devices=1 if mesh is None else mesh.size,
-    )
-    most = max(num_pairs // options.gradient_accumulation_steps, 1)
-    rows = min(fit.size, most)
-    console.print(
-        f"micro-batches of {rows} rows: {fit.size} need {fit.peak_bytes / 1e6:,.0f} of "
-        f"{fit.limit_bytes / 1e6:,.0f} MB"
-        + (f", and a window of {most} has all pairs" if rows < fit.size else "")
-    )
-    return rows
-
-
-def compare_methods(
-    options: Namespace,
-    windows: list[Window],
-    train: list[Batch],
-    validation: list[Batch],
-    console: Console,
-) -> None:
-    """Trains with every method and reports the results."""
-    params, frozen = make_parameters(options)
-    lengths = padded_lengths(options.max_length)
-    methods = list(dict.fromkeys([REFERENCE, *options.methods]))
-    methods += PLANNED if options.plan else []
-    with Bar(console, len(methods) * len(windows)) as bar:
-        runs = compare(
-            methods,
-            params,
-            frozen,
-            windows,
-            OPTIMIZERS[options.optimizer](options.learning_rate),
-            options.gradient_accumulation_steps,
-            train=batches_in_order(train, EVALUATION_ROWS, lengths),
-            validation=batches_in_order(validation, EVALUATION_ROWS, lengths),
-            say=bar.say,
-            after_update=bar.step,
-        )
-
+    console.print(f"{notes}\n{describe(windows, len(train))}")
+    if options.checkpoint_dir is not None:
+        return train_one_run(options, windows, train, console)
+    held_out = data.batches_in_order(validation, lengths)
+    runs = compare(options, windows, held_out, console)
     console.print(make_table(runs))
-    settings = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-    }
-    sizes = {"trained": optax.tree.size(params), "frozen": optax.tree.size(frozen)}
-    write_json(options.out / "results.json", runs, settings, sizes)
-    write_picture(
-        options.out / "finetune.png",
-        runs,
-        f"{options.optimizer}, windows of {options.gradient_accumulation_steps} "
-        f"micro-batches x {options.micro_batch_size} dialogues, {sizes['trained']:,} "
-        f"trained and {sizes['frozen']:,} frozen parameters",
+    options.out.mkdir(parents=True, exist_ok=True)
+    trained, frozen = map(optax.tree.size, make_parameters(options))
+    setting = (
+        f"{options.optimizer}, windows of {k} micro-batches x {rows} dialogues, "
+        f"{trained:,} trained and {frozen:,} frozen parameters"
     )
-    console.print(f"written: results.json and finetune.png in {options.out}")
+    write_picture(options.out / "finetune.png", runs, setting)
+    console.print(f"written: {options.out / 'finetune.png'}")
 
 
-def train_one_run(
-    options: Namespace, windows: list[Window], train: list[Batch], console: Console
-) -> None:
-    """Trains with `make_train_step`, from the last checkpoint if there is one.
-
-    Raises:
-      CheckpointError: the directory holds something else, or is damaged.
-      PeerError: another process cannot continue, or was given something else.
-    """
-    mesh = processes.make_mesh()
-    params, frozen = make_parameters(options)
-    step = make_step(options, mesh)
-    settings = settings_of(options, train)
-    micro_batches = [batch for window in windows for batch in window.micro_batches]
-    position = resumable.resume(options.checkpoint_dir, settings, step, params)
-    done, total = position.micro_batches, len(micro_batches)
-    if done > total:
-        raise CheckpointError(
-            f"the run in {options.checkpoint_dir} has done {done} micro-batches, and "
-            f"--updates {options.updates} asks for {total}: give more updates, or "
-            "another directory for a new run. Nothing was changed"
-        )
-    opt_state = position.state.opt_state
-    console.print(
-        f"{'resumes' if done else 'starts'} after {done} of {total} micro-batches: "
-        f"gradient_step {opt_state.gradient_step}, mini_step {opt_state.mini_step}; "
-        f"devices: {mesh.size}, processes: {jax.process_count()}"
-    )
-
-    def print_loss(metrics: list[StepMetrics]) -> None:
-        """Prints the loss of the windows that closed since the last checkpoint."""
-        closed = [window for window in metrics if window.updated]
-        if closed:
-            tokens = sum(window.num_tokens for window in closed)
-            loss = sum(window.loss * window.num_tokens for window in closed) / tokens
-            console.print(
-                f"update {closed[-1].gradient_step} of {options.updates}: loss "
-                f"{loss:.4f}, the mean of {tokens:,.0f} tokens"
-            )
-
-    with Bar(console, total, done) as bar:
-        state = resumable.train(
-            options.checkpoint_dir,
-            settings,
-            options.save_every,
-            step,
-            position,
-            micro_batches,
-            after_micro_batch=bar.show,
-            after_fetch=print_loss,
-            place=lambda batch: spread_rows(fill_rows(batch, mesh.size), mesh),
-            progress=bar.compiling,
-            frozen=on_every_device(frozen, mesh),
-        )
-    console.print(
-        f"done: gradient_step {state.opt_state.gradient_step}; the state is checkpoint "
-        f"{total} in {options.checkpoint_dir}, the metrics are in {resumable.METRICS}"
-    )
-
-
-def make_step(options: Namespace, mesh: Mesh | None) -> TrainStep:
-    """Makes the train step, of the single run if there is a mesh."""
-    return make_train_step(
-        loss_fn,
-        OPTIMIZERS[options.optimizer](options.learning_rate),
-        options.gradient_accumulation_steps,
-        mesh=mesh,
-        data_axes=None if mesh is None else processes.DATA,
-    )
-
-
-def settings_of(options: Namespace, train: list[Batch]) -> Settings:
-    """All settings that must not change during a run."""
-    deciding = {name: getattr(options, name) for name in DECIDING}
-    return deciding | {"data_sha256": fingerprint(train)}
-
-
-def make_parameters(options: Namespace) -> tuple[Params, Params]:
+def make_parameters(options: argparse.Namespace) -> tuple[Params, Params]:
     """Makes the trained parameters and the frozen parameters."""
     model = init(
         jax.random.key(options.seed),
-        vocabulary=VOCABULARY,
+        vocabulary=data.VOCABULARY,
         d_model=options.d_model,
         layers=options.layers,
     )
@@ -327,45 +352,45 @@ def make_parameters(options: Namespace) -> tuple[Params, Params]:
     return init_adapters(key, model, options.lora_rank), model
 
 
-def load(
-    data: Path | None, max_length: int, console: Console
-) -> tuple[list[Batch], list[Batch]]:
-    """Reads, filters and splits the data, and prints what was left out.
+def parse_options(words: list[str]) -> argparse.Namespace:
+    """Reads the command line; exits on a bad value and says what must hold."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
 
-    Args:
-      data: a JSONL file, or None for the dialogue corpus.
-      max_length: the longest sequence in tokens; longer ones are left out.
-      console: where to print.
+    def add(flag: str, kind: type, default: Any, help: str, **how: Any) -> None:
+        help += "" if default is None else f" ({default})"
+        parser.add_argument(flag, type=kind, default=default, help=help, **how)
 
-    Returns:
-      The encoded training pairs and the encoded validation pairs.
-
-    Raises:
-      DataError: the data cannot be used as it is.
-    """
-    if data is None:
-        pairs, notes = read_corpus()
-        console.print(notes)
-    else:
-        pairs = read_jsonl(data)
-    length_of = {pair: len(encode(pair).inputs) for pair in pairs}
-    kept = [pair for pair in pairs if length_of[pair] <= max_length]
-    if not kept:
-        raise DataError(
-            f"no pair is left: all {len(pairs)} are longer than --max-length "
-            f"{max_length}, and the shortest has {min(length_of.values())} tokens"
+    steps = "--gradient-accumulation-steps"
+    add(steps, int, 16, "micro-batches in a window", metavar="K")
+    add("--micro-batch-size", int, 2, "dialogues in a micro-batch", metavar="ROWS")
+    add("--updates", int, 30, "optimizer updates, one a window", metavar="N")
+    add("--optimizer", str, "adamw", "or sgd", choices=OPTIMIZERS)
+    add("--learning-rate", float, None, f"default: {LEARNING_RATES}", metavar="RATE")
+    add("--d-model", int, 64, f"width of the model, a multiple of {HEAD_DIM}")
+    add("--layers", int, 2, "layers of the model", metavar="N")
+    add("--lora-rank", int, 0, "rank of trained adapters; 0: train everything")
+    add("--seed", int, 0, "of the parameters and of the shuffle", metavar="N")
+    add("--data", Path, None, "your data instead of dialogue", metavar="FILE.jsonl")
+    add("--max-length", int, 256, "longest pair in bytes; longer ones are left out")
+    add("--out", Path, Path("finetune_results"), "directory of the picture")
+    add("--checkpoint-dir", Path, None, "train a single run that resumes from here")
+    add("--save-every", int, 50, "micro-batches between checkpoints", metavar="M")
+    options = parser.parse_args(words)
+    if options.learning_rate is None:
+        options.learning_rate = LEARNING_RATES[options.optimizer]
+    for name, value in vars(options).items():
+        least = 0 if name in ("lora_rank", "seed") else 1
+        if isinstance(value, int) and value < least:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} must be a whole number >= {least}, got {value}")
+    if not 0 < options.learning_rate < math.inf:
+        parser.error(f"--learning-rate must be above 0, got {options.learning_rate}")
+    if options.d_model % HEAD_DIM:
+        parser.error(
+            f"--d-model must be a multiple of {HEAD_DIM} (the width of a head), "
+            f"got {options.d_model}"
         )
-    console.print(
-        f"{len(pairs)} pairs of prompt and completion: left out "
-        f"{len(pairs) - len(kept)} of over {max_length} tokens (--max-length; the "
-        f"longest has {max(length_of.values())})"
-    )
-    train, validation = split_by_prompt(kept)
-    console.print(
-        f"{len(train)} pairs to train on and {len(validation)} to validate with; "
-        "no prompt is in both"
-    )
-    return [encode(pair) for pair in train], [encode(pair) for pair in validation]
+    return options
 
 
 if __name__ == "__main__":

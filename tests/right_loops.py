@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from batches import Batch
 from broken_loops import loss_fn, make_step, scale, sum_and_count
+from data import Batch
 from flax import nnx
 from helpers import run_step, stack
 from llama import VOCABULARY

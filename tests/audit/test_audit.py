@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from batches import Batch
 from broken_loops import (
     K,
     cut,
@@ -25,6 +24,7 @@ from broken_loops import (
     sum_and_count,
     with_counts,
 )
+from data import Batch
 from flax import nnx
 from llama import make_rows
 from right_loops import (
@@ -129,7 +129,7 @@ def test_loops_of_flax():
     assert "embed" in str(report)
 
 
-def test_the_gallery_in_the_docs_is_that_of_the_command():
+def test_the_gallery_in_the_docs_is_this_one():
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")][:3]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from batches import Batch
 from broken_loops import K, add, cut, loss_fn, parameters, scale
+from data import Batch
 from llama import make_rows
 from right_loops import by_train_step
 

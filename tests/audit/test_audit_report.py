@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from batches import Batch
 from broken_loops import K, cut, loss_fn, make_step, parameters
+from data import Batch
 from llama import make_rows
 from right_loops import (
     RIGHT,

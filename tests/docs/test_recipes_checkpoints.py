@@ -1,6 +1,6 @@
 """Orbax checkpoints in the middle of a window, as in `docs/recipes`.
 
-`test_resumable.py` saves the state of a train step with a fixed k, and `test_grain.py`
+`docs/resuming.md` saves the state of a train step with a fixed k, and `test_grain.py`
 the iterator of planned micro-batches; this file has other states and iterators.
 """
 

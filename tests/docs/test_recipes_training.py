@@ -1,13 +1,8 @@
 """Recipes of `docs/recipes` on clipping, schedules and loss scaling, on ragged text."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import chex
-import clipping
 import helpers
 import jax
 import jax.numpy as jnp
@@ -20,7 +15,6 @@ from optax_tokenaccum import make_train_step, token_accumulation
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).parents[2] / "docs"
 PARAMS = helpers.init_params(0)
 K = 8
 WINDOWS = [helpers.ragged_batch(seed) for seed in range(3)]
@@ -90,41 +84,6 @@ def test_clipping_inside_is_the_full_batchs_and_outside_is_not(name: str):
         assert helpers.relative_error(outside, expected) > 0.1
     naive = train(optax.MultiSteps(inner, K), WINDOWS, "mean")
     assert helpers.relative_error(naive, expected) > 0.01
-
-
-def table_of(text: str) -> list[list[str]]:
-    """Return the cells of the ways' rows, from a table of a page or a printed one."""
-    lines = [
-        re.split(r"\s*\|\s*|\s{2,}", line.strip(" |")) for line in text.splitlines()
-    ]
-    return [cells for cells in lines if cells[0] in clipping.WAYS]
-
-
-@pytest.mark.slow
-def test_the_command_about_clipping_prints_the_pages_table(tmp_path: Path):
-    picture = tmp_path / "clipping.png"
-    done = subprocess.run(
-        [sys.executable, clipping.__file__, "--out", str(picture)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    printed = table_of(done.stdout)
-    shown = table_of((DOCS / "recipes" / "clipping.md").read_text(encoding="utf-8"))
-    assert [row[0] for row in printed] == [row[0] for row in shown] == [*clipping.WAYS]
-    for got, expected in zip(printed, shown, strict=True):
-        for x, y in zip(got[1:], expected[1:], strict=True):
-            assert float(x) == pytest.approx(float(y), rel=0.02, abs=RTOL), (got, y)
-    inside, of_means, of_sums, naive = ([float(x) for x in row[1:7]] for row in printed)
-    assert max(inside) < RTOL
-    assert of_means[0] > 0.5 and of_means[2] < RTOL
-    assert of_sums[3] > 0.5 and of_sums[5] < RTOL
-    assert min(naive) > 0.4
-    images = picture, DOCS / "images" / "clipping.png"
-    for content in (image.read_bytes() for image in images):
-        assert content.startswith(b"\x89PNG") and 20_000 < len(content) < 100_000
 
 
 def warmup_cosine(num_updates: int) -> optax.Schedule:

@@ -1,64 +1,52 @@
-"""Tests of `examples/finetune.py` and of the files next to it."""
+"""The example: its data, its model, the comparison, and runs that are killed."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
-import batches
 import chex
-import compare
+import data
 import finetune
 import jax
 import jax.numpy as jnp
-import lora
-import methods
+import model
 import numpy as np
 import optax
-import options
-import planned
+import orbax.checkpoint as ocp
 import pytest
-import transformer
-from dialogue import Pair
+from data import InputError, Pair
+from helpers import RTOL, relative_error
+from rich.console import Console
 
-EXACT = {
-    "MultiSteps",
-    "token_accumulation",
-    "make_train_step",
-    "make_window_step",
-    "optax.microbatching",
-}
-PLANNED = set(planned.PLANNED)
+SMALL = ("--max-length", 64, "--d-model", 32, "--layers", 1)
 
 
-def ragged_sequences(number):
+def ragged_sequences(number: int) -> list[data.Batch]:
     """Return encoded pairs with distinct completions of 1, 4, 7... bytes."""
-    return [
-        batches.encode(Pair(f"prompt {i}", "x" * (1 + 3 * i))) for i in range(number)
-    ]
+    return [data.encode(Pair(f"prompt {i}", "x" * (1 + 3 * i))) for i in range(number)]
 
 
-def rows_of(*parts):
+def rows_of(*batches: data.Batch) -> list[Any]:
     """Return the real tokens of every row, so that padding does not matter."""
-    return sorted(
-        tuple(row[row != batches.PAD].tolist()) for part in parts for row in part.inputs
-    )
+    rows = [row[row != data.PAD].tolist() for batch in batches for row in batch.inputs]
+    return sorted(row for row in rows if row)
 
 
-# Batches.
+# Data.
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [Pair("What?", "That."), Pair("é", "naïve ✓"), Pair("long prompt", "y")],
-    ids=["ascii", "utf8", "one byte"],
-)
-def test_the_loss_covers_the_completion_and_its_end(pair):
-    inputs, labels, mask = batches.encode(pair)
-    completion = [*pair.completion.encode(), batches.EOS]
-    prompt = [*pair.prompt.encode(), batches.SEP]
-    assert inputs.tolist() == [batches.BOS, *prompt, *completion[:-1]]
+@pytest.mark.parametrize("pair", [Pair("What?", "That."), Pair("é", "naïve ✓")])
+def test_the_loss_covers_the_completion_and_its_end(pair: Pair):
+    inputs, labels, mask = data.encode(pair)
+    completion = [*pair.completion.encode(), data.EOS]
+    prompt = [*pair.prompt.encode(), data.SEP]
+    assert inputs.tolist() == [data.BOS, *prompt, *completion[:-1]]
     assert labels[:-1].tolist() == inputs[1:].tolist()
     assert labels[mask].tolist() == completion
     assert labels[~mask].tolist() == prompt
@@ -67,427 +55,389 @@ def test_the_loss_covers_the_completion_and_its_end(pair):
 def test_padding_takes_the_first_length_that_fits_and_bears_no_loss():
     sequences = ragged_sequences(4)
     lengths = [len(sequences[1].inputs), len(sequences[2].inputs), 99]
-    assert batches.pad(sequences[:2], lengths).inputs.shape == (2, lengths[0])
-    batch = batches.pad(sequences[1:3], lengths, rows=5)
+    assert data.pad(sequences[:2], lengths).inputs.shape == (2, lengths[0])
+    batch = data.pad(sequences[1:3], lengths, rows=5)
     assert [part.shape for part in batch] == [(5, lengths[1])] * 3
-    for row, sequence in enumerate(sequences[1:3]):
-        n = len(sequence.inputs)
-        for padded, values in zip(batch, sequence, strict=True):
-            np.testing.assert_array_equal(padded[row, :n], values)
-        assert (batch.inputs[row, n:] == batches.PAD).all()
-        assert not batch.mask[row, n:].any()
-    assert (batch.inputs[2:] == batches.PAD).all()
-    assert not batch.mask[2:].any()
+    assert rows_of(batch) == sorted(row.inputs.tolist() for row in sequences[1:3])
+    assert batch.mask.sum() == sum(row.mask.sum() for row in sequences[1:3])
 
 
-@pytest.mark.parametrize("rows", [1, 4, 5])
-def test_rows_are_filled_with_such_as_bear_no_loss(rows):
-    batch = batches.pad(ragged_sequences(rows), [99])
-    filled = batches.fill_rows(batch, 4)
-    assert [len(part) for part in filled] == [4 if rows < 5 else 8] * 3
-    for part, given in zip(filled, batch, strict=True):
-        np.testing.assert_array_equal(part[:rows], given)
-        assert part.dtype == given.dtype
-    assert (filled.inputs[rows:] == batches.PAD).all()
-    assert not filled.mask[rows:].any()
+def windows_of(
+    sequences: list[data.Batch], shape: Any, devices: int = 1, seed: int = 0
+) -> list[data.Window]:
+    return data.make_windows(sequences, shape, devices, [30, 60], seed)
 
 
 def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     sequences = ragged_sequences(12)
-
-    def make(seed):
-        return batches.make_windows(
-            sequences,
-            updates=4,
-            accumulation_steps=3,
-            micro_batch_size=2,
-            lengths=[30, 60],
-            seed=seed,
-        )
-
-    windows = make(0)
+    windows = windows_of(sequences, (4, 3, 2), devices=4)
     for window in windows:
-        assert [len(batch.inputs) for batch in window.micro_batches] == [2, 2, 2]
-        assert rows_of(*window.micro_batches) == rows_of(window.whole)
-        rows = [tuple(sequence.inputs.tolist()) for sequence in window.sequences]
-        assert sorted(rows) == rows_of(window.whole)
-        assert window.stacked.inputs.shape[:2] == (3, 2)
-        for i, batch in enumerate(window.micro_batches):
-            length = batch.inputs.shape[1]
-            for parts, part in zip(window.stacked, batch, strict=True):
-                np.testing.assert_array_equal(parts[i, :, :length], part)
-            assert not window.stacked.mask[i, :, length:].any()
-    everything = sorted(tuple(sequence.inputs.tolist()) for sequence in sequences)
-    epochs = [windows[:2], windows[2:]]
-    for epoch in epochs:
-        assert rows_of(*(window.whole for window in epoch)) == everything
-    assert rows_of(epochs[0][0].whole) != rows_of(epochs[1][0].whole)
-    chex.assert_trees_all_equal(windows, make(0))
-    assert rows_of(make(1)[0].whole) != rows_of(windows[0].whole)
+        assert [len(batch.inputs) for batch in window.micro_batches] == [4, 4, 4]
+        assert rows_of(*window.micro_batches) == rows_of(*window.whole)
+        [stacked] = window.stacked
+        assert stacked.inputs.shape[:2] == (3, 2)
+        for batch, inputs in zip(window.micro_batches, stacked.inputs, strict=True):
+            assert rows_of(batch) == rows_of(data.Batch(inputs, inputs, inputs))
+    everything = sorted(sequence.inputs.tolist() for sequence in sequences)
+    first, second = windows[:2], windows[2:]
+    for epoch in (first, second):
+        assert rows_of(*(window.whole[0] for window in epoch)) == everything
+    assert rows_of(*first[0].whole) != rows_of(*second[0].whole)
+    shorter = windows_of(sequences, (2, 3, 2), devices=4)
+    chex.assert_trees_all_equal(shorter, first)
+    other = windows_of(sequences, (1, 3, 2), seed=1)
+    assert rows_of(*other[0].whole) != rows_of(*first[0].whole)
+
+
+def test_the_corpus_has_its_repetitions_removed():
+    pairs, notes = data.read_corpus()
+    assert len(set(pairs)) == len(pairs) > 1000
+    assert [pair.prompt for pair in pairs].count("My system is overheating.") == 1
+    found = re.search(r"left out (\d+) repetitions", notes)
+    assert found and int(found[1]) > 1000
+
+
+def test_no_prompt_is_on_both_sides_of_the_split_whatever_the_order():
+    pairs = [
+        Pair(prompt, completion)
+        for i in range(50)
+        for prompt in (f"What is {i}?", f"what  is {i}? ")
+        for completion in ("this", "that")
+    ]
+    train, validation = data.split_by_prompt(pairs)
+    assert sorted(train + validation) == sorted(pairs)
+    assert len(validation) == 4 * 5  # a tenth of the 50 prompts
+    numbers = [
+        {pair.prompt.split()[2] for pair in side} for side in (train, validation)
+    ]
+    assert not numbers[0] & numbers[1]
+    assert set(data.split_by_prompt(pairs[::-1])[1]) == set(validation)
+    with pytest.raises(InputError, match="the data has 1 that"):
+        data.split_by_prompt([Pair("a", "b"), Pair("A", "c")])
+
+
+def test_jsonl_is_read_in_order_and_what_is_too_long_is_left_out(tmp_path: Path):
+    file = tmp_path / "data.jsonl"
+    file.write_text(
+        '{"prompt": "b", "completion": "é", "id": 7}\n\n'
+        '{"completion": "two\\nlines", "prompt": "a"}\n'
+        '{"prompt": "c", "completion": "d"}\n',
+        encoding="utf-8",
+    )
+    assert data.read_jsonl(file) == [("b", "é"), ("a", "two\nlines"), ("c", "d")]
+    train, validation, notes = data.load(file, 5)
+    assert sorted(len(row.inputs) for row in train + validation) == [4, 5]
+    assert "3 pairs of prompt and completion: left out 1 of over 5 tokens" in notes
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{]",
+        b'{"prompt": "\xff", "completion": "b"}',
+        b'["a", "b"]',
+        b'{"prompt": "a"}',
+        b'{"prompt": 3, "completion": "b"}',
+        b'{"prompt": "a", "completion": " "}',
+        b'{"prompt": "\\ud800", "completion": "b"}',
+        b'{"prompt": ' + b"[" * 100_000,
+    ],
+    ids=["json", "utf8", "list", "missing", "number", "blank", "surrogate", "nested"],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: bytes):
+    file = tmp_path / "data.jsonl"
+    good = b'{"prompt": "a", "completion": "b"}\n'
+    file.write_bytes(good + b"\n" + line + b"\n" + good)
+    with pytest.raises(InputError, match='data.jsonl, line 3 must be like {"prompt"'):
+        data.read_jsonl(file)
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path):
+    (tmp_path / "data.jsonl").write_text("\n  \n")
+    with pytest.raises(InputError, match="data.jsonl must have a line or more"):
+        data.read_jsonl(tmp_path / "data.jsonl")
 
 
 # Model.
 
 
 @pytest.fixture(scope="module")
-def params():
-    return transformer.init(
-        jax.random.key(0), vocabulary=batches.VOCABULARY, d_model=32, layers=2
-    )
+def params() -> Any:
+    key = jax.random.key(0)
+    return model.init(key, vocabulary=data.VOCABULARY, d_model=32, layers=2)
 
 
-def test_a_later_token_does_not_change_earlier_logits(params):
+def test_a_later_token_or_padding_does_not_change_earlier_logits(params: Any):
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
+    before = model.forward(params, tokens)
     changed = tokens.at[:, 7].set((tokens[:, 7] + 1) % 256)
-    before = transformer.forward(params, tokens)
-    after = transformer.forward(params, changed)
+    after = model.forward(params, changed)
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     difference = jnp.abs(before - after).max(axis=(0, 2))
     assert (difference[7:] > 1e-3).all(), "a token must reach itself and all after it"
+    padded = jnp.pad(tokens, ((0, 0), (0, 20)), constant_values=data.PAD)
+    got = model.forward(params, padded)[:, :12]
+    np.testing.assert_allclose(got, before, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_matter():
-    # One layer: a second one would reveal the order at the last position without them.
-    params = transformer.init(jax.random.key(0), vocabulary=9, d_model=32, layers=1)
-    tokens = jnp.array([[5, 6, 7, 8], [6, 5, 7, 8]])
-    first, second = transformer.forward(params, tokens)[:, -1]
-    assert jnp.abs(first - second).max() > 1e-4
-
-
-def test_padding_changes_nothing_at_the_real_positions(params):
-    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
-    padded = jnp.pad(tokens, ((0, 0), (0, 20)), constant_values=batches.PAD)
-    np.testing.assert_allclose(
-        transformer.forward(params, padded)[:, :12],
-        transformer.forward(params, tokens),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
-def test_a_split_is_judged_by_its_tokens_not_by_its_batches(params):
-    sequences = ragged_sequences(7)
-    cut = batches.batches_in_order(sequences, rows=3, lengths=[20, 40])
-    whole = batches.pad(sequences, [40])
-    assert len(cut) == 3
-    loss_fn = jax.jit(compare.loss_fn)
-    sums = [loss_fn(params, batch, {}) for batch in cut]
-    loss_sum, num_tokens = loss_fn(params, whole, {})
-    assert num_tokens == sum(int(sequence.mask.sum()) for sequence in sequences)
-    exact = float(loss_sum / num_tokens)
+def test_a_split_is_judged_by_its_tokens_not_by_its_batches(params: Any):
+    sequences = ragged_sequences(40)
+    cut = data.batches_in_order(sequences, [70, 140])
+    assert len(cut) == 2
+    sums = [model.loss_fn(params, batch, {}) for batch in cut]
+    exact = float(sum(x for x, _ in sums) / sum(row.mask.sum() for row in sequences))
     naive = float(np.mean([loss / n for loss, n in sums]))
-    assert compare.mean_loss(params, {}, cut) == pytest.approx(exact, rel=1e-5)
-    assert abs(naive - exact) > 1e-3 * exact
+    assert finetune.mean_loss(params, {}, cut) == pytest.approx(exact, rel=1e-5)
+    assert abs(naive - exact) > 1e-4 * exact
 
 
-# Adapters.
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_an_adapter_adds_the_scaled_product_of_its_matrices(params, rank):
+def test_an_adapter_adds_the_scaled_product_of_its_matrices(params: Any):
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
-    trained = lora.init_adapters(jax.random.key(2), params, rank)
-    before = transformer.forward(params, tokens)
-    with_adapters = transformer.forward(lora.merge(trained, params), tokens)
-    np.testing.assert_array_equal(with_adapters, before)
-
-    adapters = trained["layers"]["adapters"]
-    assert set(adapters) == {"qkv", "out", "up", "down"}
-    matrices = {}
-    for name, adapter in adapters.items():
-        adapter["b"] = 0.1 * jax.random.normal(jax.random.key(3), adapter["b"].shape)
-        product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(*adapter.values())
-        matrices[name] = params["layers"][name] + 16 / rank * product
-    with_adapters = transformer.forward(lora.merge(trained, params), tokens)
-    dense = params | {"layers": params["layers"] | matrices}
-    np.testing.assert_allclose(
-        with_adapters, transformer.forward(dense, tokens), rtol=1e-4, atol=1e-4
+    trained = model.init_adapters(jax.random.key(2), params, rank=4)
+    before = model.forward(params, tokens)
+    np.testing.assert_array_equal(
+        model.forward(model.merge(trained, params), tokens), before
     )
-    assert jnp.abs(with_adapters - before).max() > 0.1
+    matrices = {}
+    for name, adapter in trained["layers"]["adapters"].items():
+        adapter["b"] = 0.1 * jax.random.normal(jax.random.key(3), adapter["b"].shape)
+        product = jax.vmap(jnp.matmul)(adapter["a"], adapter["b"])
+        matrices[name] = params["layers"][name] + 16 / 4 * product
+    assert set(matrices) == {"qkv", "out", "up", "down"}
+    dense = params | {"layers": params["layers"] | matrices}
+    expected = model.forward(dense, tokens)
+    got = model.forward(model.merge(trained, params), tokens)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    assert jnp.abs(got - before).max() > 0.1
 
 
-def drive(loop):
-    """Return the parameters after each update, and the programs of the loop."""
-    updates = []
-    while True:
-        try:
-            updates.append(jax.tree.map(np.array, next(loop)))
-        except StopIteration as stop:
-            return updates, stop.value
+# The comparison.
 
 
 @pytest.mark.slow
-def test_adapters_alone_are_trained_summed_and_kept_by_every_method():
-    setting = options.parse_options(
-        ["--lora-rank=2", "--d-model=32", "--layers=2", "--micro-batch-size=2"]
-    )
-    params, frozen = finetune.make_parameters(setting)
-    k, rows, length = 4, 2, 48
-    windows = batches.make_windows(
-        4 * ragged_sequences(12)[::6],  # two lengths, so that few shapes are compiled
-        updates=3,
-        accumulation_steps=k,
-        micro_batch_size=rows,
-        lengths=[length],
-        seed=0,
-    )
-    inner = optax.sgd(0.1, momentum=0.9)  # its state is as large as `params`
-    updates, programs = {}, {}
-    loops = methods.METHODS | planned.PLANNED
-    for method in {"full-batch", "optax.MultiSteps"} | EXACT | PLANNED:
-        updates[method], programs[method] = drive(
-            loops[method](jax.tree.map(jnp.copy, params), frozen, windows, inner, k)
-        )
-
-    chex.assert_trees_all_equal(frozen, finetune.make_parameters(setting)[1])
-    before = lora.merge(params, frozen)
-    after = lora.merge(updates["full-batch"][-1], frozen)
-    changed = jax.tree.map(lambda x, y: bool((x != y).any()), before, after)
-    for path, has_changed in jax.tree.leaves_with_path(changed):
-        assert has_changed == ("adapters" in jax.tree_util.keystr(path)), path
-
-    def distance(method):
-        reference = updates["full-batch"][-1]
-        difference = jax.tree.map(np.subtract, updates[method][-1], reference)
-        return optax.tree.norm(difference) / optax.tree.norm(reference)
-
-    naive = distance("optax.MultiSteps")
-    for method in EXACT | PLANNED:
-        assert distance(method) < 1e-5, method
-        assert naive > max(100 * distance(method), 1e-4), method
-
-    # Arguments of the adapters' size, in addition to batch and frozen: parameters,
-    # momentum and, if it persists between calls, the sum.
-    copies = {
-        "full-batch": {"train_step": 2},
-        "optax.MultiSteps": {"train_step": 3},
-        "MultiSteps": {"train_step": 3},
-        "token_accumulation": {"train_step": 3},
-        "make_train_step": {"accumulate": 2, "close_window": 3},
-        "make_window_step": {"window_step": 2},
-        "optax.microbatching": {"train_step": 2},
-        "planned train step": {"accumulate": 2, "close_window": 3},
-        "planned window step": {"window_step": 2},
-    }
-    settings = batches.plan_settings(windows)
-    assert settings["max_tokens"] == rows * length
-    planned_batch = 3 * max(
-        settings["max_tokens"] // n * n for n in settings["length_buckets"]
-    )
-    adapters, base = optax.tree.size(params), optax.tree.size(frozen)
-    assert base > 4 * adapters
-    for method in updates:
-        assert set(programs[method]) == set(copies[method])
-        whole = method in {"full-batch", "make_window_step", "optax.microbatching"}
-        batch = 3 * rows * length * (k if whole else 1)
-        if method == "planned train step":
-            batch = planned_batch
-        elif method == "planned window step":  # with a count for every shape
-            shapes = settings["length_buckets"]
-            room = -(-k * rows // (settings["max_tokens"] // shapes[-1]))
-            batch = planned_batch * room + len(shapes)
-        for name, program in programs[method].items():
-            given = sum(
-                int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(program.args_info)
-            )
-            if name != "close_window":
-                given -= batch + base
-                # Compiled programs drop arguments that they do not read.
-                read = program.compile().memory_analysis().argument_size_in_bytes
-                assert read > 4 * base, (method, name)
-            scalars = given - copies[method][name] * adapters
-            assert 0 <= scalars < 10, (method, name)
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["full", "lora"])
+def test_exact_ways_follow_the_full_batch_and_the_mean_of_means_does_not(
+    lora_rank: int,
+):
+    words = [*SMALL, "--optimizer", "sgd", "--lora-rank", lora_rank]
+    options = finetune.parse_options([*map(str, words)])
+    options.gradient_accumulation_steps = 3
+    trained, frozen = finetune.make_parameters(options)
+    if lora_rank:
+        assert optax.tree.size(frozen) > 4 * optax.tree.size(trained)
+    else:
+        assert frozen == {}
+    sequences = ragged_sequences(12)
+    windows = windows_of(sequences, (4, 3, 2))
+    held_out = data.batches_in_order(sequences, [60])
+    runs = finetune.compare(options, windows, held_out, Console(quiet=True))
+    reference, naive, *exact = runs
+    assert [run.way for run in exact] == [
+        "MultiSteps",
+        "token_accumulation",
+        "make_train_step",
+        "make_window_step",
+        "optax.microbatching",
+    ]
+    assert set(reference.distances) == {0}
+    for run in exact:
+        assert run.distances[-1] < 1e-5
+        assert naive.distances[-1] > max(100 * run.distances[-1], 1e-4)
+        far, farther = (abs(x.losses[-1] - reference.losses[-1]) for x in (run, naive))
+        assert farther > 10 * far
+    for run in runs:
+        assert len(run.distances) == len(run.losses) == 4
+        assert run.losses[-1] < run.losses[0]
+        assert run.memory > 0
 
 
 # The command.
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "message"),
-    [
-        ("--updates", "0", "must be a whole number >= 1, got '0'"),
-        ("--micro-batch-size", "1.5", "must be a whole number >= 1, got '1.5'"),
-        ("--gradient-accumulation-steps", "-2", ">= 1, got '-2'"),
-        ("--learning-rate", "nan", "must be a number above 0, got 'nan'"),
-        ("--learning-rate", "0", "must be a number above 0, got '0'"),
-        ("--d-model", "48", "must be a multiple of 32 (the width of a head), got 48"),
-        ("--lora-rank", "-4", "must be a whole number >= 0, got '-4'"),
-        ("--seed", "-1", "must be a whole number >= 0, got '-1'"),
-        ("--save-every", "0", "must be a whole number >= 1, got '0'"),
-        ("--methods", "adam", "invalid choice: 'adam'"),
-        ("--optimizer", "lion", "invalid choice: 'lion'"),
-    ],
-)
-def test_bad_values_are_refused(capsys, flag, value, message):
-    with pytest.raises(SystemExit) as error:
-        options.parse_options([f"{flag}={value}"])
-    assert error.value.code == 2
-    complaint = " ".join(capsys.readouterr().err.split())
-    assert f"argument {flag}: " in complaint
-    assert message in complaint
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--save-every=3"], "--save-every needs a --checkpoint-dir"),
-        (["--checkpoint-dir=x", "--methods", "MultiSteps"], "--methods is of the"),
-        (["--checkpoint-dir=x", "--out=y"], "--out is of the comparison"),
-        (["--checkpoint-dir=x", "--plan"], "--plan is of the comparison"),
-        (["--gradient-noise", "--plan"], "random micro-batches: leave --plan out"),
-        (["--gradient-noise", "--methods", "MultiSteps"], "leave --methods out"),
-        (["--gradient-noise", "--checkpoint-dir=x"], "leave --checkpoint-dir out"),
-        (
-            ["--gradient-noise", "--gradient-accumulation-steps=1"],
-            "give --gradient-accumulation-steps of 2 or more",
-        ),
-        (["--distributed"], "several processes train a single run"),
-        (["--checkpoint-dir=x", "--process-id=0"], "--process-id go together"),
-        (
-            ["--checkpoint-dir=x", "--coordinator=h:1", "--num-processes=2"]
-            + ["--process-id=2"],
-            "--process-id must be below --num-processes 2, got 2",
-        ),
+        ("--updates=0", "--updates must be a whole number >= 1, got 0"),
+        ("--micro-batch-size=1.5", "invalid int value: '1.5'"),
+        ("--gradient-accumulation-steps=-2", "must be a whole number >= 1, got -2"),
+        ("--learning-rate=nan", "--learning-rate must be above 0, got nan"),
+        ("--learning-rate=0", "--learning-rate must be above 0, got 0"),
+        ("--d-model=48", "--d-model must be a multiple of 32 (the width of a head)"),
+        ("--lora-rank=-4", "--lora-rank must be a whole number >= 0, got -4"),
+        ("--save-every=0", "--save-every must be a whole number >= 1, got 0"),
+        ("--optimizer=lion", "invalid choice: 'lion'"),
     ],
-    ids=["save-every alone", "methods", "out", "plan"]
-    + ["noise of a plan", "noise of methods", "noise of a run", "noise of one"]
-    + ["distributed alone", "process-id alone", "process-id"],
 )
-def test_flags_that_do_not_go_together_are_refused(capsys, words, message):
+def test_bad_values_are_refused(capsys: Any, words: str, message: str):
     with pytest.raises(SystemExit) as error:
-        options.parse_options(words)
+        finetune.parse_options([words])
     assert error.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def run_command(*words):
-    return subprocess.run(
-        [sys.executable, finetune.__file__, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+class Command:
+    """The example in a process, on small data, with programs cached in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        lines = (
+            {
+                "prompt": f"prompt {i}",
+                "completion": "abcdefgh"[i % 8] * (1 + 7 * i % 29),
+            }
+            for i in range(40)
+        )
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "data.jsonl").write_text(text)
+
+    def start(self, *words: Any, devices: int = 1) -> subprocess.Popen:
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count="
+        environment = os.environ | {
+            "XLA_FLAGS": f"{flags}{devices}",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        command = sys.executable, finetune.__file__, *SMALL, *words
+        return subprocess.Popen(
+            [*map(str, command)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *words: Any, **options: Any) -> tuple[int, str]:
+        """Run to the end; return the exit status and what was printed."""
+        with self.start(*words, **options) as process:
+            printed, _ = process.communicate(timeout=300)
+        return process.returncode, printed
+
+    def resumable(self, directory: Path, *more: Any) -> tuple[Any, ...]:
+        """Return the words of a run with 6 windows of 4, a checkpoint every 3."""
+        data = "--data", self.folder / "data.jsonl", "--checkpoint-dir", directory
+        window = "--gradient-accumulation-steps", 4, "--updates", 6
+        return *data, *window, "--save-every", 3, "--lora-rank", 2, *more
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: Any) -> Command:
+    return Command(tmp_path_factory.mktemp("command"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"prompt": "a"}\n', "line 1: 'completion' must be a text"),
-        ("\n", "data.jsonl is empty"),
-    ],
-    ids=["no completion", "empty"],
-)
-def test_bad_data_ends_the_command_without_a_traceback(tmp_path, content, message):
-    file = tmp_path / "data.jsonl"
-    file.write_text(content)
-    result = run_command("--data", file, "--out", tmp_path / "out")
-    assert result.returncode == 1
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def interrupted_after(line, *words, **variables):
-    """Send SIGINT after a line of output; return what the command prints then."""
-    with subprocess.Popen(
-        [sys.executable, finetune.__file__, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | variables,
-    ) as process:
-        assert line in process.stdout
-        process.send_signal(signal.SIGINT)
-        _, complaint = process.communicate(timeout=60)
-    assert process.returncode == 130
-    return complaint
-
-
-def test_ctrl_c_ends_the_command_before_jax_is_imported(tmp_path):
-    (tmp_path / "jax.py").write_text(
-        "import time\nprint(1, flush=True)\ntime.sleep(60)"
-    )
-    complaint = interrupted_after("1\n", PYTHONPATH=str(tmp_path))
-    assert complaint == "interrupted before it began\n"
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_comparison_with_one_line(tmp_path):
-    small = "--updates=1", "--d-model=32", "--layers=1"
-    complaint = interrupted_after("compiling: full-batch\n", *small, "--out", tmp_path)
-    assert complaint == (
-        "interrupted: only --checkpoint-dir makes a run that resumes, the same command "
-        "starts from the beginning\n"
-    )
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lora_rank", "words", "exact"),
-    [
-        (0, ["--plan"], EXACT | PLANNED),
-        (
-            2,
-            ["--methods", "optax.MultiSteps", "make_window_step"],
-            {"make_window_step"},
-        ),
-    ],
-    ids=["full", "lora"],
-)
-def test_exact_methods_follow_the_full_batch_and_the_mean_of_means_does_not(
-    tmp_path, lora_rank, words, exact
+def test_the_program_prints_a_table_and_draws_a_picture(
+    command: Command, tmp_path: Path
 ):
-    result = run_command(
-        *("--optimizer", "sgd", "--updates", 6, "--max-length", 64, "--d-model", 32),
-        *("--layers", 1, "--gradient-accumulation-steps", 8, "--out", tmp_path / "out"),
-        *("--lora-rank", lora_rank, *words),
-    )
-    assert result.returncode == 0, result.stderr
-    content = json.loads((tmp_path / "out" / "results.json").read_text())
-    rows = {row.pop("method"): row for row in content["table"]}
-    assert set(rows) == exact | {"full-batch", "optax.MultiSteps"}
-    naive = rows["optax.MultiSteps"]["distance"]
-    for method in exact:
-        distance = rows[method]["distance"]
-        assert distance < 1e-5, method
-        assert naive > max(100 * distance, 1e-4), method
-    for method, row in rows.items():
-        curve = content["curves"][method]
-        assert len(curve["distance"]) == 6
-        assert curve["distance"][-1] == row["distance"]
-        losses = [loss for _, loss in curve["validation_loss"]]
-        assert losses[-1] == row["validation_loss"] < losses[0]
-        assert row["tokens_per_second"] > 0
-        assert all(size > 0 for size in row["memory_bytes"].values())
-        for activity in ("compiling", "training", "measuring"):
-            assert result.stdout.count(f"{activity}: {method}\n") == 1
-    assert content["settings"]["optimizer"] == "sgd"
-    assert content["settings"]["lora_rank"] == lora_rank
-    assert ("planned: " in result.stdout) == ("--plan" in words)
-    trained, frozen = content["parameters"]["trained"], content["parameters"]["frozen"]
-    assert frozen > 4 * trained > 0 if lora_rank else trained > frozen == 0
-    assert set(content["versions"]) == {"python", "jax", "optax"}
-    picture = (tmp_path / "out" / "finetune.png").read_bytes()
+    words = "--gradient-accumulation-steps", 4, "--updates", 3, "--out", tmp_path
+    status, printed = command.run(*words)
+    assert status == 0, printed
+    assert "2026 conversations: left out 1127 repetitions" in printed
+    cells = [line.split() for line in printed.splitlines()]
+    rows = {row[0]: row[1:] for row in cells if len(row) == 4}
+    assert rows["full-batch"][0] == "reference"
+    assert float(rows["optax.MultiSteps"][0]) > 1e-4 > float(rows["MultiSteps"][0])
+    assert [path.name for path in tmp_path.iterdir()] == ["finetune.png"]
+    picture = (tmp_path / "finetune.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 2], ids=["full", "lora"])
-def test_the_noise_is_measured_over_the_run(tmp_path, lora_rank):
-    result = run_command(
-        *("--gradient-noise", "--updates", 60, "--max-length", 64, "--d-model", 32),
-        *("--layers", 1, "--gradient-accumulation-steps", 4, "--out", tmp_path),
-        *("--lora-rank", lora_rank),
-    )
-    assert result.returncode == 0, result.stderr
-    printed = " ".join(result.stdout.split())
-    for third in ("updates 1 to 20", "updates 21 to 40", "updates 41 to 60"):
-        assert f"{third}: loss " in printed
-    assert "; noise scale " in printed and "docs/how_many_tokens.md." in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["noise.png"]
-    picture = (tmp_path / "noise.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+@pytest.mark.parametrize("content", ['{"prompt": "a"}\n', None], ids=["bad", "none"])
+def test_bad_data_ends_the_command_without_a_traceback(
+    command: Command, tmp_path: Path, content: str | None
+):
+    file = tmp_path / "data.jsonl"
+    if content is not None:
+        file.write_text(content)
+    status, printed = command.run("--data", file, "--out", tmp_path / "out")
+    assert status == 1
+    assert printed.startswith("error: ") and str(file) in printed
+    assert "Traceback" not in printed and not (tmp_path / "out").exists()
+
+
+# Runs that are killed.
+
+
+def end_of(directory: Path, number: int = 24) -> Any:
+    """Return the state and the losses of a checkpoint."""
+    with ocp.CheckpointManager(directory) as manager:
+        items = manager.restore(
+            number,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(), position=ocp.args.JsonRestore()
+            ),
+        )
+    return items["state"], items["position"]["losses"]
+
+
+def kill(command: Command, directory: Path, after: int, **options: Any) -> int:
+    """Kill a run as soon as that checkpoint is there; return the last checkpoint."""
+    with command.start(*command.resumable(directory), **options) as process:
+        deadline = time.monotonic() + 200
+        while not (directory / str(after)).exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    return max(int(x.name) for x in directory.iterdir() if x.name.isdecimal())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(command: Command) -> Path:
+    directory = command.folder / "uninterrupted"
+    status, printed = command.run(*command.resumable(directory))
+    assert status == 0, printed
+    assert "starts after 0 of 24" in printed and "devices: 1" in printed
+    state, losses = end_of(directory)
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert state["opt_state"]["gradient_step"] == 6
+    return directory
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_had_been(
+    command: Command, uninterrupted: Path, tmp_path: Path
+):
+    directory = tmp_path / "killed"
+    for after in (3, 9, 15):  # in the middle of a window
+        done = kill(command, directory, after)
+    status, printed = command.run(*command.resumable(directory))
+    assert status == 0, printed
+    place = f"gradient_step {done // 4}, mini_step {done % 4}"
+    assert f"resumes after {done} of 24 micro-batches: {place}" in printed
+    got, expected = end_of(directory), end_of(uninterrupted)
+    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(8, 8), (8, 1), (1, 4)])
+def test_a_run_resumes_in_the_middle_of_a_window_on_other_devices(
+    command: Command, uninterrupted: Path, tmp_path: Path, before: int, after: int
+):
+    directory = tmp_path / "killed"
+    done = kill(command, directory, 9, devices=before)
+    status, printed = command.run(*command.resumable(directory), devices=after)
+    assert status == 0, printed
+    assert f"resumes after {done} of 24" in printed and f"devices: {after}" in printed
+    (got, losses), (expected, expected_losses) = map(end_of, (directory, uninterrupted))
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    # AdamW amplifies the rounding of small gradients.
+    assert relative_error(got["params"], expected["params"]) < 100 * RTOL["float32"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--seed", 1), "must keep the settings that it started with: seed was 0"),
+        (("--updates", 2), "has done 24 micro-batches, and --updates 2 asks for 8"),
+    ],
+    ids=["settings", "updates"],
+)
+def test_a_directory_of_another_run_is_refused(
+    command: Command, uninterrupted: Path, more: Any, message: str
+):
+    status, printed = command.run(*command.resumable(uninterrupted, *more))
+    assert status == 1 and message in printed
+    assert "Traceback" not in printed and printed.count("error: ") == 1

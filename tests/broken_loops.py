@@ -1,7 +1,5 @@
 """Loops that apply a wrong gradient, and what the audit says about each.
 
-    python examples/broken_loops.py
-
 Each loop has the signature that `audit` expects,
 `run(optimizer, params, micro_batches) -> params`, and contains a mistake that people
 made. In most of the loops, the loss still goes down.
@@ -14,13 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from batches import Batch
+from data import Batch
 from llama import VOCABULARY, make_rows
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from optax_tokenaccum import MultiSteps, Verdict, audit, softmax_cross_entropy_sum
+from optax_tokenaccum import MultiSteps, Verdict, softmax_cross_entropy_sum
 
 K, WIDTH = 8, 16
 MicroBatches = Sequence[Batch]
@@ -331,26 +326,3 @@ def parameters(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
         name: jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, dtype)
         for name, shape in shapes.items()
     }
-
-
-def main() -> None:
-    """Audits every loop and prints a table and the reports."""
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=110)
-    table = Table(box=box.SIMPLE)
-    for column in ("loop", "what it does", "verdict", "error", "factor"):
-        table.add_column(column, no_wrap=True)
-    reports = {}
-    for name, broken in GALLERY.items():
-        params, micro_batches = parameters(0, broken.dtype), cut(make_rows(0))
-        report = audit(broken.run, loss_fn, params, micro_batches)
-        reports[name] = report
-        factor = "" if report.factor is None else f"{report.factor:.4g}"
-        error = f"{report.relative_error:.2g}"
-        table.add_row(name, broken.mistake, report.verdict.name, error, factor)
-    console.print(table)
-    for name, report in reports.items():
-        console.print(f"{name}: {report.explanation}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Prints the bytes that ways to accumulate hold on stacked layers, as compiled.
 
-    python examples/upstream_bytes.py
+    python tests/upstream_bytes.py
 
 Programs are compiled and never run. `--tpu` compiles for one chip of a TPU v5e and
 needs no TPU, only `pip install libtpu`. The tables are those of `docs/upstream.md`; if

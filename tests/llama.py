@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from batches import Batch
+from data import Batch
 
 from optax_tokenaccum import softmax_cross_entropy_sum
 

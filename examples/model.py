@@ -2,30 +2,37 @@
 
 Pre-norm blocks, rotary positions, tied embeddings. The layers are stacked on a leading
 axis and run by `lax.scan`, so compiling twelve layers takes as long as compiling one.
+
+Low-rank adapters (LoRA, Hu et al. 2021) are few trained parameters next to many frozen
+ones. Each adapted matrix W is frozen, and gets A with `rank` columns and B with `rank`
+rows, which start as random numbers and zeros:
+
+    y = x W + (ALPHA / rank) (x A) B
+
+Neither A B nor a gradient of W's size is ever computed. The trained parameters are a
+separate tree, so gradients, sums and optimizer states have the size of this tree.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from lora import project
+from data import Batch
+
+from optax_tokenaccum import softmax_cross_entropy_sum
 
 HEAD_DIM = 32
+ALPHA = 16.0
+ADAPTED = ("qkv", "out", "up", "down")
+"""The adapted matrices of a layer."""
 
 Params = dict[str, Any]
 
 
 def init(key: jax.Array, *, vocabulary: int, d_model: int, layers: int) -> Params:
-    """Makes the parameters.
+    """Makes float32 arrays; those under "layers" have a leading `layers` axis.
 
-    Args:
-      key: a PRNG key.
-      vocabulary: the number of distinct tokens.
-      d_model: the width, a multiple of `HEAD_DIM`, the width of one head.
-      layers: the number of blocks.
-
-    Returns:
-      A dictionary of float32 arrays; those under "layers" have a leading `layers` axis.
+    The width `d_model` is a multiple of `HEAD_DIM`, the width of one head.
     """
     keys = jax.random.split(key, 5)
 
@@ -46,20 +53,52 @@ def init(key: jax.Array, *, vocabulary: int, d_model: int, layers: int) -> Param
     }
 
 
+def init_adapters(key: jax.Array, frozen: Params, rank: int) -> Params:
+    """Makes A and B of that rank for every matrix of `ADAPTED` in every layer."""
+    adapters = {}
+    keys = jax.random.split(key, len(ADAPTED))
+    for key, name in zip(keys, ADAPTED, strict=True):
+        layers, inputs, outputs = frozen["layers"][name].shape
+        a = jax.random.normal(key, (layers, inputs, rank), jnp.float32)
+        adapters[name] = {
+            "a": inputs**-0.5 * a,
+            "b": jnp.zeros((layers, rank, outputs)),
+        }
+    return {"layers": {"adapters": adapters}}
+
+
+def merge(trained: Params, frozen: Params) -> Params:
+    """Merges the two trees into the parameters of the model."""
+    layers = frozen.get("layers", {}) | trained["layers"]
+    return frozen | trained | {"layers": layers}
+
+
+def loss_fn(
+    params: Params, batch: Batch, frozen: Params
+) -> tuple[jax.Array, jax.Array]:
+    """The summed loss of a batch, and the number of tokens in the sum.
+
+    Parameters that are not trained are in `frozen`. They are an argument, because a
+    jitted function copies an array that it closes over into the program.
+    """
+    logits = forward(merge(params, frozen), batch.inputs)
+    return softmax_cross_entropy_sum(logits, batch.labels, batch.mask)
+
+
+def mean_loss_fn(
+    params: Params, batch: Batch, frozen: Params
+) -> tuple[jax.Array, jax.Array]:
+    """The mean loss of a batch, and the number of tokens in the mean."""
+    loss_sum, num_tokens = loss_fn(params, batch, frozen)
+    return loss_sum / num_tokens, num_tokens
+
+
 def forward(params: Params, tokens: jax.typing.ArrayLike) -> jax.Array:
-    """Predicts the next token at every position.
+    """Logits `[batch, length, vocabulary]` of the next token, from `[batch, length]`.
 
     A position sees only itself and earlier positions, so padding on the right does not
     change the real positions and needs no mask.
-
-    Args:
-      params: from `init`; the layers may have adapters, see `lora.py`.
-      tokens: integers `[batch, length]`.
-
-    Returns:
-      Logits `[batch, length, vocabulary]`.
     """
-
     x, _ = jax.lax.scan(
         lambda x, layer: (block(x, layer), None),
         params["embedding"][tokens],
@@ -69,16 +108,10 @@ def forward(params: Params, tokens: jax.typing.ArrayLike) -> jax.Array:
 
 
 def block(x: jax.Array, layer: Params, mask: jax.Array | None = None) -> jax.Array:
-    """One layer: attention and an MLP.
+    """One layer: attention and an MLP, on `[batch, length, d_model]`.
 
-    Args:
-      x: `[batch, length, d_model]`.
-      layer: the parameters of one layer.
-      mask: bool `[batch, 1, length, length]`, which earlier positions each position
-        may see; by default all.
-
-    Returns:
-      `[batch, length, d_model]`.
+    The mask, `[batch, 1, length, length]`, says which earlier positions each position
+    may see; by default all.
     """
     qkv = project(_norm(x, layer["attention_norm"]), layer, "qkv")
     in_heads = (*x.shape[:2], -1, HEAD_DIM)  # [batch, length, heads, HEAD_DIM]
@@ -94,6 +127,15 @@ def block(x: jax.Array, layer: Params, mask: jax.Array | None = None) -> jax.Arr
 def logits(params: Params, x: jax.Array) -> jax.Array:
     """Computes the next token's logits from the output of the last layer."""
     return _norm(x, params["final_norm"]) @ params["embedding"].T
+
+
+def project(x: jax.Array, layer: Params, name: str) -> jax.Array:
+    """Multiplies by a matrix of a layer, and by its adapter if it has one."""
+    y = x @ layer[name]
+    if "adapters" in layer:
+        a, b = layer["adapters"][name]["a"], layer["adapters"][name]["b"]
+        y += ALPHA / a.shape[-1] * (x @ a @ b)
+    return y
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
