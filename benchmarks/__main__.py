@@ -16,15 +16,11 @@ import argparse
 from pathlib import Path
 
 from benchmarks import (
-    fit,
-    growth,
     host,
     memory,
-    noise,
     padding,
     programs,
     ragged,
-    rebalance,
     report,
     settings,
     speed,
@@ -36,12 +32,7 @@ SUITES = {
     "programs": programs.run,
     "memory": memory.run,
     "host": host.run,
-    "growth": growth.run,
     "ragged": ragged.run,
-    "rebalance": rebalance.run,
-    "fit": fit.run,
-    "real memory": fit.run_real,
-    "noise": noise.run,
 }
 ONLY_IF_NAMED = {"tpu": tpu.run}
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import jax
 
 from benchmarks.workloads import (
-    FIT_WORKLOADS,
-    GIGABYTE_WORKLOADS,
     LARGE_WORKLOADS,
     TINY_WORKLOADS,
     WORKLOADS,
@@ -31,18 +29,11 @@ class Settings(NamedTuple):
       cases: the cases of the speed suite.
       rounds: the maximum number of rounds of an interleaved measurement.
       seconds: the time limit of one measurement, once there are five rounds.
-      leaves: the numbers of leaves in the growth suite.
-      ks: the values of k in the growth suite.
-      widths: the widths of the square layers in the growth suite.
       sequences: the number of sequences in a window of the ragged suite.
       windows: the number of windows of real dialogue in the ragged suite.
       max_length: the maximum length of a sequence in the ragged suite, in tokens.
-      shapes: the number of micro-batch shapes in the ragged and rebalance suites.
+      shapes: the number of micro-batch shapes in the ragged suite.
       lengths: the names of the length distributions in the ragged suite.
-      rebalance_runs: the number of runs of 1,600 sequences in the rebalance suite.
-      noise_workloads: the workloads of the noise suite.
-      noise_rounds: the number of rounds in the noise suite; with its three ways, every
-        order comes equally often in a multiple of 6.
       grown_in_memory: the workload of the memory suite.
       memory_ks: the values of k in the memory suite.
       host_leaves: the numbers of leaves in the host suite.
@@ -50,37 +41,23 @@ class Settings(NamedTuple):
       tpu_layers: the number of layers, the width and the length in the tpu suite. The
         gradients must not fit into the on-chip memory of 128 MiB.
       tpu_vocabulary: the number of tokens that the tpu suite embeds.
-      fit_workloads: the workloads of the fit suite.
-      fit_sizes: the number of sizes of a micro-batch that the fit suite compiles.
-      fit_limits: the number of limits of memory in the fit suite.
-      gigabyte_workloads: the workloads of the real memory suite.
     """
 
     workloads: Workloads
     cases: tuple[Case, ...]
     rounds: int
     seconds: float
-    leaves: tuple[int, ...]
-    ks: tuple[int, ...]
-    widths: tuple[int, ...]
     sequences: int
     windows: int
     max_length: int
     shapes: int
     lengths: tuple[str, ...]
-    rebalance_runs: int = 20
-    noise_workloads: tuple[str, ...] = ("stacked layers",)
-    noise_rounds: int = 30
     grown_in_memory: str = "stacked"
     memory_ks: tuple[int, ...] = (1, 2, 4, 8, 16)
     host_leaves: tuple[int, ...] = (10, 300, 3000)
     host_variables: tuple[int, ...] = (10, 100, 1000)
     tpu_layers: tuple[int, int, int] = (24, 2048, 512)
     tpu_vocabulary: int = 32_768
-    fit_workloads: tuple[str, ...] = tuple(FIT_WORKLOADS)
-    fit_sizes: int = 32
-    fit_limits: int = 20
-    gigabyte_workloads: tuple[str, ...] = tuple(GIGABYTE_WORKLOADS)
 
     def say(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -91,26 +68,16 @@ QUICK = Settings(
     cases=(Case("LoRA", "AdamW", 2), Case("stacked", "AdamW", 2)),
     rounds=1,
     seconds=0,
-    leaves=(3,),
-    ks=(2,),
-    widths=(16,),
     sequences=16,
     windows=1,
     max_length=64,
     shapes=2,
     lengths=("dialogue",),
-    rebalance_runs=1,
-    noise_workloads=("stacked",),
-    noise_rounds=2,
     memory_ks=(1, 2),
     host_leaves=(3,),
     host_variables=(3,),
     tpu_layers=(32, 1024, 128),
     tpu_vocabulary=16_384,
-    fit_workloads=("square layers",),
-    fit_sizes=5,
-    fit_limits=2,
-    gigabyte_workloads=(),
 )
 
 
@@ -120,16 +87,12 @@ def full() -> Settings:
     workloads = WORKLOADS if on_cpu else LARGE_WORKLOADS
     return Settings(
         workloads=workloads,
-        # The growth suite varies k.
         cases=(
             *(Case(name, "AdamW", 8) for name in workloads),
             Case("square layers", "SGD", 8),
         ),
         rounds=21,
         seconds=20,
-        leaves=(10, 100, 1000, 10_000),
-        ks=(1, 4, 16, 64),
-        widths=(256, 512, 1024, 2048) if on_cpu else (1024, 2048, 4096, 8192),
         sequences=128,
         windows=7,
         max_length=512,

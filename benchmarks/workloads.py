@@ -256,30 +256,3 @@ TINY_WORKLOADS: Workloads = {
     "bfloat16": lambda: square_layers(32, 2, dtype=jnp.bfloat16),
 }
 """To check that everything runs and is right; times are meaningless."""
-
-FIT_WORKLOADS: Workloads = {
-    "square layers": lambda: square_layers(256, 4, 8),
-    "square layers, bfloat16": lambda: square_layers(256, 4, 8, jnp.bfloat16),
-    "stacked layers": lambda: stacked_layers(128, 6, 1, 32),
-    "stacked layers, remat, bfloat16": lambda: stacked_layers(
-        128, 6, 1, 32, dtype=jnp.bfloat16
-    ),
-    "tied embedding": lambda: stacked_layers(128, 4, 1, 32, 2048),
-    "tied embedding, remat, bfloat16": lambda: stacked_layers(
-        128, 4, 1, 32, 2048, jnp.bfloat16
-    ),
-    "transformer": lambda: transformer_of(128, 2, 1, 32),
-    "transformer, scan": lambda: transformer_of(128, 4, 1, 64, stacked=True),
-    "transformer, scan, remat, bfloat16": lambda: transformer_of(
-        128, 4, 1, 64, stacked=True, dtype=jnp.bfloat16
-    ),
-    "transformer, LoRA": lambda: transformer_of(128, 2, 1, 32, rank=4),
-}
-"""For a CPU, small enough to compile for every size."""
-
-GIGABYTE_WORKLOADS: Workloads = {
-    "stacked layers": lambda: stacked_layers(1024, 12, 1, 64),
-    "transformer, scan": lambda: transformer_of(1024, 8, 1, 64, stacked=True),
-    "transformer, LoRA": lambda: transformer_of(1024, 24, 1, 64, rank=8),
-}
-"""For a CPU, with more than 1 GB of parameters, moments and sums."""

@@ -29,11 +29,7 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
         "programs",
         "memory",
         "host",
-        "growth",
         "ragged",
-        "rebalance",
-        "noise",
-        "fit",
     }
     timed = [row for row in suites["speed"] if "contender" in row]
     assert {row["contender"] for row in timed} == CONTENDERS.keys()
@@ -59,16 +55,6 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
         assert row["peak / gradients alone"].keys() == row["net MB"].keys()
     for row in suites["ragged"]:
         assert row["update differs by"] < 2e-6
-    for row in suites["rebalance"]:
-        assert 1 <= row["computed / real tokens"] <= row["with waiting"]
-        if row["way"].startswith("planned"):
-            assert row["shapes in a run"] <= settings.QUICK.shapes
-    for row in suites["noise"]:
-        assert row["temporaries, with / without"] < 1.01
-        assert 1.9 < row["more operations / parameters"] < 2.2
-    for row in suites["fit"]:
-        assert row["too large"] == 0
-        assert row["compilations, at most"] <= 5
     table = (tmp_path / "benchmarks.md").read_text()
     assert all(name in table for name in CONTENDERS)
     for name in ("benchmarks.png", "memory.png", "ragged.png"):
