@@ -15,22 +15,12 @@ docs/performance.md` for its tables and `python -m benchmarks.picture` for its p
 import argparse
 from pathlib import Path
 
-from benchmarks import (
-    host,
-    memory,
-    padding,
-    programs,
-    ragged,
-    report,
-    settings,
-    speed,
-    tpu,
-)
+from benchmarks import host, programs, ragged, report, settings, speed, tpu
 
 SUITES = {
     "speed": speed.run,
     "programs": programs.run,
-    "memory": memory.run,
+    "memory": programs.run_growing,
     "host": host.run,
     "ragged": ragged.run,
 }
@@ -67,10 +57,8 @@ def main() -> None:
     suites = SUITES | ONLY_IF_NAMED
     results = {name: suites[name](chosen) for name in options.suite}
     report.write({name: rows for name, rows in results.items() if rows}, options.out)
-    if "memory" in results:
-        memory.picture(results["memory"], options.out / "memory.png")
     if "ragged" in results:
-        padding.picture(chosen, options.out / "ragged.png")
+        ragged.picture(chosen, options.out / "ragged.png")
     print((options.out / "benchmarks.md").read_text())
 
 

@@ -1,21 +1,20 @@
 """The host time of a call, more than that of `jit` itself, or of flax's `nnx.jit`."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 import optax_tokenaccum.nnx
 from benchmarks.measure import interleaved, spread
 from benchmarks.settings import Settings
-from benchmarks.workloads import Workload, many_leaves, window_of
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 
 CALLS, K = 20, 8
+SGD, BATCH = optax.sgd(0.1), jnp.arange(1.0, 5.0)
+NEVER = 1_000_000  # micro-batches of one window that stays open
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
@@ -23,14 +22,14 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     rows = []
     for leaves in settings.host_leaves:
         settings.say(f"host time of {leaves} leaves")
-        workload = many_leaves(leaves, total=leaves)
-        steps = {"train step": _train_steps, "window step": _window_steps}
-        if leaves > 1000:  # XLA compiles such a loop for many minutes
-            del steps["window step"]
-        rows += [
-            _measure(settings, leaves, name, build(workload))
-            for name, build in steps.items()
-        ]
+        train_step = make_train_step(_loss_fn, SGD, NEVER)
+        pair = _ours_and_plain(train_step, train_step.accumulate, leaves, BATCH)
+        rows.append(_measure(settings, leaves, "train step", pair))
+        if leaves <= 1000:  # XLA compiles a longer loop for many minutes
+            window_step = make_window_step(_loss_fn, SGD)
+            stacked = jnp.stack([BATCH] * K)
+            pair = _ours_and_plain(window_step, window_step, leaves, stacked)
+            rows.append(_measure(settings, leaves, "window step", pair))
     for variables in settings.host_variables:
         settings.say(f"host time of {variables} variables")
         pair = _nnx_steps(variables)
@@ -53,17 +52,10 @@ def _measure(
     }
 
 
-def _train_steps(workload: Workload) -> dict[str, Any]:
-    """Micro-batches of one window that stays open."""
-    step = make_train_step(workload.loss_fn, optax.sgd(0.1), 1_000_000)
-    batch = window_of(workload, 1).micro_batches[0]
-    return _ours_and_plain(step, step.accumulate, step.init, workload, batch)
-
-
-def _window_steps(workload: Workload) -> dict[str, Any]:
-    step = make_window_step(workload.loss_fn, optax.sgd(0.1))
-    stacked = window_of(workload, K).stacked
-    return _ours_and_plain(step, step, step.init, workload, stacked)
+def _loss_fn(params: list[jax.Array], batch: jax.Array) -> Any:
+    """A loss of one parameter per leaf, and almost no computation."""
+    total = jnp.sum(jnp.stack([jnp.sum(p) for p in params]))
+    return total * jnp.sum(batch), jnp.sum(batch)
 
 
 def _nnx_steps(variables: int) -> dict[str, Any]:
@@ -74,8 +66,7 @@ def _nnx_steps(variables: int) -> dict[str, Any]:
             self.leaves = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(variables)])
 
     def loss_fn(model: Model, batch: Any) -> Any:
-        total = jnp.sum(jnp.stack([jnp.sum(leaf[...]) for leaf in model.leaves]))
-        return total * jnp.sum(batch), jnp.sum(batch)
+        return _loss_fn([leaf[...] for leaf in model.leaves], batch)
 
     @nnx.jit
     def flax_step(model: Model, optimizer: nnx.Optimizer, batch: Any) -> Any:
@@ -85,28 +76,25 @@ def _nnx_steps(variables: int) -> dict[str, Any]:
 
     def calls(step: Any) -> _Calls:
         model = Model()
-        tx = token_accumulation(optax.sgd(0.1), 1_000_000)
+        tx = token_accumulation(SGD, NEVER)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         def run(state: Any, data: Any) -> Any:
             return state, step(*state, data)
 
-        return _Calls(run, (model, optimizer), np.ones(4, np.float32))
+        return _Calls(run, (model, optimizer), BATCH)
 
     step = optax_tokenaccum.nnx.make_train_step(loss_fn)
     return {"ours": calls(step), "plain": calls(flax_step)}
 
 
-def _ours_and_plain(
-    ours: Any, traced: Any, init: Any, workload: Workload, data: Any
-) -> dict[str, Any]:
+def _ours_and_plain(ours: Any, traced: Any, leaves: int, data: Any) -> dict[str, Any]:
     """Calls of a step, and of `jit` of the same program with the same arguments."""
-    plain = jax.jit(
-        lambda state, data: traced(state, data, frozen=None), donate_argnums=0
-    )
+    params = [jnp.ones(1) for _ in range(leaves)]
+    plain = jax.jit(lambda state, data: traced(state, data), donate_argnums=0)
     return {
-        "ours": _Calls(partial(ours, frozen=None), init(workload.params), data),
-        "plain": _Calls(plain, init(workload.params), data),
+        "ours": _Calls(ours, ours.init(params), data),
+        "plain": _Calls(plain, ours.init(params), data),
     }
 
 

@@ -1,4 +1,4 @@
-"""The contenders' types, and their two kinds of loop."""
+"""What a way to accumulate is: its types, and the loops that several ways share."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.workloads import Window, Workload
+from optax_tokenaccum import memory
+
+Optimizer = optax.GradientTransformation
 
 
 class Program(NamedTuple):
@@ -21,20 +24,25 @@ class Program(NamedTuple):
     lowered: jax.stages.Lowered
     held: int = 0
 
+    def peak(self) -> int:
+        """Compiles, and counts temporaries, outputs that alias nothing, and `held`."""
+        report = memory(self.lowered.compile())
+        return report.temporaries + report.outputs - report.aliased + self.held
+
 
 class Loop(NamedTuple):
     """A training loop, window by window.
 
     Attributes:
-      state: the initial state.
+      init: `init(params) -> state`, in buffers of its own; the parameters are its first
+        element.
       run: `run(state, window) -> state`; it may donate the state.
-      params: `params(state)` returns the parameters.
-      lower: `lower(state, window) -> {name: program}`, the programs that it runs.
+      lower: `lower(state, window) -> {name: program}`, the programs that it runs, the
+        one of a micro-batch first. Shapes are enough.
     """
 
-    state: Any
+    init: Callable[[Any], Any]
     run: Callable[[Any, Window], Any]
-    params: Callable[[Any], Any]
     lower: Callable[[Any, Window], dict[str, Program]]
 
 
@@ -48,53 +56,63 @@ class Contender(NamedTuple):
     """
 
     kind: str
-    build: Callable[[Workload, optax.GradientTransformation, int], Loop]
+    build: Callable[[Workload, Optimizer, int], Loop]
     exact: bool = True
 
 
-def call_per_micro_batch(
+def one_program(
     workload: Workload,
-    opt_state: Any,
+    init: Callable[[Any], Any],
     step: Callable[..., Any],
-    sums: Callable[[Any], Any],
+    batches: Callable[[Window], list[Any]],
+    sums: Callable[[Any], Any] = lambda opt_state: (),
 ) -> Loop:
     """A loop of `step(params, opt_state, batch, frozen) -> (params, opt_state)`.
 
-    `sums(opt_state)` returns the sums.
+    Args:
+      workload: what to train.
+      init: `init(params) -> opt_state`.
+      step: called for every batch.
+      batches: the batches of a window.
+      sums: the sums in the `opt_state`.
     """
     jitted = jax.jit(step, donate_argnums=(0, 1))
 
     def run(state: Any, window: Window) -> Any:
-        for batch in window.micro_batches:
+        for batch in batches(window):
             state = jitted(*state, batch, workload.frozen)
         return state
 
     def lower(state: Any, window: Window) -> Any:
-        batch = window.micro_batches[0]
-        lowered = jitted.lower(*state, batch, workload.frozen)
-        return {"step": Program(lowered, size_in_bytes(sums(opt_state)))}
+        lowered = jitted.lower(*state, batches(window)[0], workload.frozen)
+        return {"step": Program(lowered, size_in_bytes(sums(state[1])))}
 
-    start = (owned(workload.params), owned(opt_state))
-    return Loop(start, run, lambda state: state[0], lower)
+    return Loop(lambda params: owned((params, init(params))), run, lower)
 
 
-def call_per_window(
-    workload: Workload,
-    opt_state: Any,
-    step: Callable[..., Any],
-    data: Callable[[Window], Any],
-) -> Loop:
-    """A loop of `step(params, opt_state, data, frozen) -> (params, opt_state)`."""
-    jitted = jax.jit(step, donate_argnums=(0, 1))
+def optimizer_that_accumulates(workload: Workload, optimizer: Any, loss: Any) -> Loop:
+    """A handwritten train step, which updates the optimizer on every micro-batch.
 
-    def run(state: Any, window: Window) -> Any:
-        return jitted(*state, data(window), workload.frozen)
+    Args:
+      workload: what to train.
+      optimizer: ours gets `num_tokens`; optax's ignores it.
+      loss: the sum or the mean over a micro-batch, as the optimizer expects it.
+    """
 
-    def lower(state: Any, window: Window) -> Any:
-        return {"step": Program(jitted.lower(*state, data(window), workload.frozen))}
+    def step(params: Any, opt_state: Any, batch: Any, frozen: Any) -> Any:
+        gradient, n = jax.grad(loss, has_aux=True)(params, batch, frozen)
+        updates, opt_state = optimizer.update(gradient, opt_state, params, num_tokens=n)
+        return optax.apply_updates(params, updates), opt_state
 
-    start = (owned(workload.params), owned(opt_state))
-    return Loop(start, run, lambda state: state[0], lower)
+    return one_program(workload, optimizer.init, step, one_by_one, sums_of)
+
+
+def one_by_one(window: Window) -> list[Any]:
+    return window.micro_batches
+
+
+def sums_of(opt_state: Any) -> Any:
+    return opt_state.acc_grads
 
 
 def empty_sums(params: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -107,9 +125,7 @@ def add(sums: Any, terms: Any) -> Any:
     return jax.tree.map(jnp.add, sums, terms)
 
 
-def apply_sums(
-    inner: optax.GradientTransformation, params: Any, opt_state: Any, sums: Any
-) -> tuple[Any, Any]:
+def apply_sums(inner: Optimizer, params: Any, opt_state: Any, sums: Any) -> Any:
     """Divides the sums once and applies the inner optimizer to the mean gradient."""
     _, num_tokens, gradients = sums
     mean = jax.tree.map(
@@ -118,9 +134,7 @@ def apply_sums(
     return apply(inner, params, opt_state, mean)
 
 
-def apply(
-    inner: optax.GradientTransformation, params: Any, opt_state: Any, gradient: Any
-) -> tuple[Any, Any]:
+def apply(inner: Optimizer, params: Any, opt_state: Any, gradient: Any) -> Any:
     updates, opt_state = inner.update(gradient, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 

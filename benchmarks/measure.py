@@ -1,5 +1,6 @@
 """Interleaved timings in one process, and the ratios of pairs."""
 
+import itertools
 import math
 import statistics
 import time
@@ -7,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import optax
 
 
 class Spread(NamedTuple):
@@ -58,21 +61,28 @@ def interleaved(
     return times
 
 
+def ratio(times: list[float], over: list[float]) -> Spread:
+    """The times of a run divided by those of another one in the same rounds."""
+    return spread([a / b for a, b in zip(times, over, strict=True)])
+
+
 def ratios(times: dict[str, list[float]], over: str) -> dict[str, Spread]:
-    """The time of each run divided by the time of `over` in the same round."""
-    return {
-        name: spread([a / b for a, b in zip(own, times[over], strict=True)])
-        for name, own in times.items()
-    }
+    """The times of each run divided by those of `over` in the same rounds."""
+    return {name: ratio(own, times[over]) for name, own in times.items()}
 
 
-def net_memory(program: jax.stages.Compiled) -> float:
-    """Temporary + output - aliased bytes, so without arguments; NaN if unknown."""
-    memory = program.memory_analysis()
-    if memory is None:
-        return math.nan
-    return (
-        memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+class Running:
+    """Runs `run(state, data) -> state` on one of the data after another, in a cycle."""
+
+    def __init__(self, run: Callable[[Any, Any], Any], state: Any, *data: Any):
+        self._run, self._state, self._data = run, state, itertools.cycle(data)
+
+    def __call__(self) -> Any:
+        self._state = self._run(self._state, next(self._data))
+        return self._state
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """The norm of the difference of two trees, divided by that of the second one."""
+    difference = jax.tree.map(np.subtract, got, expected)
+    return float(optax.tree.norm(difference) / optax.tree.norm(expected))

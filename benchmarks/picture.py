@@ -18,17 +18,18 @@ MODELS = {
     "stacked": "stacked layers, as in most large models",
     "square layers": "unrolled layers, expensive optimizer step",
 }
+OPTAX, BY_HAND, OURS = "#e8710a", "#8b949e", "#3b82f6"
 WAYS = {
-    "optax.MultiSteps": "optax.MultiSteps",
-    "scan by hand": "scan by hand",
-    "token_accumulation": "token_accumulation",
-    "train step": "make_train_step",
-    "window step": "make_window_step",
+    "optax.MultiSteps": ("optax.MultiSteps", OPTAX),
+    "scan by hand": ("scan by hand", BY_HAND),
+    "token_accumulation": ("token_accumulation", OURS),
+    "train step": ("make_train_step", OURS),
+    "window step": ("make_window_step", OURS),
 }
-COLOURS = {"optax": "#e8710a", "by hand": "#8b949e", "ours": "#3b82f6"}
-# A grey and colours that are readable on white and on black; text stays text.
-STYLE = dict.fromkeys(("text.color", "xtick.color", "ytick.color"), "#7d8590") | {
-    "axes.labelcolor": "#7d8590",
+GREY = "#7d8590"
+# The grey and the colours are readable on white and on black; text stays text.
+STYLE = dict.fromkeys(("text.color", "xtick.color", "ytick.color"), GREY) | {
+    "axes.labelcolor": GREY,
     "svg.fonttype": "none",
     "svg.hashsalt": "performance",
     "font.family": "sans-serif",
@@ -41,37 +42,14 @@ def draw(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     suites = json.loads(RESULTS.read_text())["suites"]
-    speed = [x for x in suites["speed"]["rows"] if x["optimizer"] == "AdamW"]
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(
             len(MODELS), 2, figsize=(6, 4.2), sharex="col", sharey=True
         )
         for (memory, time), (model, title) in zip(panels, MODELS.items(), strict=True):
-            kinds, times = {}, {}
-            for way, row in _of(model, speed).items():
-                kinds[way], times[way] = row["kind"], row["time"]
-            peaks = {
-                way: [max(row["peak / gradients alone"].values())]
-                for way, row in _of(model, suites["programs"]["rows"]).items()
-            }
-            for panel, values in (memory, peaks), (time, times):
-                for way, label in WAYS.items():
-                    median, *spread = values[way]
-                    panel.barh(label, median, color=COLOURS[kinds[way]])
-                    if spread:
-                        panel.plot(spread, [label] * 2, color="#7d8590")
-                    end = max([median, *spread])
-                    panel.annotate(
-                        f"{median:.2f}",
-                        (end, label),
-                        (3, 0),
-                        textcoords="offset points",
-                        va="center",
-                    )
-                panel.axvline(1, color="#7d8590", linestyle=":", linewidth=1)
-                panel.spines[:].set_visible(False)
-                panel.tick_params(length=0)
-                panel.margins(x=0.25)
+            peaks = _of(model, suites["programs"]["rows"], "peak / gradients alone")
+            _bars(memory, {way: [max(peaks[way].values())] for way in WAYS})
+            _bars(time, _of(model, suites["speed"]["rows"], "time"))
             memory.set_title(title, loc="left", fontsize=10)
         panels[0, 0].invert_yaxis()
         panels[-1, 0].set_xlabel("peak memory / gradients alone")
@@ -81,13 +59,25 @@ def draw(path: Path) -> None:
     plt.close(figure)
 
 
-def _of(model: str, rows: Rows) -> dict[str, dict[str, Any]]:
-    """The rows of a model, by their way to accumulate."""
-    return {
-        row["contender"]: row
-        for row in rows
-        if row["workload"] == model and row.get("contender") in WAYS
-    }
+def _bars(panel: Any, values: dict[str, list[float]]) -> None:
+    """Draws a bar for every way, and a line from the minimum to the maximum."""
+    for way, (label, colour) in WAYS.items():
+        median, *spread = values[way]
+        panel.barh(label, median, color=colour)
+        panel.plot(spread, [label] * len(spread), color=GREY)
+        place = max(values[way]), label
+        panel.annotate(
+            f"{median:.2f}", place, (3, 0), textcoords="offset points", va="center"
+        )
+    panel.axvline(1, color=GREY, linestyle=":", linewidth=1)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(length=0)
+    panel.margins(x=0.25)
+
+
+def _of(model: str, rows: Rows, column: str) -> dict[str, Any]:
+    """The values of a model, by the way to accumulate."""
+    return {row["contender"]: row[column] for row in rows if row["workload"] == model}
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """A window of ragged sequences: padded, packed, and planned."""
 
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import matplotlib
 import model as transformer
 import numpy as np
 import optax
 from data import PADDING, VOCABULARY, Batch, encode, pad, read_corpus
 
-from benchmarks.measure import interleaved, spread
+from benchmarks.measure import Running, interleaved, ratio, relative_error
 from benchmarks.settings import Settings
 from optax_tokenaccum import (
     choose_length_buckets,
@@ -51,22 +51,24 @@ class Way(NamedTuple):
     Attributes:
       state: the initial state.
       run: `run(state, sequences) -> state`, from lists of arrays to the update.
-      tokens: `tokens(sequences)`: number of computed positions, including padding.
+      layout: `layout(sequences)`: the arrays that are computed, including padding.
     """
 
     state: Any
     run: Callable[[Any, Sequences], Any]
-    tokens: Callable[[Sequences], int]
+    layout: Callable[[Sequences], Iterator[Any]]
+
+    def tokens(self, windows: list[Sequences]) -> int:
+        """The number of computed positions, including padding."""
+        return sum(x.inputs.size for window in windows for x in self.layout(window))
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
     """Returns a row for every distribution of lengths and every way."""
     rows = []
-    for name, sequences in _distributions(settings):
-        if name not in settings.lengths:
-            continue
+    for name in settings.lengths:
         settings.say(f"ragged: {name}")
-        rows += measure(name, sequences, settings)
+        rows += measure(name, sequences_of(name, settings), settings)
     return rows
 
 
@@ -83,32 +85,30 @@ def measure(
     lengths = [len(sequence.inputs) for sequence in sequences]
     buckets = choose_length_buckets(lengths, settings.shapes)
     # The update is far larger than the parameters, so none of it is rounded away.
+    once = _ways(buckets, settings, optax.sgd(2.0**20))
     updates = {
-        way: jax.tree.map(np.asarray, run(state, windows[0]).params)
-        for way, (state, run, _) in _ways(buckets, settings, optax.sgd(2.0**20)).items()
+        way: run(state, windows[0]).params for way, (state, run, _) in once.items()
     }
     ways = _ways(buckets, settings, optax.adamw(1e-3))
-    compile_seconds = {way: _compile_seconds(ways[way], windows) for way in ways}
-    running = {way: _Running(ways[way], windows) for way in ways}
-    times = interleaved(running, rounds=settings.rounds, seconds=2 * settings.seconds)
+    running = {way: Running(x.run, x.state, *windows) for way, x in ways.items()}
+    times = interleaved(
+        running,
+        rounds=settings.rounds,
+        warm_up=len(windows),  # which compiles every shape
+        seconds=2 * settings.seconds,
+    )
     real = sum(len(sequence.inputs) for window in windows for sequence in window)
-    share = {
-        way: sum(ways[way].tokens(window) for window in windows) / real for way in ways
-    }
-    rows = []
-    for way in ways:
-        rows.append(
-            {
-                "lengths": name,
-                "way": way,
-                "scan / it": _pairs(times[BASE], times[way]),
-                "it / planned": _pairs(times[way], times[PLANNED]),
-                "computed / real tokens": share[way],
-                "update differs by": _difference(updates[way], updates[BASE]),
-                "compiling / scan's": compile_seconds[way] / compile_seconds[BASE],
-            }
-        )
-    return rows
+    return [
+        {
+            "lengths": name,
+            "way": way,
+            "scan / it": ratio(times[BASE], times[way]),
+            "it / planned": ratio(times[way], times[PLANNED]),
+            "computed / real tokens": ways[way].tokens(windows) / real,
+            "update differs by": relative_error(updates[way], updates[BASE]),
+        }
+        for way in ways
+    ]
 
 
 def _ways(
@@ -123,60 +123,52 @@ def _ways(
     packed_step = make_window_step(packed_loss_fn, inner)
     train_step = make_train_step(loss_fn, inner)
 
-    def scan(state: Any, window: Sequences) -> Any:
-        longest = max(map(len, (sequence.inputs for sequence in window)))
+    def padded(window: Sequences) -> Iterator[Batch]:
+        longest = max(len(sequence.inputs) for sequence in window)
         whole = pad(window, [longest])
-        stacked = jax.tree.map(lambda x: x.reshape(-1, ROWS, longest), whole)
-        return window_step(state, stacked)[0]
+        yield jax.tree.map(lambda x: x.reshape(-1, ROWS, longest), whole)
 
-    def random_micro_batches(state: Any, window: Sequences) -> Any:
+    def as_they_come(window: Sequences) -> Iterator[Batch]:
         for start in range(0, size, ROWS):
-            batch = pad(window[start : start + ROWS], list(buckets))
-            state, _ = train_step.accumulate(state, batch)
-        return train_step.close_window(state)[0]
+            yield pad(window[start : start + ROWS], list(buckets))
 
-    def packed(state: Any, window: Sequences) -> Any:
-        rows = pack(window, max_length)
+    def packed(window: Sequences) -> Iterator[Packed]:
+        yield pack(window, max_length)
+
+    def planned(window: Sequences) -> Iterator[Batch]:
+        for plan in plan_window([len(x.inputs) for x in window], **cut):
+            yield pad_micro_batch(window, plan, pad_values=PADDING)
+
+    def call_each(layout: Callable[[Sequences], Iterator[Batch]]) -> Way:
+        def run(state: Any, window: Sequences) -> Any:
+            for batch in layout(window):
+                state, _ = train_step.accumulate(state, batch)
+            return train_step.close_window(state)[0]
+
+        return Way(train_step.init(params), run, layout)
+
+    def run_padded(state: Any, window: Sequences) -> Any:
+        return window_step(state, *padded(window))[0]
+
+    def run_packed(state: Any, window: Sequences) -> Any:
+        (rows,) = packed(window)
         k = -(-len(rows.inputs) // 2)
-        stacked = jax.tree.map(lambda x: _room(x, size // 2, 2), rows)
+        room = [(0, size - len(rows.inputs)), (0, 0)]
+        stacked = jax.tree.map(
+            lambda x: np.pad(x, room).reshape(-1, 2, max_length), rows
+        )
         return packed_step(state, stacked, num_micro_batches=k)[0]
 
-    def planned_calls(state: Any, window: Sequences) -> Any:
-        for plan in plan_window([len(x.inputs) for x in window], **cut):
-            batch = pad_micro_batch(window, plan, pad_values=PADDING)
-            state, _ = train_step.accumulate(state, batch)
-        return train_step.close_window(state)[0]
-
-    def planned(state: Any, window: Sequences) -> Any:
+    def run_planned(state: Any, window: Sequences) -> Any:
         laid_out = pad_window(window, pad_values=PADDING, **cut)
         return window_step(state, laid_out)[0]
 
-    def planned_tokens(window: Sequences) -> int:
-        plans = plan_window([len(x.inputs) for x in window], **cut)
-        return sum(plan.num_rows * plan.length for plan in plans)
-
-    def random_tokens(window: Sequences) -> int:
-        starts = range(0, size, ROWS)
-        return sum(pad(window[i : i + ROWS], list(buckets)).inputs.size for i in starts)
-
     return {
-        BASE: Way(
-            window_step.init(params),
-            scan,
-            lambda window: len(window) * max(len(x.inputs) for x in window),
-        ),
-        "random micro-batches": Way(
-            train_step.init(params), random_micro_batches, random_tokens
-        ),
-        "packed in rows": Way(
-            packed_step.init(params),
-            packed,
-            lambda window: pack(window, max_length).inputs.size,
-        ),
-        "planned, a call each": Way(
-            train_step.init(params), planned_calls, planned_tokens
-        ),
-        PLANNED: Way(window_step.init(params), planned, planned_tokens),
+        BASE: Way(window_step.init(params), run_padded, padded),
+        "random micro-batches": call_each(as_they_come),
+        "packed in rows": Way(packed_step.init(params), run_packed, packed),
+        "planned, a call each": call_each(planned),
+        PLANNED: Way(window_step.init(params), run_planned, planned),
     }
 
 
@@ -222,73 +214,56 @@ def pack(sequences: Sequences, length: int) -> Packed:
     return packed
 
 
-def _room(x: np.ndarray, capacity: int, rows: int) -> np.ndarray:
-    """Reshapes to `[capacity, rows, length]`, with zeros after the micro-batches."""
-    stacked = x.reshape(-1, rows, x.shape[-1])
-    room = np.zeros((capacity, *stacked.shape[1:]), x.dtype)
-    room[: len(stacked)] = stacked
-    return room
-
-
-def _distributions(settings: Settings) -> Iterator[tuple[str, Sequences]]:
-    """Yields real dialogue, and random bytes with other lengths."""
+def sequences_of(name: str, settings: Settings) -> Sequences:
+    """Real dialogue, a prompt and its answer in bytes; or random bytes."""
     size, longest = settings.sequences, settings.max_length
-    yield "dialogue", dialogue(settings)
+    if name == "dialogue":
+        pairs, _ = read_corpus()
+        encoded = [x for x in map(encode, pairs) if len(x.inputs) <= longest]
+        return encoded[: settings.windows * size]
     rng = np.random.default_rng(0)
-    count = 4 * size
-    for name, lengths in {
-        "log-normal": rng.lognormal(4.5, 1, count),
-        "uniform": rng.uniform(2, longest, count),
-        "two lengths": rng.choice([24, 480], count, p=[0.8, 0.2]),
-    }.items():
-        yield name, [_random(rng, n) for n in np.clip(lengths, 2, longest)]
+    lengths = {
+        "log-normal": lambda: rng.lognormal(4.5, 1, 4 * size),
+        "uniform": lambda: rng.uniform(2, longest, 4 * size),
+        "two lengths": lambda: rng.choice([24, 480], 4 * size, p=[0.8, 0.2]),
+    }[name]()
+    return [_random(rng, int(n)) for n in np.clip(lengths, 2, longest)]
 
 
-def dialogue(settings: Settings) -> Sequences:
-    """Pairs of a prompt and an answer, in bytes, for `settings.windows` windows."""
-    pairs, _ = read_corpus()
-    encoded = [x for x in map(encode, pairs) if len(x.inputs) <= settings.max_length]
-    return encoded[: settings.windows * settings.sequences]
+def _random(rng: np.random.Generator, length: int) -> Batch:
+    tokens = rng.integers(0, 256, length + 1).astype(np.int32)
+    return Batch(tokens[:-1], tokens[1:], np.ones(length, bool))
 
 
-def _random(rng: np.random.Generator, length: float) -> Batch:
-    tokens = rng.integers(0, 256, int(length) + 1).astype(np.int32)
-    return Batch(tokens[:-1], tokens[1:], np.ones(int(length), bool))
+def picture(settings: Settings, path: Path) -> None:
+    """Draws a window before and after planning, one line per row."""
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
 
-
-class _Running:
-    """Runs a way on one window after another, in a cycle."""
-
-    def __init__(self, way: Way, windows: list[Sequences]):
-        # Copies the state, because the step donates it.
-        self._way, self._windows = way, windows
-        self._state = jax.tree.map(jnp.copy, way.state)
-        self._next = 0
-
-    def __call__(self) -> Any:
-        window = self._windows[self._next % len(self._windows)]
-        self._next += 1
-        self._state = self._way.run(self._state, window)
-        return self._state
-
-
-def _pairs(a: list[float], b: list[float]) -> Any:
-    return spread([x / y for x, y in zip(a, b, strict=True)])
-
-
-def _compile_seconds(way: Way, windows: list[Sequences]) -> float:
-    """How much longer a first pass over the windows takes than a second one."""
-    passes = []
-    running = _Running(way, windows)
-    for _ in range(2):
-        began = time.perf_counter()
-        for _ in windows:
-            jax.block_until_ready(running())
-        passes.append(time.perf_counter() - began)
-    return passes[0] - passes[1]
-
-
-def _difference(params: Any, reference: Any) -> float:
-    """The relative L2 difference of parameters that consist of one large update."""
-    difference = jax.tree.map(np.subtract, params, reference)
-    return float(optax.tree.norm(difference) / optax.tree.norm(reference))
+    sequences = sequences_of("dialogue", settings)
+    everything = [len(sequence.inputs) for sequence in sequences]
+    buckets = choose_length_buckets(everything, settings.shapes)
+    drawn = np.random.default_rng(0).permutation(everything)[: settings.sequences]
+    plans = plan_window(
+        drawn, max_tokens=2 * settings.max_length, length_buckets=buckets
+    )
+    before = [(length, drawn.max()) for length in drawn]
+    after = [
+        (drawn[plan.indices[row]] if row < len(plan.indices) else 0, plan.length)
+        for plan in plans
+        for row in range(plan.num_rows)
+    ]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 5), sharex=True)
+    titles = ("padded to the longest", f"planned in {len(set(buckets))} shapes")
+    for panel, rows, title in zip(panels, (before, after), titles, strict=True):
+        tokens, widths = np.array(rows).T
+        places, share = np.arange(len(rows)), widths.sum() / tokens.sum()
+        panel.barh(places, widths, height=1, color="C7", alpha=0.35, label="padding")
+        panel.barh(places, tokens, height=1, color="C0", label="tokens")
+        panel.set(title=f"{title}: {share:.2f} times the tokens", xlabel="positions")
+        panel.invert_yaxis()
+    panels[0].set_ylabel("rows of a window")
+    panels[0].legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,4 +1,4 @@
-"""Writes the results as JSON, as Markdown tables and as a picture."""
+"""Writes the results as JSON and as Markdown tables."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
 import optax
 
 from benchmarks.measure import Spread
@@ -18,10 +17,7 @@ Suites = dict[str, dict[str, Any]]
 
 
 def write(results: dict[str, Rows], folder: Path) -> None:
-    """Writes `benchmarks.json`, `benchmarks.md` and, for speeds, `benchmarks.png`.
-
-    The results of other suites in the folder are kept.
-    """
+    """Writes `benchmarks.json` and `benchmarks.md`; keeps results of other suites."""
     folder.mkdir(parents=True, exist_ok=True)
     file, where = folder / "benchmarks.json", machine()
     suites = json.loads(file.read_text())["suites"] if file.exists() else {}
@@ -30,8 +26,6 @@ def write(results: dict[str, Rows], folder: Path) -> None:
     }
     file.write_text(as_json(suites))
     (folder / "benchmarks.md").write_text(markdown(suites, folder.name))
-    if "speed" in results:
-        picture(results["speed"], folder / "benchmarks.png")
 
 
 def machine() -> dict[str, Any]:
@@ -73,43 +67,6 @@ def markdown(suites: Suites, folder: str) -> str:
             kinds.setdefault(tuple(row), []).append(row)
         parts += [table(alike) for alike in kinds.values()]
     return "\n".join(parts)
-
-
-def picture(rows: Rows, path: Path) -> None:
-    """Draws medians and spreads with AdamW, one panel per workload."""
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in rows if row["optimizer"] == "AdamW" and "contender" in row]
-    cases = {(row["workload"], row["k"]) for row in rows if row["k"] <= 8}
-    workloads = {workload: k for workload, k in sorted(cases)}
-    columns = min(len(workloads), 4)
-    lines = -(-len(workloads) // columns)
-    figure, panels = plt.subplots(
-        lines,
-        columns,
-        figsize=(3.2 * columns + 1, 5 * lines),
-        sharey=True,
-        squeeze=False,
-    )
-    for unused in panels.flat[len(workloads) :]:
-        unused.set_visible(False)
-    colours = {"limit": "0.6", "optax": "C1", "by hand": "C7", "ours": "C0"}
-    for panel, case in zip(panels.flat, workloads.items(), strict=False):
-        for row in (row for row in rows if (row["workload"], row["k"]) == case):
-            median, low, high = row["time"]
-            colour = colours[row["kind"]]
-            panel.plot([low, high], [row["contender"]] * 2, color=colour, alpha=0.4)
-            panel.plot(median, row["contender"], "o", color=colour)
-        panel.axvline(1, color="0.8", zorder=0)
-        panel.set_title("{}, k = {}".format(*case))
-        panel.set_xlabel("time / (gradients + one step)")
-        panel.set_xlim(left=0)
-    panels[0, 0].invert_yaxis()
-    figure.suptitle("Time of a window with AdamW: median, minimum and maximum")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def table(rows: Rows) -> str:

@@ -7,73 +7,53 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.limits import LIMITS, bytes_of_a_window
-from benchmarks.loops import Contender, Loop
-from benchmarks.measure import interleaved, ratios, spread
-from benchmarks.ours import OURS
-from benchmarks.peers import PEERS
-from benchmarks.settings import Case, Settings
+from benchmarks.measure import Running, interleaved, ratios, relative_error, spread
+from benchmarks.settings import ADAMW, Settings
+from benchmarks.ways import CONTENDERS
 from benchmarks.workloads import Window, Workload, window_of
 
-CONTENDERS: dict[str, Contender] = LIMITS | PEERS | OURS
 BASE = "gradients + one step"
-PAIRS = (
-    ("optax.MultiSteps", "train step"),
-    ("optax.MultiSteps", "window step"),
-    ("optax.MultiSteps", "token_accumulation"),
-    ("pair by hand", "train step"),
-    ("scan by hand", "window step"),
-    ("train step", BASE),
-)
-OPTIMIZERS = {"AdamW": optax.adamw(1e-4), "SGD": optax.sgd(1e-4)}
 # Above the rounding of each dtype, far below the error of a mean of means.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """Returns a row for every case and contender, and for every pair in `PAIRS`."""
+    """Returns a row for every workload and contender.
+
+    The optimizer is AdamW.
+    """
     rows = []
-    for case in settings.cases:
-        settings.say(f"speed: {', '.join(map(str, case))}")
-        rows += measure(case, settings)
+    for name, make in settings.workloads.items():
+        settings.say(f"speed: {name}")
+        rows += measure(name, make(), settings)
     return rows
 
 
-def measure(case: Case, settings: Settings) -> list[dict[str, Any]]:
-    """Measures all contenders of one case in interleaved rounds."""
-    workload = settings.workloads[case.workload]()
-    inner, k = OPTIMIZERS[case.optimizer], case.k
-    errors = check(workload, k)
-    window = window_of(workload, k)
-    running = {
-        name: Running(contender.build(workload, inner, k), window)
-        for name, contender in CONTENDERS.items()
-    }
+def measure(name: str, workload: Workload, settings: Settings) -> list[dict[str, Any]]:
+    """Measures all contenders on one workload in interleaved rounds."""
+    errors = check(workload, settings.k)
+    window = window_of(workload, settings.k)
+    running = {}
+    for way, contender in CONTENDERS.items():
+        loop = contender.build(workload, ADAMW, settings.k)
+        running[way] = Running(loop.run, loop.init(workload.params), window)
     times = interleaved(running, rounds=settings.rounds, seconds=settings.seconds)
     over_base = ratios(times, BASE)
-    pairs = {
-        f"{a} / {b}": spread([x / y for x, y in zip(times[a], times[b], strict=True)])
-        for a, b in PAIRS
-    }
     rows = [
-        case._asdict()
-        | {
-            "contender": name,
+        {
+            "workload": name,
+            "k": settings.k,
+            "contender": way,
             "kind": contender.kind,
-            "gradient error": errors.get(name),
-            "time": over_base[name],
+            "gradient error": errors.get(way),
+            "time": over_base[way],
         }
-        for name, contender in CONTENDERS.items()
+        for way, contender in CONTENDERS.items()
     ]
     if jax.default_backend() != "cpu":
-        needed = bytes_of_a_window(workload, inner, k)
-        for row in rows:
-            seconds = spread(times[row["contender"]])
+        for row, seconds in zip(rows, times.values(), strict=True):
             row["milliseconds"] = spread([1e3 * x for x in seconds])
-            row["GB/s of the bytes that must move"] = needed / seconds.median / 1e9
-    return rows + [
-        case._asdict() | {"pair": name, "ratio": ratio} for name, ratio in pairs.items()
-    ]
+    return rows
 
 
 def check(workload: Workload, k: int) -> dict[str, float]:
@@ -87,27 +67,18 @@ def check(workload: Workload, k: int) -> dict[str, float]:
     # The update is far larger than the parameters, so none of it is rounded away.
     rate = 2.0**30
     errors = {}
-    for name, contender in (PEERS | OURS).items():
+    for name, contender in CONTENDERS.items():
+        if contender.kind == "limit":
+            continue
         loop = contender.build(workload, optax.sgd(rate), k)
-        after = loop.params(loop.run(loop.state, window))
+        after, *_ = loop.run(loop.init(workload.params), window)
         moved = jax.tree.map(
             lambda a, b: (_wide(a) - _wide(b)) / rate, workload.params, after
         )
-        errors[name] = error = _relative_error(moved, exact)
+        errors[name] = error = relative_error(moved, exact)
         right = error < TOLERANCE[jnp.dtype(workload.dtype).name]
         assert right == (contender.exact or k == 1), (name, k, error)
     return errors
-
-
-class Running:
-    """A loop that continues from its last state."""
-
-    def __init__(self, loop: Loop, window: Window):
-        self._loop, self._state, self._window = loop, loop.state, window
-
-    def __call__(self) -> Any:
-        self._state = self._loop.run(self._state, self._window)
-        return self._state
 
 
 def _gradient_in_float64(workload: Workload, window: Window) -> Any:
@@ -120,15 +91,6 @@ def _gradient_in_float64(workload: Workload, window: Window) -> Any:
         total = terms if total is None else jax.tree.map(np.add, total, terms)
         tokens += float(n)
     return jax.tree.map(lambda x: x / tokens, total)
-
-
-def _relative_error(got: Any, expected: Any) -> float:
-    difference = jax.tree.map(np.subtract, got, expected)
-    return float(_norm(difference) / _norm(expected))
-
-
-def _norm(tree: Any) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
 
 
 def _wide(x: Any) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The models to train, and ragged windows of data for them."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -154,26 +155,26 @@ def transformer_of(
     are float32.
     """
     vocabulary = 2048
-    model = transformer.init(
+    whole = transformer.init(
         jax.random.key(0), vocabulary=vocabulary, d_model=d_model, layers=layers
     )
     frozen = {}
-    params = model if stacked else _unstacked(model, layers)
+    params = whole if stacked else _unstacked(whole, layers)
     if rank:
         frozen = params
-        adapters = transformer.init_adapters(jax.random.key(1), model, rank)
+        adapters = transformer.init_adapters(jax.random.key(1), whole, rank)
         params = _unstacked(adapters, layers)
 
     def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
-        model = frozen | params
-        x = model["embedding"][batch["tokens"]].astype(dtype)
+        merged = frozen | params
+        x = merged["embedding"][batch["tokens"]].astype(dtype)
         if stacked:
             x = _scanned(transformer.block, x, params["layers"], dtype)
         else:
             for i, layer in enumerate(params["layers"]):
                 own = frozen["layers"][i] if frozen else {}
                 x = transformer.block(x, own | layer)
-        ends = {name: model[name].astype(dtype) for name in ("embedding", "final_norm")}
+        ends = {n: merged[n].astype(dtype) for n in ("embedding", "final_norm")}
         return softmax_cross_entropy_sum(
             transformer.logits(ends, x), batch["labels"], batch["mask"]
         )
@@ -201,58 +202,37 @@ def _unstacked(params: Any, layers: int) -> Any:
     }
 
 
-def many_leaves(leaves: int, total: int = 1_000_000) -> Workload:
-    """`total` parameters in `leaves` vectors, and almost no computation."""
-    size = max(total // leaves, 1)
-    params = {f"leaf {i}": jnp.ones(size) for i in range(leaves)}
-
-    def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
-        sums = [jnp.sum(p) for p in params.values()]
-        return jnp.sum(jnp.stack(sums)) * jnp.sum(batch), jnp.sum(batch)
-
-    def micro_batch(rng: np.random.Generator) -> Any:
-        return np.float32(rng.integers(1, 9, 4))
-
-    return Workload(params, None, loss_fn, micro_batch)
-
-
 Workloads = dict[str, Callable[[], Workload]]
 
-WORKLOADS: Workloads = {
-    "square layers": square_layers,
-    "transformer": transformer_of,
-    "stacked": lambda: transformer_of(stacked=True),
-    "stacked, bfloat16 compute": lambda: transformer_of(
-        stacked=True, dtype=jnp.bfloat16
-    ),
-    "stacked layers": stacked_layers,
-    "LoRA": lambda: transformer_of(rank=8),
-    "bfloat16": lambda: square_layers(dtype=jnp.bfloat16),
-}
+
+def _workloads(
+    square: tuple[int, int, int],
+    language_model: tuple[int, int, int, int],
+    mlps: tuple[int, int, int, int],
+    rank: int,
+) -> Workloads:
+    """All models in one size: the arguments of the three functions above."""
+    unrolled = functools.partial(transformer_of, *language_model)
+    half = {"dtype": jnp.bfloat16}
+    return {
+        "square layers": functools.partial(square_layers, *square),
+        "transformer": unrolled,
+        "stacked": functools.partial(unrolled, stacked=True),
+        "stacked, bfloat16 compute": functools.partial(unrolled, stacked=True, **half),
+        "stacked layers": functools.partial(stacked_layers, *mlps),
+        "LoRA": functools.partial(unrolled, rank=rank),
+        "bfloat16": functools.partial(square_layers, *square, **half),
+    }
+
+
+# Width, layers, rows of a micro-batch, and length where there is one.
+WORKLOADS = _workloads((2048, 6, 4), (512, 5, 2, 64), (512, 8, 2, 64), rank=8)
 """For a CPU: 25 M and 17 M parameters."""
 
-LARGE_WORKLOADS: Workloads = {
-    "square layers": lambda: square_layers(8192),
-    "transformer": lambda: transformer_of(2048, 12, rows=8, length=512),
-    "stacked": lambda: transformer_of(2048, 12, rows=8, length=512, stacked=True),
-    "stacked, bfloat16 compute": lambda: transformer_of(
-        2048, 12, rows=8, length=512, stacked=True, dtype=jnp.bfloat16
-    ),
-    "stacked layers": lambda: stacked_layers(2048, 12, rows=8, length=512),
-    "LoRA": lambda: transformer_of(2048, 12, rows=8, length=512, rank=16),
-    "bfloat16": lambda: square_layers(8192, dtype=jnp.bfloat16),
-}
+LARGE_WORKLOADS = _workloads(
+    (8192, 6, 4), (2048, 12, 8, 512), (2048, 12, 8, 512), rank=16
+)
 """For an accelerator: 403 M and 608 M parameters."""
 
-TINY_WORKLOADS: Workloads = {
-    "square layers": lambda: square_layers(32, 2),
-    "transformer": lambda: transformer_of(32, 1, length=8),
-    "stacked": lambda: transformer_of(32, 2, length=8, stacked=True),
-    "stacked, bfloat16 compute": lambda: transformer_of(
-        32, 2, length=8, stacked=True, dtype=jnp.bfloat16
-    ),
-    "stacked layers": lambda: stacked_layers(32, 2, length=8),
-    "LoRA": lambda: transformer_of(32, 1, length=8, rank=2),
-    "bfloat16": lambda: square_layers(32, 2, dtype=jnp.bfloat16),
-}
+TINY_WORKLOADS = _workloads((32, 2, 4), (32, 2, 2, 8), (32, 2, 2, 8), rank=2)
 """To check that everything runs and is right; times are meaningless."""

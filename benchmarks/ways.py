@@ -1,0 +1,283 @@
+"""Every way to accumulate.
+
+First come two limits, then optax's ways and the four forms that people write by hand,
+then the entry points of this library.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_tokenaccum
+from benchmarks.loops import (
+    Contender,
+    Loop,
+    Optimizer,
+    Program,
+    add,
+    apply,
+    apply_sums,
+    empty_sums,
+    one_by_one,
+    one_program,
+    optimizer_that_accumulates,
+    owned,
+    size_in_bytes,
+    sums_of,
+)
+from benchmarks.workloads import Window, Workload
+from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
+
+
+def gradients_alone(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """Computes k gradients and discards each one."""
+    gradient = jax.jit(jax.value_and_grad(workload.loss_fn, has_aux=True))
+
+    def run(state: Any, window: Window) -> Any:
+        params, last = state
+        for batch in window.micro_batches:
+            last = gradient(params, batch, workload.frozen)
+        return params, last
+
+    def lower(state: Any, window: Window) -> Any:
+        batch = window.micro_batches[0]
+        return {"gradient": Program(gradient.lower(state[0], batch, workload.frozen))}
+
+    return Loop(lambda params: (owned(params), None), run, lower)
+
+
+def gradients_and_step(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """Computes k gradients and one optimizer step on the last; adds up nothing."""
+    gradients = gradients_alone(workload, inner, k)
+    step = jax.jit(partial(apply, inner), donate_argnums=(0, 1))
+
+    def run(state: Any, window: Window) -> Any:
+        params, opt_state = state
+        _, (_, last) = gradients.run((params, None), window)
+        return step(params, opt_state, last)
+
+    def lower(state: Any, window: Window) -> Any:
+        lowered = step.lower(*state, state[0])
+        return gradients.lower(state, window) | {
+            "step": Program(lowered, size_in_bytes(state[0]))
+        }
+
+    return Loop(lambda params: owned((params, inner.init(params))), run, lower)
+
+
+def optax_multi_steps(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """The mean of the micro-batches' means; the inner optimizer runs k times."""
+    optimizer = optax.MultiSteps(inner, every_k_schedule=k)
+    return optimizer_that_accumulates(workload, optimizer, workload.mean_loss_fn)
+
+
+def optax_microbatching(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """optax cuts the batch and sums everything; the division is by hand."""
+
+    def step(params: Any, opt_state: Any, whole: Any, frozen: Any) -> Any:
+        sums_over_window = optax.microbatching.microbatch(
+            jax.value_and_grad(workload.loss_fn, has_aux=True),
+            argnums=1,
+            microbatch_size=len(jax.tree.leaves(whole)[0]) // k,
+            accumulator=optax.microbatching.AccumulationType.SUM,
+        )
+        (loss_sum, num_tokens), gradients = sums_over_window(params, whole, frozen)
+        sums = (loss_sum, num_tokens, gradients)
+        return apply_sums(inner, params, opt_state, sums)
+
+    return one_program(workload, inner.init, step, lambda window: [window.whole])
+
+
+def scan_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """Sums in a scan over the window and divides after it, like MaxText."""
+
+    def step(params: Any, opt_state: Any, micro_batches: Any, frozen: Any) -> Any:
+        def body(sums: Any, batch: Any) -> Any:
+            return add(sums, _gradient(workload, params, batch, frozen)), None
+
+        sums, _ = jax.lax.scan(body, empty_sums(params), micro_batches)
+        return apply_sums(inner, params, opt_state, sums)
+
+    return one_program(workload, inner.init, step, lambda window: [window.stacked])
+
+
+def cond_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """One program per micro-batch, with update and reset in a cond, like Tunix."""
+
+    def init(params: Any) -> Any:
+        return inner.init(params), empty_sums(params), jnp.zeros((), jnp.int32)
+
+    def step(params: Any, carried: Any, batch: Any, frozen: Any) -> Any:
+        opt_state, sums, index = carried
+        sums = add(sums, _gradient(workload, params, batch, frozen))
+
+        def close() -> Any:
+            updated = apply_sums(inner, params, opt_state, sums)
+            return *updated, jax.tree.map(jnp.zeros_like, sums)
+
+        params, opt_state, sums = jax.lax.cond(
+            index == k - 1, close, lambda: (params, opt_state, sums)
+        )
+        return params, (opt_state, sums, (index + 1) % k)
+
+    return one_program(workload, init, step, one_by_one, lambda carried: carried[1])
+
+
+def pair_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """Two programs: one adds a micro-batch, one updates and resets the sums."""
+
+    def init(params: Any) -> Any:
+        return owned((params, inner.init(params), empty_sums(params)))
+
+    @partial(jax.jit, donate_argnums=0)
+    def accumulate(sums: Any, params: Any, batch: Any, frozen: Any) -> Any:
+        return add(sums, _gradient(workload, params, batch, frozen))
+
+    @partial(jax.jit, donate_argnums=(0, 1, 2))
+    def close(params: Any, opt_state: Any, sums: Any) -> Any:
+        updated = apply_sums(inner, params, opt_state, sums)
+        return *updated, jax.tree.map(jnp.zeros_like, sums)
+
+    def run(state: Any, window: Window) -> Any:
+        params, opt_state, sums = state
+        for batch in window.micro_batches:
+            sums = accumulate(sums, params, batch, workload.frozen)
+        return close(params, opt_state, sums)
+
+    def lower(state: Any, window: Window) -> Any:
+        params, _, sums = state
+        batch, held = window.micro_batches[0], size_in_bytes(sums)
+        lowered = accumulate.lower(sums, params, batch, workload.frozen)
+        return {
+            "accumulate": Program(lowered, held),
+            "close": Program(close.lower(*state), held),
+        }
+
+    return Loop(init, run, lower)
+
+
+def loop_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """A jitted gradient, summed outside of jit, and a jitted update."""
+    gradient = jax.jit(partial(_gradient, workload))
+    close = jax.jit(partial(apply_sums, inner), donate_argnums=(0, 1))
+
+    def run(state: Any, window: Window) -> Any:
+        sums = None
+        for batch in window.micro_batches:
+            terms = gradient(state[0], batch, workload.frozen)
+            sums = terms if sums is None else add(sums, terms)
+        return close(*state, sums)
+
+    def lower(state: Any, window: Window) -> Any:
+        batch, sums = window.micro_batches[0], jax.eval_shape(empty_sums, state[0])
+        held = size_in_bytes(sums)
+        lowered = gradient.lower(state[0], batch, workload.frozen)
+        terms = lowered.out_info
+        # Outside of jit, this is a program for each array, and allocates the same.
+        lowered_add = jax.jit(add).lower(sums, terms)
+        return {
+            "gradient": Program(lowered, held),
+            "add": Program(lowered_add, held + size_in_bytes(terms)),
+            "close": Program(close.lower(*state, sums), held),
+        }
+
+    return Loop(lambda params: owned((params, inner.init(params))), run, lower)
+
+
+def _gradient(workload: Workload, params: Any, batch: Any, frozen: Any) -> Any:
+    """`(loss_sum, num_tokens, gradient)`, the start of every form."""
+    (loss_sum, num_tokens), gradient = jax.value_and_grad(
+        workload.loss_fn, has_aux=True
+    )(params, batch, frozen)
+    return loss_sum, num_tokens, gradient
+
+
+def transformation(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """`token_accumulation` in a handwritten train step."""
+    optimizer = token_accumulation(inner, k)
+    return optimizer_that_accumulates(workload, optimizer, workload.loss_fn)
+
+
+def multi_steps(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """`MultiSteps` in the loop of `optax.MultiSteps`."""
+    optimizer = optax_tokenaccum.MultiSteps(inner, every_k_schedule=k)
+    return optimizer_that_accumulates(workload, optimizer, workload.mean_loss_fn)
+
+
+def train_step(workload: Workload, inner: optax.GradientTransformation, k: int) -> Loop:
+    """`make_train_step` if the host knows when a window closes: two programs."""
+    step = make_train_step(workload.loss_fn, inner, k)
+
+    def lower(state: Any, window: Window) -> Any:
+        batch = window.micro_batches[0]
+        accumulate = step.accumulate.lower(state, batch, frozen=workload.frozen)
+        held = size_in_bytes(sums_of(state.opt_state))
+        return {
+            "accumulate": Program(accumulate, held),
+            "close": Program(step.close_window.lower(state), held),
+        }
+
+    return _loop(workload, step, one_by_one, lower)
+
+
+def train_step_in_one(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """`make_train_step` if only the device knows, for example with a token budget."""
+    step = make_train_step(workload.loss_fn, inner, lambda gradient_step: k)
+    # `step` does not expose the program behind its call.
+    program = jax.jit(
+        lambda state, batch: step(state, batch, frozen=workload.frozen),
+        donate_argnums=0,
+    )
+
+    def lower(state: Any, window: Window) -> Any:
+        lowered = program.lower(state, window.micro_batches[0])
+        return {"step": Program(lowered, size_in_bytes(sums_of(state.opt_state)))}
+
+    return _loop(workload, step, one_by_one, lower)
+
+
+def window_step(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """`make_window_step`: one window per call."""
+    step = make_window_step(workload.loss_fn, inner)
+
+    def lower(state: Any, window: Window) -> Any:
+        return {
+            "step": Program(step.lower(state, window.stacked, frozen=workload.frozen))
+        }
+
+    return _loop(workload, step, lambda window: [window.stacked], lower)
+
+
+def _loop(
+    workload: Workload,
+    step: Any,
+    batches: Callable[[Window], list[Any]],
+    lower: Callable[[Any, Window], dict[str, Program]],
+) -> Loop:
+    def run(state: Any, window: Window) -> Any:
+        for batch in batches(window):
+            state, _ = step(state, batch, frozen=workload.frozen)
+        return state
+
+    return Loop(step.init, run, lower)
+
+
+CONTENDERS: dict[str, Contender] = {
+    "gradients alone": Contender("limit", gradients_alone, exact=False),
+    "gradients + one step": Contender("limit", gradients_and_step, exact=False),
+    "optax.MultiSteps": Contender("optax", optax_multi_steps, exact=False),
+    "optax.microbatching": Contender("optax", optax_microbatching),
+    "scan by hand": Contender("by hand", scan_by_hand),
+    "cond by hand": Contender("by hand", cond_by_hand),
+    "pair by hand": Contender("by hand", pair_by_hand),
+    "loop by hand": Contender("by hand", loop_by_hand),
+    "token_accumulation": Contender("ours", transformation),
+    "MultiSteps": Contender("ours", multi_steps),
+    "train step": Contender("ours", train_step),
+    "train step, one program": Contender("ours", train_step_in_one),
+    "window step": Contender("ours", window_step),
+}
