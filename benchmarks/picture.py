@@ -64,7 +64,8 @@ def _bars(panel: Any, values: dict[str, list[float]]) -> None:
     for way, (label, colour) in WAYS.items():
         median, *spread = values[way]
         panel.barh(label, median, color=colour)
-        panel.plot(spread, [label] * len(spread), color=GREY)
+        if spread:
+            panel.plot(spread, [label] * 2, color=GREY)
         place = max(values[way]), label
         panel.annotate(
             f"{median:.2f}", place, (3, 0), textcoords="offset points", va="center"
