@@ -29,6 +29,7 @@ include_patterns = [
     "docs/**",
     "notebooks/*.ipynb",
     "benchmarks/results/**/*.md",
+    "upstream/README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
 ]

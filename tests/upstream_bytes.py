@@ -3,13 +3,13 @@
     python tests/upstream_bytes.py
 
 Programs are compiled and never run. `--tpu` compiles for one chip of a TPU v5e and
-needs no TPU, only `pip install libtpu`. The tables are those of `docs/upstream.md`; if
-the installed optax has the patches of that page, their rows are printed too.
+needs no TPU, only `pip install libtpu`. `upstream/README.md` has what this prints; the
+rows of its patches are printed if the optax that is imported has the patches.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,7 @@ from jax.experimental import topologies
 from optax.experimental import aggregating
 from optax.microbatching import AccumulationType, Accumulator
 
-from optax_tokenaccum import (
-    make_train_step,
-    make_window_step,
-    memory,
-    token_accumulation,
-)
-from optax_tokenaccum.microbatching import token_mean
+from optax_tokenaccum import make_window_step, memory, token_accumulation
 
 K, ROWS, LAYERS, WIDTH = 4, 8, 12, 4096
 INNER = optax.adamw(1e-3)
@@ -41,8 +35,8 @@ WITHOUT_A_TPU = {
 }
 
 Loop = optax.GradientTransformation | optax.MultiSteps
-# A way's name, its programs, and whether it keeps sums between calls.
-Row = tuple[str, list[jax.stages.Lowered], bool]
+# A way's name, how many sums it keeps between calls, and its program.
+Row = tuple[str, int, jax.stages.Lowered]
 
 
 def loss_fn(params: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -54,52 +48,21 @@ def loss_fn(params: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
 value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
 
-def under_a_cond() -> optax.GradientTransformation:
-    """`optax.MultiSteps` with a `cond`, and with accumulators that are never zeroed."""
+def rows(device: jax.sharding.Sharding | None) -> Iterator[Row]:
+    """Lowers every way for that device, or for the default one."""
 
-    def init(params):
-        return jnp.int32(0), INNER.init(params), jnp.zeros_like(params)
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=device)
 
-    def update(updates, state, params=None):
-        n, inner, acc = state
-        acc = jnp.where(n == 0, updates, acc + (updates - acc) / (n + 1))
-        updates, inner = jax.lax.cond(
-            n == K - 1,
-            lambda inner, acc: INNER.update(acc, inner, params),
-            lambda inner, acc: (jnp.zeros_like(acc), inner),
-            inner,
-            acc,
+    def state_of(optimizer: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+            jax.eval_shape(optimizer.init, params),
         )
-        return updates, ((n + 1) % K, inner, acc)
 
-    return optax.GradientTransformation(init, update)
+    params, batch = shape(LAYERS, WIDTH, WIDTH), shape(ROWS, WIDTH)
 
-
-def rows(place: Callable[[Any], Any]) -> Iterator[Row]:
-    """Lowers every way.
-
-    Args:
-      place: puts a tree of shapes on the device to compile for.
-
-    Yields:
-      One row for every way.
-    """
-    params, batch, whole, window = place(
-        [
-            jax.ShapeDtypeStruct(shape, jnp.float32)
-            for shape in (
-                (LAYERS, WIDTH, WIDTH),
-                (ROWS, WIDTH),
-                (K * ROWS, WIDTH),
-                (K, ROWS, WIDTH),
-            )
-        ]
-    )
-
-    def state_of(init: Callable[[Any], Any]) -> Any:
-        return place(jax.eval_shape(init, params))
-
-    def loop(optimizer: Loop, has_count: bool) -> list[jax.stages.Lowered]:
+    def loop(optimizer: Loop, has_count: bool) -> jax.stages.Lowered:
         @partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, batch):
             (_, n), grads = value_and_grad(params, batch)
@@ -107,11 +70,11 @@ def rows(place: Callable[[Any], Any]) -> Iterator[Row]:
             updates, state = optimizer.update(grads, state, params, **count)
             return optax.apply_updates(params, updates), state
 
-        return [step.lower(params, state_of(optimizer.init), batch)]
+        return step.lower(params, state_of(optimizer), batch)
 
     def microbatch(
-        accumulator: Accumulator | AccumulationType | tuple, divides: bool = False
-    ) -> list[jax.stages.Lowered]:
+        accumulator: Accumulator | AccumulationType, divides: bool = False
+    ) -> jax.stages.Lowered:
         window_gradient = optax.microbatching.microbatch(
             value_and_grad, argnums=1, microbatch_size=ROWS, accumulator=accumulator
         )
@@ -124,37 +87,25 @@ def rows(place: Callable[[Any], Any]) -> Iterator[Row]:
             updates, state = INNER.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        return [step.lower(params, state_of(INNER.init), whole)]
+        return step.lower(params, state_of(INNER), shape(K * ROWS, WIDTH))
 
     averages = aggregating.average_incrementally_updates(None, K)
     aggregated = aggregating.process(optax.identity(), averages, INNER)
-    mean = (AccumulationType.MEAN, AccumulationType.SUM), AccumulationType.MEAN
-    train_step, window_step = (
-        make_train_step(loss_fn, INNER, K),
-        make_window_step(loss_fn, INNER),
-    )
-    state, window_state = state_of(train_step.init), state_of(window_step.init)
-    two_programs = [
-        train_step.accumulate.lower(state, batch),
-        train_step.close_window.lower(state),
-    ]
+    window_step = make_window_step(loss_fn, INNER)
+    window = window_step.lower(state_of(window_step), shape(K, ROWS, WIDTH))
 
-    yield "gradients alone", [jax.jit(value_and_grad).lower(params, batch)], False
-    yield "`optax.MultiSteps`", loop(optax.MultiSteps(INNER, K), False), True
-    yield "the same by hand, with a `cond`", loop(under_a_cond(), False), True
-    yield "`optax.experimental.aggregating`", loop(aggregated, False), True
+    yield "gradients alone", 0, jax.jit(value_and_grad).lower(params, batch)
+    yield "`optax.MultiSteps`", 1, loop(optax.MultiSteps(INNER, K), False)
+    yield "`token_accumulation`", 1, loop(token_accumulation(INNER, K), True)
+    yield "`optax.experimental.aggregating`", 1, loop(aggregated, False)
     if "num_tokens" in aggregating.AccumulateAvgUpdatesState._fields:
-        yield "`aggregating`, `num_tokens` of patch 3", loop(aggregated, True), True
-    yield "`token_accumulation`", loop(token_accumulation(INNER, K), True), True
-    yield "`make_train_step`", two_programs, True
-    yield "`optax.microbatch`, `MEAN`", microbatch(mean), False
+        yield "`aggregating`, `num_tokens` of patch 3", 1, loop(aggregated, True)
     summed = microbatch(AccumulationType.SUM, divides=True)
-    yield "`optax.microbatch`, `SUM`, divided by hand", summed, False
-    yield "`optax.microbatch`, our `token_mean`", microbatch(token_mean()), False
+    yield "`optax.microbatch`, `SUM`, divided by hand", 0, summed
     if hasattr(optax.microbatching, "token_mean"):
         patched = microbatch(optax.microbatching.token_mean())
-        yield "`optax.microbatch`, `token_mean` of patch 2", patched, False
-    yield "`make_window_step`", [window_step.lower(window_state, window)], False
+        yield "`optax.microbatch`, `token_mean` of patch 2", 0, patched
+    yield "`make_window_step`", 0, window
 
 
 def held(program: jax.stages.Lowered) -> int:
@@ -170,20 +121,12 @@ def main() -> None:
         os.environ.update(WITHOUT_A_TPU)
         topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
         device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-        name = "compiled for a TPU v5e"
-
-    def place(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree
-        )
-
-    print("| way | temporary + output - aliased | kept sums | together |")
-    print("|---|---|---|---|")
-    for way, programs, keeps_sums in rows(place):
-        gradients = max(map(held, programs)) / GRADIENT_BYTES
-        total = gradients + keeps_sums
-        print(f"| {way} | {gradients:.2f} | {keeps_sums:d} | {total:.2f} |")
-    print(f"\n(jax {jax.__version__}, optax {optax.__version__}, {name})")
+        name = "TPU v5e"
+    print(f"| way | kept sums | {name} |")
+    print("|---|---|---|")
+    for way, sums, program in rows(device):
+        print(f"| {way} | {sums} | {held(program) / GRADIENT_BYTES:.2f} |")
+    print(f"\n(jax {jax.__version__}, optax {optax.__version__})")
 
 
 if __name__ == "__main__":

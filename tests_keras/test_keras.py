@@ -1,9 +1,6 @@
 """The blocks of `docs/keras.md`, run with the real `fit` of Keras 3.15 on JAX."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -444,21 +441,5 @@ def test_float8_raises():
         fit(model, *data())
 
 
-def test_the_programs_of_the_report(tmp_path: Path):
-    report = (Path(__file__).parents[1] / "docs" / "reports" / "keras.md").read_text()
-    programs = re.findall(r"```python\n(.*?)```", report, re.DOTALL)
-    printed = re.findall(r"```text\n(.*?)```", report, re.DOTALL)
-    assert len(programs) == len(printed) == 2
-    environment = {key: x for key, x in os.environ.items() if key != "KERAS_BACKEND"}
-    for i, (program, expected) in enumerate(zip(programs, printed, strict=True)):
-        path = tmp_path / f"program_{i}.py"
-        path.write_text(program)
-        done = subprocess.run(
-            [sys.executable, path],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout == expected
-    assert f"keras {keras.__version__}" in report and keras.__version__ in PAGE
+def test_the_page_is_about_this_version():
+    assert keras.__version__ in PAGE

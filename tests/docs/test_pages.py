@@ -15,7 +15,8 @@ import optax_tokenaccum
 ROOT = Path(__file__).parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    for pattern in ("*.md", "docs/**/*.md", "upstream/*.md")
+    for path in ROOT.glob(pattern)
 }
 BLOCK = re.compile(r"^```(\S*).*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
@@ -26,12 +27,11 @@ BLOCKS = [
 
 # Blocks that are not run: Sphinx directives, diffs, and errors.
 NOT_CODE = {"{eval-rst}", "{include}", "{toctree}", "diff", "text"}
-# tests_keras, tests_tunix, test_trainers_of_others.py and test_upstream.py.
+# tests_keras, tests_tunix and test_trainers_of_others.py.
 RUN_BY_THEIR_TESTS = (
     "docs/easydel.md",
     "docs/kauldron.md",
     "docs/keras.md",
-    "docs/reports/",
     "docs/tunix.md",
 )
 # Quoted code of other projects; test_own_your_step.py runs its arithmetic instead.
