@@ -12,7 +12,7 @@ WORDS = {
     "docs/many_devices": ["FSDP", "ZeRO", "tensor parallelism", "data parallelism"],
     "docs/many_processes": ["multi-host", "jax.distributed"],
     "docs/performance": ["memory", "speed", "out of memory"],
-    "docs/ragged": ["padding", "ragged", "length buckets"],
+    "docs/ragged_run": ["padding", "ragged", "length buckets"],
     "docs/reinforcement_learning": [
         *("GRPO", "DAPO", "Dr. GRPO", "RL", "PPO", "RLHF", "policy gradient"),
     ],

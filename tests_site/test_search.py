@@ -49,6 +49,7 @@ def pages(search: quickjs.Context, query: str) -> list[str]:
         ("checkpoint", "docs/resuming"),
         ("LoRA", "docs/own_your_step"),
         ("FSDP", "docs/many_devices"),
+        ("ragged", "docs/ragged_run"),
         ("make_train_step", "docs/api/steps"),
     ],
 )
