@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -15,14 +16,22 @@ from optax_tokenaccum import regroup_sums
 VERSIONS = sorted(Path(__file__).parent.glob("v*"))
 
 
+def metadata(version: Path) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.metadata(version).item_metadata
+
+
 def names_in(version: Path) -> list[str]:
-    with ocp.StandardCheckpointer() as checkpointer:
-        return sorted(checkpointer.metadata(version).item_metadata)
+    return sorted(metadata(version))
 
 
-def restored(version: Path, *target: Any) -> Any:
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(version, *target)
+def as_saved(tree: Any) -> Any:
+    """A target with the dictionaries of a checkpoint, on this jax's own device.
+
+    Restored without a target, the arrays would go to a device by the name that another
+    version of jax gave it.
+    """
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
 # Window steps before 0.3.0 kept the inner optimizer's state alone.
@@ -37,10 +46,10 @@ def written(version: Path) -> Any:
         for name, kind in kinds.items()
     }
     converted = {name for name in kinds if (version.name, name) in CONVERTED}
-    if converted:
-        anything = restored(version)
-        target |= {name: anything[name] for name in converted}
-    result = restored(version, jax.tree.map(ocp.utils.to_shape_dtype_struct, target))
+    target |= {name: as_saved(metadata(version)[name]) for name in converted}
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
+    with ocp.StandardCheckpointer() as checkpointer:
+        result = checkpointer.restore(version, target)
     for name in converted:
         old = result[name]["state"]
         result[name]["state"] = regroup_sums(old, kinds[name].init())
