@@ -25,8 +25,10 @@ WORDS = {
     "docs/kauldron": ["Kauldron"],
     "docs/keras": ["Keras"],
     "docs/tunix": ["Tunix"],
-    "docs/recipes/fp8": ["fp8"],
-    "docs/recipes/orbax": ["Orbax"],
+    "docs/recipes/checkpoints": ["Orbax"],
+    "docs/recipes/losses": ["fp8", "DPO", "loss scaling", "jax.checkpoint"],
+    "docs/recipes/optimizers": ["clipping", "schedules", "lookahead", "NaN"],
+    "docs/recipes/other_libraries": ["Equinox", "Haiku"],
 }
 
 
