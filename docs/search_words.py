@@ -9,8 +9,11 @@ from sphinx.transforms import SphinxTransform
 WORDS = {
     "docs/how_it_works": ["gradient accumulation", "micro-batch", "window"],
     "docs/fix_your_loop": ["MultiSteps", "optax.MultiSteps"],
-    "docs/many_devices": ["FSDP", "ZeRO", "tensor parallelism", "data parallelism"],
-    "docs/many_processes": ["multi-host", "jax.distributed"],
+    "docs/several_devices": [
+        *("FSDP", "ZeRO", "HSDP", "tensor parallelism", "data parallelism"),
+        *("multi-host", "jax.distributed"),
+    ],
+    "docs/many_devices": ["shard_map", "check_vma"],
     "docs/performance": ["memory", "speed", "out of memory"],
     "docs/ragged_run": ["padding", "ragged", "length buckets"],
     "docs/reinforcement_learning": [

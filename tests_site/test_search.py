@@ -52,7 +52,7 @@ def pages(search: quickjs.Context, query: str) -> list[str]:
         ("clipping", "docs/recipes/optimizers"),
         ("DPO", "docs/recipes/losses"),
         ("LoRA", "docs/own_your_step"),
-        ("FSDP", "docs/many_devices"),
+        ("FSDP", "docs/several_devices"),
         ("ragged", "docs/ragged_run"),
         ("make_train_step", "docs/api/steps"),
     ],
