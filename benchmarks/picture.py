@@ -78,7 +78,7 @@ def _bars(panel: Any, values: dict[str, list[float]]) -> None:
 
 def _of(model: str, rows: Rows, column: str) -> dict[str, Any]:
     """The values of a model, by the way to accumulate."""
-    return {row["contender"]: row[column] for row in rows if row["workload"] == model}
+    return {row["way"]: row[column] for row in rows if row["workload"] == model}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ GROWN = (
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """Returns a row for every workload and contender, with all its programs."""
+    """Returns a row for every workload and way, with all its programs."""
     rows = []
     for name, make in settings.workloads.items():
         settings.say(f"programs of {name}")
@@ -35,7 +35,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         rows += [
             {
                 "workload": name,
-                "contender": way,
+                "way": way,
                 "peak / gradients alone": {x: own[x] / least for x in own},
             }
             for way, own in peaks.items()
@@ -55,7 +55,7 @@ def run_growing(settings: Settings) -> list[dict[str, Any]]:
             {
                 "workload": name,
                 "k": k,
-                "contender": way,
+                "way": way,
                 "peak MB": round(peak / 1e6, 1),
                 "peak / gradients alone": peak / peaks[BASE],
             }

@@ -18,7 +18,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """Returns a row for every workload and contender.
+    """Returns a row for every workload and way.
 
     The optimizer is AdamW.
     """
@@ -43,7 +43,7 @@ def measure(name: str, workload: Workload, settings: Settings) -> list[dict[str,
         {
             "workload": name,
             "k": settings.k,
-            "contender": way,
+            "way": way,
             "kind": contender.kind,
             "gradient error": errors.get(way),
             "time": over_base[way],

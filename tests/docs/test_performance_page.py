@@ -1,5 +1,6 @@
 """The figures on the pages are those of the results in the repository."""
 
+import json
 import re
 from pathlib import Path
 
@@ -46,3 +47,38 @@ def test_the_first_sentences_quote_the_picture():
     quoted = re.findall(r"(\d\.\d\d) (?:times|to)", opening)
     assert found and len(quoted) > 4
     assert {*quoted} < {*labels(picture.PICTURE)}
+
+
+def stored(results: str, suite: str) -> list[dict]:
+    text = (page.RESULTS / results / "benchmarks.json").read_text()
+    return json.loads(text)["suites"][suite]["rows"]
+
+
+def test_sentences_about_other_results_quote_them():
+    text = (ROOT / "docs/performance.md").read_text()
+    ways = ("train step", "window step", "scan by hand")
+    rows = stored("tpu", "tpu") + stored("older_jax", "memory")
+    peaks = {
+        (row.get("model", "older"), row["way"]): row["peak / gradients alone"]
+        for row in rows
+    }
+    tpu = text.partition("### On a TPU")[2].partition("\n## ")[0]
+    assert re.findall(r"\d\.\d\d", tpu) == [
+        f"{peaks[model, way]:.2f}"
+        for model in ("stacked", "stacked, tied embedding")
+        for way in ways
+    ]
+    older = text.partition("- on [jax older")[2].partition("\n- ")[0]
+    assert re.findall(r"\d\.\d\d ", older) == [
+        f"{peaks['older', way]:.2f} " for way in ("train step", "scan by hand")
+    ]
+
+
+def test_the_sentence_about_the_host_quotes_the_results():
+    more = {
+        (row["leaves"], row["step"]): row["us more"][0] for row in stored("cpu", "host")
+    }
+    assert max(more[10, "train step"], more[10, "window step"]) < 100
+    assert more[300, "train step"] < 0
+    assert f"{more[300, 'window step'] / 1000:.1f}" == "0.7"
+    assert all(value < 0 for (_, step), value in more.items() if "nnx" in step)

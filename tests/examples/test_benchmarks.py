@@ -27,16 +27,16 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     suites = {name: suite["rows"] for name, suite in results["suites"].items()}
     assert suites.keys() == {"speed", "programs", "memory", "host", "ragged"}
     for suite in ("speed", "programs"):
-        assert {row["contender"] for row in suites[suite]} == CONTENDERS.keys()
+        assert {row["way"] for row in suites[suite]} == CONTENDERS.keys()
     for row in suites["speed"]:
         median, low, high = row["time"]
         assert 0 < low <= median <= high
-        if row["contender"] == "optax.MultiSteps":
+        if row["way"] == "optax.MultiSteps":
             assert row["gradient error"] > 0.05
         elif row["kind"] != "limit":
             assert row["gradient error"] < 0.02
     for row in suites["programs"]:
-        if row["contender"] == "gradients alone":
+        if row["way"] == "gradients alone":
             assert row["peak / gradients alone"] == {"gradient": 1}
     for row in suites["ragged"]:
         assert row["update differs by"] < 2e-6
