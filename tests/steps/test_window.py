@@ -396,3 +396,22 @@ def test_batch_that_was_not_split_among_devices():
     with pytest.raises(ValueError, match="rows .* multiple of the 8") as raised:
         step(step.init(jnp.zeros(3)), {"x": np.ones((8, 3)), "y": np.ones(8)})
     assert "got shape (8, 3) at ['x']" in raised.value.__notes__[0]
+
+
+def test_a_skip_function_is_told_the_number_of_updates():
+    """Before 0.3.0 it was always told 0."""
+
+    def after_one(updates: Any, gradient_step: Any, params: Any) -> tuple[Any, Any]:
+        return gradient_step >= 1, ()
+
+    step = make_window_step(
+        lambda w, x: (jnp.sum(w * x), x.size),
+        optax.sgd(1.0),
+        should_skip_update_fn=after_one,
+    )
+    state, seen = step.init(jnp.zeros(())), []
+    for _ in range(2):
+        state, metrics = step(state, jnp.ones((2, 3)))
+        seen.append((bool(metrics.updated), bool(metrics.skipped)))
+    assert seen == [(True, False), (False, True)]
+    assert state.params == -1
