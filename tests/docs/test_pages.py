@@ -1,4 +1,4 @@
-"""README and docs: every code block runs, and every public name has an entry."""
+"""README and docs: blocks that run, links that lead somewhere, names that exist."""
 
 import ast
 import importlib
@@ -6,8 +6,10 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import finetune
+import jax
 import pytest
 
 import optax_tokenaccum
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for pattern in ("*.md", "docs/**/*.md", "upstream/*.md")
-    for path in ROOT.glob(pattern)
+    for path in sorted(ROOT.glob(pattern))
 }
 BLOCK = re.compile(r"^```(\S*).*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
@@ -27,19 +29,10 @@ BLOCKS = [
 
 # Blocks that are not run: Sphinx directives, diffs, and errors.
 NOT_CODE = {"{eval-rst}", "{include}", "{toctree}", "diff", "text"}
-# tests_keras, tests_tunix and test_trainers_of_others.py.
-RUN_BY_THEIR_TESTS = (
-    "docs/easydel.md",
-    "docs/kauldron.md",
-    "docs/keras.md",
-    "docs/tunix.md",
-)
+# Their code runs in tests_keras, tests_tunix and test_trainers_of_others.py.
+TRAINERS = ("docs/easydel.md", "docs/kauldron.md", "docs/keras.md", "docs/tunix.md")
 # Quoted code of other projects; test_own_your_step.py runs its arithmetic instead.
-QUOTED = {
-    "gradient_accumulation_loss_and_grad(",
-    "learner.forward_fn_transformation",
-    "grad_fn = microbatched(",
-}
+QUOTED = ["gradient_accumulation_loss_and_grad(", "learner.forward", "= microbatched("]
 
 
 def test_there_are_blocks_of_every_kind():
@@ -50,9 +43,8 @@ def test_python_runs_as_a_doctest_or_in_a_test_of_its_page():
     others = [
         code
         for page, language, code in BLOCKS
-        if language == "python"
-        and not code.startswith(">>> ")
-        and not page.startswith(RUN_BY_THEIR_TESTS)
+        if language == "python" and not code.startswith(">>> ")
+        if not page.startswith(TRAINERS)
     ]
     assert len(others) == len(QUOTED)
     for code in others:
@@ -60,25 +52,17 @@ def test_python_runs_as_a_doctest_or_in_a_test_of_its_page():
         assert any(line in code for line in QUOTED)
 
 
-def commands() -> list[str]:
-    """Return the command lines of blocks that start a Python program of this repo."""
-    blocks = [code for _, language, code in BLOCKS if language == "bash"]
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = (re.search(r"\bpython (examples/|-m benchmarks).*", line) for line in lines)
-    return [match[0] for match in found if match]
-
-
 def test_commands_are_ones_that_tests_run_or_that_finetune_takes():
+    blocks = [code for _, language, code in BLOCKS if language == "bash"]
+    lines = "\n".join(blocks).replace("\\\n", " ")
     programs = set()
-    for command in commands():
-        program, *words = shlex.split(command.removeprefix("python "), comments=True)
+    for command in re.findall(r"\bpython (examples/.*|-m benchmarks.*)", lines):
+        program, *words = shlex.split(command, comments=True)
         if program == "examples/finetune.py":
             finetune.parse_options(words)
         else:
             programs.add(" ".join((program, *words)))
-    assert programs == {
-        "-m benchmarks --out results",  # test_benchmarks.py, with --quick
-    }
+    assert programs == {"-m benchmarks --out results"}  # test_benchmarks.py, --quick
 
 
 def test_the_changelog_has_the_version_and_room_for_the_next():
@@ -99,19 +83,10 @@ def test_the_map_of_the_package_has_every_file():
     assert sorted(names) == sorted(x for x in files if not x.endswith("__init__.py"))
 
 
-def documented() -> list[str]:
-    directive = re.compile(r"^\.\. auto(?:function|class):: (\S+?)(?:\(\))?$", re.M)
-    return sorted(name for text in PAGES.values() for name in directive.findall(text))
-
-
 def public() -> list[str]:
     names = [f"optax_tokenaccum.{name}" for name in optax_tokenaccum.__all__]
-    for module in (
-        "optax_tokenaccum.grain",
-        "optax_tokenaccum.linen",
-        "optax_tokenaccum.microbatching",
-        "optax_tokenaccum.nnx",
-    ):
+    for module in ("grain", "linen", "microbatching", "nnx"):
+        module = f"optax_tokenaccum.{module}"
         names += [
             f"{module}.{name}"
             for name, value in vars(importlib.import_module(module)).items()
@@ -120,8 +95,29 @@ def public() -> list[str]:
     return sorted(names)
 
 
+def resolved(name: str) -> Any:
+    """The object of a dotted name, in the longest module that can be imported."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[n:]:
+            found = getattr(found, part)
+        return found
+    raise AttributeError(name)
+
+
 def test_every_public_name_has_an_entry_and_every_entry_is_public():
-    assert documented() == public()
+    directive = re.compile(r"^\.\. auto(?:function|class):: (\S+?)(?:\(\))?$", re.M)
+    found = [name for text in PAGES.values() for name in directive.findall(text)]
+    assert sorted(found) == public()
+
+
+def test_every_public_name_has_an_example_that_the_suite_runs():
+    without = [x for x in public() if "\n      >>> " not in (resolved(x).__doc__ or "")]
+    assert without == ["optax_tokenaccum.linen.OverwriteState"]  # TrainState makes it
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -133,18 +129,44 @@ def test_links_lead_somewhere(page: str):
     assert not missing
 
 
-def titles() -> list[str]:
-    """Return the first heading of every page and notebook of the site."""
+def test_no_title_of_a_page_or_notebook_occurs_twice():
     pages = [text for page, text in PAGES.items() if page != "docs/index.md"]
     for path in ROOT.glob("notebooks/*.ipynb"):
         first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
         pages.append("".join(first["source"]))
-    return [re.search(r"^# (.*)$", text, re.MULTILINE)[1] for text in pages]
-
-
-def test_no_title_occurs_twice():
-    assert sorted(titles()) == sorted({*titles()})
+    titles = [re.search(r"^# (.*)$", text, re.MULTILINE)[1] for text in pages]
+    assert sorted(titles) == sorted({*titles})
 
 
 def test_the_readme_is_short():
     assert len(PAGES["README.md"].splitlines()) <= 200
+
+
+def test_links_of_a_release_are_absolute_and_as_written_without_an_address():
+    pytest.importorskip("hatchling")
+    from hatch_build import AddressHook
+
+    readmes = []
+    for address in ("", "https://example.org/o/r/"):
+        metadata = {"version": "1.2.3"}
+        AddressHook(str(ROOT), {"address": address}).update(metadata)
+        readmes.append(metadata["readme"]["text"])
+    written, released = readmes
+    assert written == (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", released)
+    assert all(link.startswith("https://") for link in links)
+    assert "(https://example.org/o/r/blob/v1.2.3/docs/quickstart.md)" in released
+    assert "(https://example.org/o/r/raw/v1.2.3/docs/images/finetune.png)" in released
+    assert metadata["urls"]["Source"] == "https://example.org/o/r"
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="has names of jax 0.12")
+@pytest.mark.parametrize(
+    "inventory", sorted(ROOT.glob("docs/inventories/*.txt")), ids=lambda path: path.stem
+)
+def test_names_that_pages_link_to_exist_in_the_newest_versions(inventory: Path):
+    address, *lines = inventory.read_text(encoding="utf-8").splitlines()
+    assert address.startswith("https://")
+    for name, path in map(str.split, lines):
+        assert resolved(name) is not None
+        assert ".html" in path

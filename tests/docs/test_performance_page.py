@@ -9,9 +9,10 @@ import pytest
 from benchmarks import page, picture
 
 ROOT = Path(__file__).parents[2]
+PERFORMANCE = (ROOT / "docs/performance.md").read_text()
 PAGES = [
     path.relative_to(ROOT).as_posix()
-    for path in ROOT.glob("docs/**/*.md")
+    for path in sorted(ROOT.glob("docs/**/*.md"))
     if page.TABLE.search(path.read_text())
 ]
 
@@ -25,25 +26,22 @@ def test_the_tables_are_made_from_the_results(name: str):
 
 @pytest.mark.parametrize("old", ["1.00", "gradients alone"])
 def test_a_table_that_was_edited_is_found(old: str):
-    text = (ROOT / "docs/performance.md").read_text()
-    edited = text.replace(f"| {old}", f"| x{old}")
-    assert edited != text
-    assert page.updated(edited) == text
+    edited = PERFORMANCE.replace(f"| {old}", f"| x{old}")
+    assert edited != PERFORMANCE
+    assert page.updated(edited) == PERFORMANCE
 
 
 def labels(path: Path) -> list[str]:
     return re.findall(r">([^<>]+)</text>", path.read_text())
 
 
-def test_the_picture_is_drawn_from_the_results(tmp_path: Path):
+def test_the_picture_is_drawn_from_the_results_and_the_first_sentences_quote_it(
+    tmp_path: Path,
+):
     picture.draw(tmp_path / "performance.svg")
     assert labels(tmp_path / "performance.svg") == labels(picture.PICTURE)
     assert {"optax.MultiSteps", "make_train_step"} < {*labels(picture.PICTURE)}
-
-
-def test_the_first_sentences_quote_the_picture():
-    text = (ROOT / "docs/performance.md").read_text()
-    opening, found, _ = text.partition(f"(images/{picture.PICTURE.name})")
+    opening, found, _ = PERFORMANCE.partition(f"(images/{picture.PICTURE.name})")
     quoted = re.findall(r"(\d\.\d\d) (?:times|to)", opening)
     assert found and len(quoted) > 4
     assert {*quoted} < {*labels(picture.PICTURE)}
@@ -55,20 +53,19 @@ def stored(results: str, suite: str) -> list[dict]:
 
 
 def test_sentences_about_other_results_quote_them():
-    text = (ROOT / "docs/performance.md").read_text()
     ways = ("train step", "window step", "scan by hand")
     rows = stored("tpu", "tpu") + stored("older_jax", "memory")
     peaks = {
         (row.get("model", "older"), row["way"]): row["peak / gradients alone"]
         for row in rows
     }
-    tpu = text.partition("### On a TPU")[2].partition("\n## ")[0]
+    tpu = PERFORMANCE.partition("### On a TPU")[2].partition("\n## ")[0]
     assert re.findall(r"\d\.\d\d", tpu) == [
         f"{peaks[model, way]:.2f}"
         for model in ("stacked", "stacked, tied embedding")
         for way in ways
     ]
-    older = text.partition("- on [jax older")[2].partition("\n- ")[0]
+    older = PERFORMANCE.partition("- on [jax older")[2].partition("\n- ")[0]
     assert re.findall(r"\d\.\d\d ", older) == [
         f"{peaks['older', way]:.2f} " for way in ("train step", "scan by hand")
     ]
