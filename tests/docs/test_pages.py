@@ -1,6 +1,5 @@
 """README and docs: blocks that run, links that lead somewhere, names that exist."""
 
-import ast
 import importlib
 import json
 import re
@@ -31,8 +30,6 @@ BLOCKS = [
 NOT_CODE = {"{eval-rst}", "{include}", "{toctree}", "diff", "text"}
 # Their code runs in tests_keras, tests_tunix and test_trainers_of_others.py.
 TRAINERS = ("docs/easydel.md", "docs/kauldron.md", "docs/keras.md", "docs/tunix.md")
-# Quoted code of other projects; test_own_your_step.py runs its arithmetic instead.
-QUOTED = ["gradient_accumulation_loss_and_grad(", "learner.forward", "= microbatched("]
 
 
 def test_there_are_blocks_of_every_kind():
@@ -46,10 +43,7 @@ def test_python_runs_as_a_doctest_or_in_a_test_of_its_page():
         if language == "python" and not code.startswith(">>> ")
         if not page.startswith(TRAINERS)
     ]
-    assert len(others) == len(QUOTED)
-    for code in others:
-        ast.parse(code)
-        assert any(line in code for line in QUOTED)
+    assert not others
 
 
 def test_commands_are_ones_that_tests_run_or_that_finetune_takes():
