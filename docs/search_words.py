@@ -19,7 +19,7 @@ WORDS = {
     "docs/reinforcement_learning": [
         *("GRPO", "DAPO", "Dr. GRPO", "RL", "PPO", "RLHF", "policy gradient"),
     ],
-    "docs/resuming": ["checkpoint", "resume"],
+    "docs/resuming": ["checkpoint", "resume", "Orbax"],
     "docs/several_losses": ["KL", "entropy bonus", "auxiliary loss", "denominators"],
     "docs/scope": ["bf16", "bfloat16", "fp16", "float16", "dtype", "GPU", "TPU"],
     "docs/own_your_step": ["LoRA", "dropout", "MaxText", "axlearn", "levanter"],
@@ -28,7 +28,6 @@ WORDS = {
     "docs/kauldron": ["Kauldron"],
     "docs/keras": ["Keras"],
     "docs/tunix": ["Tunix"],
-    "docs/recipes/checkpoints": ["Orbax"],
     "docs/recipes/losses": ["fp8", "DPO", "loss scaling", "jax.checkpoint"],
     "docs/recipes/optimizers": ["clipping", "schedules", "lookahead", "NaN"],
     "docs/recipes/other_libraries": ["Equinox", "Haiku"],

@@ -47,7 +47,7 @@ def pages(search: quickjs.Context, query: str) -> list[str]:
         ("Kauldron", "docs/kauldron"),
         ("Tunix", "docs/tunix"),
         ("checkpoint", "docs/resuming"),
-        ("Orbax", "docs/recipes/checkpoints"),
+        ("Orbax", "docs/resuming"),
         ("Equinox", "docs/recipes/other_libraries"),
         ("clipping", "docs/recipes/optimizers"),
         ("DPO", "docs/recipes/losses"),
