@@ -1,13 +1,30 @@
 """Gives every test 8 devices on any number of cores, and fast compilation."""
 
+import os
 from pathlib import Path
 
+import jax
 import pytest
 import xla_flags
 
 collect_ignore_glob = ["docs/*.py"]  # need Sphinx, which the tests do not use
 
 xla_flags.set_flags()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles no program twice, in any worker or later run."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or not hasattr(config, "cache"):
+        return
+    options = {
+        "jax_compilation_cache_dir": str(config.cache.mkdir("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for workers and other processes
+
 
 RECIPES = Path(__file__).parent / "docs" / "recipes"
 
