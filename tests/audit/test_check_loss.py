@@ -1,108 +1,389 @@
-"""`check_loss_fn` finds a loss that is not a sum, and a count of other tokens.
+"""`check_loss_fn` passes losses as people write them, and finds the wrong ones.
 
-`test_kinds_of_losses.py` repeats this for every kind of loss and many batches.
+The batches of `make_batch` have the leaves of every kind of loss; each reads some.
 """
 
+import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import kinds_of_losses as kinds
+import numpy as np
+import optax
 import pytest
 
-from optax_tokenaccum import check_loss_fn
+from optax_tokenaccum import check_loss_fn, softmax_cross_entropy_sum
+
+Loss = Callable[[Any, Any], tuple[Any, Any]]
+
+ROWS, LENGTH, WIDTH, CLASSES = 6, 7, 4, 5
+
+
+def make_params(random: np.random.Generator) -> dict[str, np.ndarray]:
+    shapes = {
+        "embed": (CLASSES, WIDTH),
+        "hidden": (WIDTH, WIDTH),
+        "out": (WIDTH, CLASSES),
+        "pixels": (8, 3),
+        "slope": (WIDTH,),
+    }
+    return {k: np.float32(random.normal(size=shape)) for k, shape in shapes.items()}
+
+
+def make_batch(random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Draw the leaves of every kind; rows have 2 to `LENGTH` tokens, one is full."""
+    tokens = ROWS, LENGTH
+    lengths = random.permutation([LENGTH, 2, *random.integers(2, LENGTH, ROWS - 2)])
+    there = np.arange(LENGTH) < lengths[:, None]
+    # Each row has at least one loss token and one prompt token.
+    prompt = np.arange(LENGTH) < random.integers(1, lengths)[:, None]
+    completion = there & ~prompt
+    labels = random.integers(0, CLASSES, tokens)
+    some = random.random(tokens) < 0.5
+    some[:, 0] = True
+    binary = random.integers(0, 2, (ROWS, 8))
+    binary[0] = 0
+    made = {
+        "ids": np.where(there, random.integers(1, CLASSES, tokens), 0),
+        "labels": labels,
+        "ignored": np.where(completion, labels, -100),
+        "masked": np.where(some & there, labels, -100),
+        "attended": there,
+        "mask": completion,
+        "mask_ints": completion.astype(np.int32),
+        "mask_floats": completion.astype(np.float32),
+        "one_hot": np.eye(CLASSES)[labels],
+        "hot": np.eye(CLASSES)[labels] * completion[..., None],
+        "weights": random.random(tokens) * completion,
+        "row_weights": random.random(ROWS),
+        "rows_on": np.float32(random.permutation(np.arange(ROWS) > 1)),
+        "rewards": some * 1.0,
+        "x": random.normal(size=(*tokens, WIDTH)),
+        "y": random.normal(size=tokens),
+        "zero_or_one": random.integers(0, 2, tokens),
+        "binary": binary.astype(np.float32),
+        "keys": jax.random.split(jax.random.key(0), ROWS),
+    }
+    return {
+        k: x.astype(np.float32) if x.dtype == np.float64 else x for k, x in made.items()
+    }
+
+
+class Reads(dict):
+    """A batch that notes which of its leaves were read."""
+
+    def __init__(self, batch: dict[str, Any]):
+        super().__init__(batch)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def problem(loss_fn: Loss, seed: int) -> tuple[Any, Any]:
+    """Draw parameters and a batch with only the leaves that this loss reads."""
+    random = np.random.default_rng(seed)
+    params, batch = make_params(random), Reads(make_batch(random))
+    jax.eval_shape(lambda params: loss_fn(params, batch), params)
+    return params, {name: batch[name] for name in sorted(batch.names)}
+
+
+def logits_of(p: Any, ids: Any) -> jax.Array:
+    return jnp.tanh(p["embed"][ids] @ p["hidden"]) @ p["out"]
+
+
+def cross_entropy(p: Any, b: Any, labels: str, mask: Any = None) -> Any:
+    logits = logits_of(p, b["ids"])
+    return softmax_cross_entropy_sum(logits, b[labels], mask, ignore_index=-100)
+
+
+def ours(p: Any, b: Any) -> Any:
+    return cross_entropy(p, b, "labels", b["mask"])
+
+
+def nll(p: Any, ids: Any, labels: Any) -> jax.Array:
+    log_p = jax.nn.log_softmax(logits_of(p, ids))
+    return -jnp.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+
+
+def nll_of(p: Any, b: Any) -> jax.Array:
+    return nll(p, b["ids"], b["labels"])
+
+
+def masked(losses: Any, mask: Any) -> tuple[Any, Any]:
+    return jnp.sum(losses * mask), jnp.sum(mask)
+
+
+def in_bfloat16(loss_fn: Loss) -> Loss:
+    return lambda p, b: loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), b)
+
+
+def attending(p: Any, b: Any) -> Any:
+    """Return the cross entropy of a layer of causal attention."""
+    x = p["embed"][b["ids"]]
+    scores = (x @ p["hidden"]) @ x.swapaxes(1, 2)
+    sees = jnp.tri(LENGTH, dtype=bool) & b["attended"][:, None, :]
+    scores = jnp.where(sees | jnp.eye(LENGTH, dtype=bool), scores, -1e9)
+    logits = (x + jax.nn.softmax(scores) @ x) @ p["out"]
+    return softmax_cross_entropy_sum(logits, b["labels"], b["mask"])
+
+
+def shifted(p: Any, b: Any) -> Any:
+    losses = nll(p, b["ids"][:, :-1], b["ids"][:, 1:])
+    return masked(losses, b["attended"][:, 1:])
+
+
+def without_mask(p: Any, b: Any) -> Any:
+    labels = b["ids"][:, 1:]
+    return softmax_cross_entropy_sum(
+        logits_of(p, b["ids"][:, :-1]), labels, labels != 0
+    )
+
+
+def one_hot(p: Any, b: Any, labels: str) -> jax.Array:
+    log_p = jax.nn.log_softmax(logits_of(p, b["ids"]))
+    return -jnp.sum(log_p * b[labels], -1)
+
+
+def with_auxiliary(p: Any, b: Any) -> Any:
+    loss_sum, n = masked(nll_of(p, b), b["mask_floats"])
+    return loss_sum + 1e-2 * jnp.sum(p["hidden"] ** 2) * n, n
+
+
+def errors(p: Any, b: Any, targets: str) -> jax.Array:
+    return b["x"] @ p["slope"] - b[targets]
+
+
+def insensitive(p: Any, b: Any) -> Any:
+    """Return a regression loss that is exactly zero for most tokens."""
+    far = jnp.abs(1e-3 * (b["x"] @ p["slope"]) - b["y"])
+    return masked(jnp.maximum(far - 1, 0), b["mask"])
+
+
+def masked_autoencoder(p: Any, b: Any) -> Any:
+    logits = (b["binary"] @ p["pixels"]) @ p["pixels"].T
+    losses = optax.losses.sigmoid_binary_cross_entropy(logits, b["binary"])
+    return masked(jnp.sum(losses, -1), b["rows_on"])
+
+
+def dropout_with_keys_of_rows(p: Any, b: Any) -> Any:
+    """Drop tokens by the row's own key."""
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (LENGTH,)))(b["keys"])
+    losses = nll(p, jnp.where(keep, b["ids"], 0), b["labels"])
+    return masked(losses, b["mask"])
+
+
+def means_of_sequences(p: Any, b: Any) -> Any:
+    sums = jnp.sum(nll_of(p, b) * b["mask"], -1)
+    return jnp.sum(sums / jnp.maximum(jnp.sum(b["mask"], -1), 1)), len(sums)
+
+
+BY_ENTRY, BY_MASK = "entry by entry", r"entry by entry of \['mask'\]"
+# Right losses, and how their counts are checked. By default the first five run.
+RIGHT: dict[str, tuple[Loss, str]] = {
+    "mask": (ours, BY_MASK),
+    "ignored labels": (
+        lambda p, b: cross_entropy(p, b, "ignored"),
+        r"entry by entry of \['ignored'\]",
+    ),
+    "no mask": (without_mask, "parameters of zero"),
+    "row weights": (
+        lambda p, b: masked(
+            errors(p, b, "y") ** 2, b["row_weights"][:, None] * jnp.ones(LENGTH)
+        ),
+        r"entry by entry of \['row_weights'\]",
+    ),
+    "keys of rows": (dropout_with_keys_of_rows, BY_MASK),
+    "bfloat16": (in_bfloat16(ours), BY_MASK),
+    "two leaves with the same information": (
+        lambda p, b: (cross_entropy(p, b, "ignored")[0], jnp.sum(b["mask"])),
+        BY_ENTRY,
+    ),
+    "shifted": (shifted, BY_ENTRY),
+    "attention and loss masks": (attending, BY_ENTRY),
+    "one-hot": (
+        lambda p, b: masked(one_hot(p, b, "one_hot"), b["mask_floats"]),
+        BY_ENTRY,
+    ),
+    "one-hot or nothing": (
+        lambda p, b: (jnp.sum(one_hot(p, b, "hot")), jnp.sum(b["hot"])),
+        BY_ENTRY,
+    ),
+    "auxiliary loss": (with_auxiliary, BY_ENTRY),
+    "token weights": (lambda p, b: masked(nll_of(p, b), b["weights"]), BY_ENTRY),
+    "rows on": (
+        lambda p, b: masked(nll_of(p, b), b["rows_on"][:, None] * b["mask"]),
+        r"entry by entry of .*\['rows_on'\]",
+    ),
+    "rewards of zero and one": (
+        lambda p, b: masked(b["rewards"] * nll_of(p, b), b["mask"]),
+        BY_ENTRY,
+    ),
+    "hinge": (
+        lambda p, b: masked(jnp.maximum(0, 1 - b["x"] @ p["slope"]), b["mask"]),
+        BY_ENTRY,
+    ),
+    "labels of zero and one": (
+        lambda p, b: masked(errors(p, b, "zero_or_one") ** 2, b["mask_ints"]),
+        r"entry by entry of \['mask_ints'\]",
+    ),
+    "mostly zero": (insensitive, BY_ENTRY),
+    "autoencoder of bits": (masked_autoencoder, BY_ENTRY),
+    "means of sequences": (means_of_sequences, ""),
+}
+
+
+def batch_statistics(p: Any, b: Any) -> Any:
+    x = p["embed"][b["ids"]]
+    x = (x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-3)
+    logits = jnp.tanh(x @ p["hidden"]) @ p["out"]
+    return softmax_cross_entropy_sum(logits, b["labels"], b["mask"])
+
+
+DRAWS = itertools.count()
+
+
+def random_loss(p: Any, b: Any) -> Any:
+    def draw() -> np.float32:
+        return np.float32(next(DRAWS) * 0.618 % 1)  # never twice the same in a row
+
+    noise = jax.pure_callback(draw, jax.ShapeDtypeStruct((), jnp.float32))
+    loss_sum, n = ours(p, b)
+    return loss_sum * (0.9 + 0.2 * noise), n
+
+
+def unshifted_labels(p: Any, b: Any) -> Any:
+    logits, labels = logits_of(p, b["ids"])[:, :-1], b["masked"]
+    loss_sum, _ = softmax_cross_entropy_sum(logits, labels[:, 1:], ignore_index=-100)
+    return loss_sum, jnp.sum(labels != -100)
+
+
+ONLY_COUNT = "count takes in what the loss leaves out"
+ONLY_LOSS = "loss takes in what the count leaves out"
+NO_SUM = "not a sum over tokens"
+# Wrong losses, and what is found. By default the first nine run.
+WRONG: dict[str, tuple[Loss, str]] = {
+    "already a mean": (
+        lambda p, b: (ours(p, b)[0] / ours(p, b)[1], ours(p, b)[1]),
+        "already a mean",
+    ),
+    "unshifted": (
+        lambda p, b: (shifted(p, b)[0], jnp.sum(b["attended"])),
+        f"{ONLY_COUNT}.*before their shift",
+    ),
+    "padding": (lambda p, b: (ours(p, b)[0], b["mask"].size), ONLY_LOSS),
+    "padding without mask": (
+        lambda p, b: (without_mask(p, b)[0], b["ids"][:, 1:].size),
+        "the same with any padding",
+    ),
+    "per sequence without mask": (
+        lambda p, b: (without_mask(p, b)[0], len(b["ids"])),
+        "one per sequence",
+    ),
+    "constant count": (lambda p, b: (ours(p, b)[0], 128), "the count is not a sum"),
+    "auxiliary mean": (
+        lambda p, b: (
+            ours(p, b)[0] + jnp.mean(p["embed"][b["ids"]] ** 2),
+            ours(p, b)[1],
+        ),
+        NO_SUM,
+    ),
+    "batch statistics": (batch_statistics, "depends on the other rows"),
+    "random": (random_loss, "random"),
+    "unshifted without mask": (
+        lambda p, b: (without_mask(p, b)[0], jnp.sum(b["ids"] != 0)),
+        r"\+1 in every row: labels before their shift",
+    ),
+    "unshifted labels": (unshifted_labels, f"{ONLY_COUNT}.*before their shift"),
+    "padding of a regression": (
+        lambda p, b: (jnp.sum(errors(p, b, "y") ** 2 * b["mask_floats"]), b["y"].size),
+        ONLY_LOSS,
+    ),
+    "per sequence": (
+        lambda p, b: (ours(p, b)[0], len(b["mask"])),
+        f"{ONLY_LOSS}.*one per sequence",
+    ),
+    "another mask": (lambda p, b: (ours(p, b)[0], jnp.sum(b["attended"])), ONLY_COUNT),
+    "prompt in the loss": (
+        lambda p, b: (jnp.sum(nll_of(p, b) * b["attended"]), jnp.sum(b["mask"])),
+        ONLY_LOSS,
+    ),
+    "loss without mask": (
+        lambda p, b: (jnp.sum(nll_of(p, b)), jnp.sum(b["mask"])),
+        ONLY_COUNT,
+    ),
+}
+
+
+def cases(losses: dict[str, Any], quick: int) -> list[Any]:
+    """Return names with seeds: by default one for the first losses."""
+    many = [pytest.param(name, range(10), marks=pytest.mark.slow) for name in losses]
+    return [pytest.param(name, range(1), id=name) for name in [*losses][:quick]] + many
+
+
+@pytest.mark.parametrize(("name", "seeds"), cases(RIGHT, 5))
+def test_right_losses_pass(name: str, seeds: range):
+    loss_fn, how = RIGHT[name]
+    jitted = jax.jit(loss_fn)  # compiled once
+    for seed in seeds:
+        params, batch = problem(loss_fn, seed)
+        report = check_loss_fn(jitted, params, [batch])
+        assert report.passed, f"seed {seed}\n{report}"
+        report.assert_exact()
+        assert str(report).startswith("OK")
+        assert re.search(how, report.count_checked or "")
+
+
+@pytest.mark.parametrize(("name", "seeds"), cases(WRONG, 9))
+def test_wrong_losses_are_found(name: str, seeds: range):
+    loss_fn, says = WRONG[name]
+    jitted = jax.jit(loss_fn)
+    for seed in seeds:
+        params, batch = problem(loss_fn, seed)
+        report = check_loss_fn(jitted, params, [batch])
+        assert not report.passed
+        assert re.search(says, "\n".join(report.findings)), f"seed {seed}\n{report}"
+        with pytest.raises(AssertionError, match="WRONG: "):
+            report.assert_exact()
+
+
+# Counts.
 
 PARAMS = {"w": jnp.float32(0.5)}
+BATCH = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "how"),
-    [
-        (kinds.ours, r"entry by entry of \['mask'\]"),
-        (kinds.ignore_index, r"entry by entry of \['ignored'\]"),
-        (kinds.next_token_without_mask, "parameters of zero"),
-        (kinds.rows_on, r"entry by entry of .*\['rows_on'\]"),
-        (kinds.weighted_regression, r"entry by entry of \['row_weights'\]"),
-        (kinds.huber_on_zero_or_one, r"entry by entry of \['mask_ints'\]"),
-        (kinds.dropout_with_keys_of_rows, r"entry by entry of \['mask'\]"),
-    ],
-    ids=lambda case: getattr(case, "__name__", ""),
-)
-def test_sums_pass(loss_fn: Any, how: str):
-    ((params, batch),) = kinds.problems(loss_fn, [0])
-    report = check_loss_fn(loss_fn, params, [batch])
-    assert report.passed, str(report)
-    report.assert_exact()
-    assert str(report).startswith("OK")
-    assert report.count_checked is not None
-    assert re.search(how, report.count_checked)
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        kinds.already_mean,
-        kinds.mean_over_rows,
-        kinds.auxiliary_mean,
-        kinds.zero_for_the_whole_batch,
-        kinds.batch_statistics,
-        kinds.constant_count,
-        kinds.mean_count,
-        kinds.unshifted,
-        kinds.unshifted_without_mask,
-        kinds.with_padding,
-        kinds.with_padding_without_mask,
-        kinds.per_sequence,
-        kinds.per_sequence_without_mask,
-        kinds.loss_without_mask,
-        kinds.random_loss,
-    ],
-    ids=lambda loss_fn: loss_fn.__name__,
-)
-def test_mistakes_are_named(loss_fn: Any):
-    ((params, batch),) = kinds.problems(loss_fn, [0])
-    report = check_loss_fn(loss_fn, params, [batch])
-    assert not report.passed
-    with pytest.raises(AssertionError, match=f"WRONG: .*{kinds.WRONG[loss_fn]}"):
-        report.assert_exact()
-
-
-def test_a_loss_that_is_not_finite_is_not_called_random():
+def counted(count: Callable[[Any], Any]) -> Loss:
     def loss_fn(params: Any, batch: Any) -> Any:
-        return jnp.nan * jnp.sum(batch), batch.shape[0]
+        loss = jnp.sum(batch["mask"] * (params["w"] * batch["x"] - 1) ** 2)
+        return loss, count(batch["mask"])
 
-    report = check_loss_fn(loss_fn, PARAMS, [jnp.ones((4, 2))])
-    assert report.findings == ("loss and count must be finite: got nan and 4.0.",)
+    return loss_fn
 
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_a_count_that_is_off_in_every_row_is_named(more: int):
-    def loss_fn(params: Any, batch: Any) -> Any:
-        loss = jnp.sum(batch["mask"] * (params["w"] * batch["x"] - 1) ** 2)
-        return loss, batch["mask"].sum() + more * len(batch["mask"])
-
-    batch = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
-    report = check_loss_fn(loss_fn, PARAMS, [batch])
-    (finding,) = report.findings
+    loss_fn = counted(lambda mask: mask.sum() + more * len(mask))
+    (finding,) = check_loss_fn(loss_fn, PARAMS, [BATCH]).findings
     start = f"the count is {9 + 4 * more} where the entries of ['mask'] add up to 9."
     assert finding.startswith(start)
 
 
 def test_a_count_that_is_at_least_1_is_not_condemned():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        loss = jnp.sum(batch["mask"] * (params["w"] * batch["x"] - 1) ** 2)
-        return loss, jnp.maximum(batch["mask"].sum(), 1)
-
-    batch = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
-    check_loss_fn(loss_fn, PARAMS, [batch]).assert_exact()
+    loss_fn = counted(lambda mask: jnp.maximum(mask.sum(), 1))
+    check_loss_fn(loss_fn, PARAMS, [BATCH]).assert_exact()
 
 
-def test_a_loss_that_counts_nothing_is_named():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return jnp.sum((params["w"] * batch - 1) ** 2), 0
-
-    report = check_loss_fn(loss_fn, PARAMS, [jnp.ones((4, 2))])
-    assert report.findings[0].startswith("the loss is 2, and its count is 0")
+def test_a_loss_that_counts_nothing_or_is_not_finite_is_named():
+    report = check_loss_fn(counted(lambda mask: 0), PARAMS, [BATCH])
+    assert report.findings[0].startswith("the loss is 2.25, and its count is 0")
+    report = check_loss_fn(
+        lambda p, b: (jnp.nan * p["w"], len(b)), PARAMS, [BATCH["x"]]
+    )
+    assert report.findings == ("loss and count must be finite: got nan and 4.0.",)
 
 
 def test_what_cannot_be_checked_says_so():
@@ -112,9 +393,10 @@ def test_what_cannot_be_checked_says_so():
     report = check_loss_fn(loss_fn, PARAMS, [jnp.arange(6.0)])
     assert report.passed and report.count_checked is None
     assert "was not checked" in str(report)
-    with pytest.raises(ValueError, match="at least two rows"):
-        check_loss_fn(loss_fn, PARAMS, [jnp.ones(1)])
-    with pytest.raises(ValueError, match="leading axis"):
-        check_loss_fn(loss_fn, PARAMS, [jnp.ones(())])
-    with pytest.raises(TypeError, match="loss_fn must be a function"):
-        check_loss_fn(None, PARAMS, [jnp.ones(2)])
+    for error, message, given, batch in (
+        (ValueError, "at least two rows", loss_fn, jnp.ones(1)),
+        (ValueError, "leading axis", loss_fn, jnp.ones(())),
+        (TypeError, "loss_fn must be a function", None, jnp.ones(2)),
+    ):
+        with pytest.raises(error, match=message):
+            check_loss_fn(given, PARAMS, [batch])

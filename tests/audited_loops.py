@@ -1,0 +1,421 @@
+"""Loops for `audit`: broken ones as people wrote them, and right ones.
+
+Each loop has the signature that `audit` expects,
+`run(optimizer, params, micro_batches) -> params`. A broken loop contains a mistake that
+people made. In most of the broken loops, the loss still goes down.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from data import Batch
+from helpers import run_step, stack
+from llama import VOCABULARY, make_rows
+
+from optax_tokenaccum import (
+    MultiSteps,
+    Verdict,
+    close_window,
+    make_train_step,
+    make_window_step,
+    softmax_cross_entropy_sum,
+    token_accumulation,
+)
+
+K, WIDTH = 8, 16
+Run = Callable[[Any, Any, Any], Any]
+
+
+class Broken(NamedTuple):
+    """A loop, what it does wrong, and what the audit should find.
+
+    Attributes:
+      run: the loop.
+      mistake: what it does wrong, in words.
+      verdict: the verdict that the audit should return.
+      says: a part of the expected explanation, if the verdict alone is not enough.
+      dtype: the dtype of the parameters, if the mistake needs one.
+    """
+
+    run: Run
+    mistake: str
+    verdict: Verdict
+    says: str = ""
+    dtype: Any = None
+
+
+GALLERY: dict[str, Broken] = {}
+RIGHT: dict[str, Run] = {}
+
+
+def broken(name: str, *what: Any, **options: Any) -> Callable[[Run], Run]:
+    """Enters a loop in the gallery."""
+
+    def enter(run: Run) -> Run:
+        GALLERY[name] = Broken(run, *what, **options)
+        return run
+
+    return enter
+
+
+def right(name: str) -> Callable[[Run], Run]:
+    """Enters a loop among the right ones."""
+    return lambda run: RIGHT.setdefault(name, run)
+
+
+def cut(rows: Batch) -> list[Batch]:
+    """Cuts rows into `K` micro-batches of equal size."""
+    parts = [np.split(part, K) for part in rows]
+    return [Batch(*micro_batch) for micro_batch in zip(*parts, strict=True)]
+
+
+def parameters(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    """Random parameters of the model."""
+    random = np.random.default_rng(seed)
+    shapes = {
+        "embedding": (VOCABULARY, WIDTH),
+        "hidden": (WIDTH, WIDTH),
+        "head": (WIDTH, VOCABULARY),
+    }
+    return {
+        name: jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The summed loss of a small next-token model, and the number of tokens."""
+    x = jnp.tanh(params["embedding"][batch.inputs] @ params["hidden"])
+    return softmax_cross_entropy_sum(x @ params["head"], batch.labels, batch.mask)
+
+
+def mean_loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The mean loss, and the number of tokens."""
+    loss_sum, num_tokens = loss_fn(params, batch)
+    return loss_sum / num_tokens, num_tokens
+
+
+@functools.cache
+def gradient_of(loss_fn: Any) -> Any:
+    """The compiled `gradient(params, batch) -> (gradient, num_tokens)`."""
+    return jax.jit(jax.grad(loss_fn, has_aux=True))
+
+
+def mean(params: Any, batch: Batch) -> Any:
+    """The gradient of the mean loss."""
+    return gradient_of(mean_loss_fn)(params, batch)[0]
+
+
+def scale(grads: Any, factor: Any) -> Any:
+    """A multiple of a gradient."""
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+
+
+def weighted_sum(
+    params: Any, micro_batches: Any, weights: Any, loss_fn: Any = loss_fn
+) -> Any:
+    """The sum of the micro-batches' summed gradients, times their weights."""
+    grads = scale(params, 0)
+    for weight, batch in zip(weights, micro_batches, strict=True):
+        share, _ = gradient_of(loss_fn)(params, batch)
+        grads = jax.tree.map(jnp.add, grads, scale(share, weight))
+    return grads
+
+
+def tokens_of(micro_batches: Any) -> Any:
+    """The number of tokens of each micro-batch."""
+    return np.array([batch.mask.sum() for batch in micro_batches])
+
+
+def concatenated(micro_batches: Any) -> Batch:
+    """All rows of a window."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *micro_batches)
+
+
+def apply(optimizer: Any, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+    """Calls the optimizer, uncompiled, because its function is new every time."""
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def apply_once(optimizer: Any, params: Any, grads: Any) -> Any:
+    """Updates the parameters with the gradient of a window."""
+    return apply(optimizer, params, optimizer.init(params), grads)[0]
+
+
+def of_weights(weights: Any, loss_fn: Any = loss_fn, foreign: float = 0.0) -> Any:
+    """Return a loop that weights micro-batches by `weights`, where 1 is exact."""
+
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        shares = weights / tokens_of(micro_batches).sum()
+        grads = weighted_sum(params, micro_batches, shares, loss_fn)
+        grads = jax.tree.map(jnp.add, grads, scale(params, foreign))
+        return apply_once(optimizer, params, grads)
+
+    return run
+
+
+# Broken loops.
+
+
+@broken("mean of means", "averages micro-batches' means", Verdict.MEAN_OF_MEANS)
+def mean_of_means(
+    optimizer: Any, params: Any, micro_batches: Any, gradient: Any = mean
+) -> Any:
+    """`optax.MultiSteps` on mean losses."""
+    optimizer = optax.MultiSteps(optimizer, K)
+    update, state = jax.jit(optimizer.update), optimizer.init(params)
+    for batch in micro_batches:
+        updates, state = update(gradient(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def with_counts(gradient: Callable[..., Any], count: Callable[[Batch], Any]) -> Run:
+    """Makes a loop with `optax_tokenaccum.MultiSteps`, which expects mean losses."""
+
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        optimizer = MultiSteps(optimizer, len(micro_batches))
+        update, state = jax.jit(optimizer.update), optimizer.init(params)
+        for batch in micro_batches:
+            grads, n = gradient(params, batch), count(batch)
+            updates, state = update(grads, state, params, num_tokens=n)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return run
+
+
+broken(
+    "padding counted",
+    "counts the entries of the mask",
+    Verdict.MEAN_OF_MEANS,
+    "such as mask.size",
+)(with_counts(mean, lambda batch: batch.mask.size))
+
+broken(
+    "labels not shifted",
+    "counts one label too many in each row",
+    Verdict.UNKNOWN,
+    "averaged with wrong counts",
+)(with_counts(mean, lambda batch: batch.mask.sum() + len(batch.mask)))
+
+broken(
+    "summed loss",
+    "gives a sum where a mean is expected",
+    Verdict.UNKNOWN,
+    "a sum is given where a mean is expected",
+)(
+    with_counts(
+        lambda params, batch: gradient_of(loss_fn)(params, batch)[0],
+        lambda batch: batch.mask.sum(),
+    )
+)
+
+
+@broken("mean over devices", "averages devices' means", Verdict.MEAN_OF_MEANS)
+def mean_over_devices(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """Two devices take the means of their rows, and `pmean` averages these."""
+    grads = scale(params, 0)
+    for pair in zip(micro_batches[::2], micro_batches[1::2], strict=True):
+        shares = jax.vmap(
+            lambda batch: jax.lax.pmean(mean(params, batch), "devices"),
+            axis_name="devices",
+        )(stack(pair))
+        grads = jax.tree.map(lambda g, x: g + x[0] * 2 / K, grads, shares)
+    return apply_once(optimizer, params, grads)
+
+
+@broken(
+    "summed over devices",
+    "counts equal gradients twice",
+    Verdict.UNKNOWN,
+    "2 times what it should be (are two devices",
+)
+def summed_over_devices(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """Two devices hold the same rows: both are exact, then `psum` adds them."""
+    grads = mean(params, concatenated(micro_batches))
+    both = jax.tree.map(lambda g: jnp.stack([g, g]), grads)
+    grads = jax.vmap(lambda g: jax.lax.psum(g, "devices"), axis_name="devices")(both)
+    return apply_once(optimizer, params, jax.tree.map(lambda g: g[0], grads))
+
+
+@broken("double division", "divides by tokens and by k", Verdict.DIVIDED_TWICE)
+def double_division(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """Losses divided by the tokens of the window, then averaged over micro-batches."""
+    share = 1 / tokens_of(micro_batches).sum()
+
+    def gradient(params: Any, batch: Batch) -> Any:
+        return scale(gradient_of(loss_fn)(params, batch)[0], share)
+
+    return mean_of_means(optimizer, params, micro_batches, gradient)
+
+
+@broken("never divided", "applies the sum over tokens", Verdict.NOT_DIVIDED)
+def never_divided(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """Gradients of summed losses are added and never divided."""
+    grads = weighted_sum(params, micro_batches, np.ones(K))
+    return apply_once(optimizer, params, grads)
+
+
+@broken("overwritten", "keeps only the last gradient", Verdict.LAST_MICRO_BATCH_ONLY)
+def overwritten(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """`=` where `+=` was meant."""
+    grads = scale(params, 0)
+    for batch in micro_batches:
+        grads = mean(params, batch)
+    return apply_once(optimizer, params, grads)
+
+
+@broken("not wrapped", "steps on every micro-batch", Verdict.STEPPED_EVERY_MICRO_BATCH)
+def not_wrapped(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """The wrapper is missing, so every micro-batch causes an update."""
+    state = optimizer.init(params)
+    for batch in micro_batches:
+        params, state = apply(optimizer, params, state, mean(params, batch))
+    return params
+
+
+@broken("updates discarded", "drops the one update that is not zero", Verdict.DISCARDED)
+def updates_discarded(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """The loop of optax issue 1567: its counter is one ahead of `mini_step`."""
+    optimizer = optax.MultiSteps(optimizer, K)
+    update, state = jax.jit(optimizer.update), optimizer.init(params)
+    for i, batch in enumerate(micro_batches, start=1):
+        updates, state = update(mean(params, batch), state, params)
+        if (i + 1) % K == 0:
+            params = optax.apply_updates(params, updates)
+    return params
+
+
+@broken(
+    "misaligned",
+    "closes its window too early",
+    Verdict.UNKNOWN,
+    "7 of the 8 micro-batches count for nothing",
+)
+def misaligned(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """`if i % k == 0`, counted from 0: the first micro-batch closes the window."""
+    state = optimizer.init(params)
+    grads, num_tokens = scale(params, 0), 0
+    for i, batch in enumerate(micro_batches):
+        g, n = gradient_of(loss_fn)(params, batch)
+        grads, num_tokens = jax.tree.map(jnp.add, grads, g), num_tokens + n
+        if i % K == 0:
+            grads = scale(grads, 1 / num_tokens)
+            params, state = apply(optimizer, params, state, grads)
+            grads, num_tokens = scale(params, 0), 0
+    return params
+
+
+@broken(
+    "clipped before",
+    "clips micro-batches, not the window",
+    Verdict.UNKNOWN,
+    "weighted in a way of their own",
+)
+def clipped_before(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """Clips every micro-batch instead of the window."""
+    clip = optax.clip_by_global_norm(0.05)
+    num_tokens = tokens_of(micro_batches).sum()
+    grads = scale(params, 0)
+    for batch in micro_batches:
+        g, _ = clip.update(mean(params, batch), clip.init(params))
+        share = scale(g, batch.mask.sum() / num_tokens)
+        grads = jax.tree.map(jnp.add, grads, share)
+    return apply_once(optimizer, params, grads)
+
+
+@broken(
+    "float16 sums", "overflows", Verdict.UNKNOWN, "are not finite", dtype=jnp.float16
+)
+def float16_sums(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """Sums scaled gradients in float16, whose largest value is 65,504."""
+    loss_scale, num_tokens = 2.0**14, tokens_of(micro_batches).sum()
+    grads = weighted_sum(params, micro_batches, np.full(K, loss_scale))
+    return apply_once(optimizer, params, scale(grads, 1 / loss_scale / num_tokens))
+
+
+@broken(
+    "stale window",
+    "starts with leftovers of the last epoch",
+    Verdict.UNKNOWN,
+    "not a sum of these micro-batches",
+)
+def stale_window(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """The previous epoch ended in the middle of a window, and nothing closed it."""
+    before = cut(make_rows(99))[:2]
+    return mean_of_means(optimizer, params, [*before, *micro_batches])
+
+
+# Right loops.
+
+
+@right("full batch")
+def full_batch(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    return apply_once(optimizer, params, mean(params, concatenated(micro_batches)))
+
+
+@right("scan by hand")
+def scan_by_hand(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    @jax.jit
+    def sums(params: Any, stacked: Any) -> Any:
+        def body(carry: Any, batch: Batch) -> Any:
+            found = jax.grad(loss_fn, has_aux=True)(params, batch)
+            return jax.tree.map(jnp.add, carry, found), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return jax.lax.scan(body, (zeros, jnp.float32(0)), stacked)[0]
+
+    total, n = sums(params, stack(micro_batches))
+    return apply_once(optimizer, params, scale(total, 1 / n))
+
+
+def with_transformation(loss_fn: Any) -> Run:
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        optimizer = token_accumulation(optimizer, len(micro_batches))
+        state = optimizer.init(params)
+        for batch in micro_batches:
+            grads, n = gradient_of(loss_fn)(params, batch)
+            updates, state = optimizer.update(grads, state, params, num_tokens=n)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return run
+
+
+by_transformation = right("token_accumulation")(with_transformation(loss_fn))
+
+
+@right("MultiSteps")
+def by_multi_steps(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    optimizer = MultiSteps(optimizer, 2 * K)
+    state = optimizer.init(params)
+    for batch in micro_batches:
+        grads, n = gradient_of(mean_loss_fn)(params, batch)
+        updates, state = optimizer.update(grads, state, params, num_tokens=n)
+        params = optax.apply_updates(params, updates)
+    updates, _ = close_window(optimizer, state, params)
+    return optax.apply_updates(params, updates)
+
+
+def with_train_step(loss_fn: Any) -> Run:
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        step = make_train_step(loss_fn, optimizer, len(micro_batches))
+        return run_step(step, step.init(params), micro_batches)[0].params
+
+    return run
+
+
+by_train_step = right("train step")(with_train_step(loss_fn))
+
+
+@right("window step")
+def by_window_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    window_step = make_window_step(loss_fn, optimizer)
+    return window_step(window_step.init(params), stack(micro_batches))[0].params
