@@ -1,72 +1,21 @@
 """Reading the text of compiled programs, for every backend that was available.
 
-The texts come from real programs, shortened; on 8 devices unless stated otherwise.
+The texts come from real programs, shortened, or are written here; on 8 devices unless
+stated otherwise.
 """
 
 import pytest
 
+from optax_tokenaccum._compiled.replica_groups import axes_of, connected_by
 from optax_tokenaccum._compiled.text import Operation, Program
 
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
+PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 STRIDED = ((0, 2, 4, 6), (1, 3, 5, 7))
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+FAR = ((0, 4), (1, 5), (2, 6), (3, 7))
+ENDS = ((0, 1, 4, 5), (2, 3, 6, 7))
 RING = tuple((i, (i + 1) % 8) for i in range(8))
-
-# jax 0.8.1 on CPU: a sum of gradients over 8 micro-batches.
-LOOP = """\
-HloModule jit_win, is_scheduled=true, num_partitions=8
-
-%add.clone (x.1: f32[], y.1: f32[]) -> f32[] {
-  %x.1 = f32[] parameter(0)
-  %y.1 = f32[] parameter(1)
-  ROOT %add.9 = f32[] add(%x.1, %y.1)
-}
-
-%body (wide.param.3: (s32[], f32[16,32], f32[32,4], /*index=5*/f32[8,32])) -> (s32[]) {
-  %all-reduce.6 = (f32[32,16]{1,0}, f32[4,32]{1,0}) all-reduce(%dot.10, %dot.11), \
-channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, \
-to_apply=%add.clone, metadata={op_name="jit(win)/while/body/dot_general"}
-  ROOT %tuple.18 = (s32[], f32[16,32]{1,0}) tuple(%wrapped_add, %copy_add_fusion.1)
-}
-
-%condition (wide.param.2: (s32[], f32[16,32], f32[32,4])) -> pred[] {
-  ROOT %wrapped_compare = pred[] fusion(%get-tuple-element.59, %constant.4), kind=kLoop
-}
-
-ENTRY %main.3_spmd (param.4: f32[16,32], param.2: f32[32,4]) -> (f32[16,32]) {
-  %param.2 = f32[32,4]{1,0} parameter(1), sharding={replicated}
-  %while.12 = (s32[], f32[16,32]{1,0}, /*index=5*/f32[8,32]{1,0}) while(%tuple.16), \
-condition=%condition, body=%body, metadata={op_name="jit(win)/while"}, \
-backend_config={"known_trip_count":{"n":"8"},"known_init_step":{"init":"0"}}
-  ROOT %tuple.8 = (f32[16,32]{1,0}, f32[32,4]{1,0}) tuple(%get-tuple-element.31)
-}
-"""
-GRADIENTS = Operation("all-reduce", ALL, 4 * (16 * 32 + 32 * 4), 8, False)
-
-# jax 0.10.2 on CPU: a gather in one of two branches.
-BRANCH = """\
-HloModule jit__lambda, is_scheduled=true, num_partitions=8
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=50 end_line=50 column=5 end_column=5}
-
-%region_0.0_spmd (param: ()) -> (f32[8,1,16]) {
-  %param = () parameter(0), metadata={op_name="jit(<lambda>)/shard_map"}
-  ROOT %tuple.12 = (f32[8,1,16]{2,1,0}) tuple(%wrapped_broadcast)
-}
-
-%region_1.0_spmd (param.6: (f32[1,16])) -> (f32[8,1,16]) {
-  %all_gather.5 = f32[8,1,16]{2,1,0} all-gather(%bitcast), channel_id=1, \
-replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
-  ROOT %tuple.13 = (f32[8,1,16]{2,1,0}) tuple(%all_gather.5)
-}
-
-ENTRY %main.0_spmd (param.4: f32[1,16], param.5: s32[]) -> f32[8,1,16] {
-  %tuple.8 = () tuple(), metadata={op_name="jit(<lambda>)/shard_map/cond"}
-  %conditional.1.clone = (f32[8,1,16]{2,1,0}) conditional(%fusion, %tuple.8, \
-%tuple.11), branch_computations={%region_0.0_spmd, %region_1.0_spmd}
-  ROOT %get-tuple-element.6 = f32[8,1,16]{2,1,0} get-tuple-element(%conditional.1)
-}
-"""
 
 # libtpu 0.0.52 for a v5e of 2 x 4: one gather in three fusions, the second in a loop,
 # and a permutation in two parts.
@@ -147,156 +96,99 @@ calls=%all-reduce-scatter.clone.1
 }
 """
 
-STORED = {
-    "in a loop": (LOOP, [GRADIENTS]),
-    "in a loop of unknown length": (
-        LOOP.replace("known_trip_count", "dynamic_variables"),
-        [GRADIENTS._replace(times=None)],
-    ),
-    "in a loop's condition": (
-        LOOP.replace("body=%body, ", "body=%add.clone, ").replace(
-            "condition=%condition", "condition=%body"
-        ),
-        [GRADIENTS._replace(times=9)],
-    ),
-    "in a branch": (BRANCH, [Operation("all-gather", ALL, 512, 1, True)]),
-    "in a branch, as two attributes": (
-        BRANCH.replace(
-            "branch_computations={%region_0.0_spmd, %region_1.0_spmd}",
-            "true_computation=%region_1.0_spmd, false_computation=%region_0.0_spmd",
-        ),
-        [Operation("all-gather", ALL, 512, 1, True)],
-    ),
-    "a reduce-scatter in a fusion": (
-        SCATTER,
-        [Operation("reduce-scatter", ALL, 4 * 1024 * 1024, 1, False)],
-    ),
-    "split over fusions": (
-        SPLIT,
-        [
-            Operation("all-gather", ALL, 2 * 8 * 4 * 64, 1, False),
-            Operation("collective-permute", RING, 4 * 4 * 4, 1, False),
-        ],
-    ),
+
+def test_an_operation_that_a_tpu_splits_over_fusions_counts_once():
+    assert Program(SPLIT).operations() == [
+        Operation("all-gather", ALL, 2 * 8 * 4 * 64, 1, False),
+        Operation("collective-permute", RING, 4 * 4 * 4, 1, False),
+    ]
+
+
+def test_a_reduce_scatter_of_a_tpu_is_a_fusion():
+    expected = Operation("reduce-scatter", ALL, 4 * 1024 * 1024, 1, False)
+    assert Program(SCATTER).operations() == [expected]
+
+
+# Conditionals over these computations: "small" gathers 64 bytes, "large" 256, "half"
+# 128 in groups of four devices; "unknown" loops in trips that nobody counts.
+EVERYWHERE = "replica_groups=[1,8]<=[8], use_global_device_ids=true"
+TRIPS = 'backend_config={"known_trip_count":{"n":"3"}}'
+COMPUTATIONS = {
+    "nothing": ["f32[64]{0} broadcast(%c), dimensions={}"],
+    "small": [f"f32[16]{{0}} all-gather(%p), channel_id=1, {EVERYWHERE}"],
+    "large": [f"f32[64]{{0}} all-gather(%p), channel_id=2, {EVERYWHERE}"],
+    "half": [
+        "f32[32]{0} all-gather(%p), channel_id=3, replica_groups=[2,4]<=[4,2]T(1,0), "
+        "use_global_device_ids=true"
+    ],
+    "reduces": [f"f32[16]{{0}} all-reduce(%p), channel_id=4, {EVERYWHERE}"],
+    "twice": ["f32[16]{0} call(%p), to_apply=%small"] * 2,
+    "loop": [f"f32[2]{{0}} while(%p), condition=%nothing, body=%small, {TRIPS}"],
+    "tests": [f"f32[2]{{0}} while(%p), condition=%small, body=%nothing, {TRIPS}"],
+    "unknown": ["f32[2]{0} while(%p), condition=%nothing, body=%small"],
+    "unknown.large": ["f32[2]{0} while(%p), condition=%nothing, body=%large"],
+    "gathers.and.reduces": [
+        "f32[16]{0} call(%p), to_apply=%small",
+        "f32[16]{0} call(%p), to_apply=%reduces",
+    ],
+    "nested": [
+        "f32[16]{0} call(%p), to_apply=%small",
+        "f32[16]{0} conditional(%i, %p, %p), branch_computations={%small, %twice}",
+    ],
 }
-
-
-@pytest.mark.parametrize(("text", "expected"), STORED.values(), ids=STORED)
-def test_stored_program(text: str, expected: list[Operation]):
-    assert Program(text).operations() == expected
-
-
-# Conditionals. Computations: "small" gathers 64 bytes, "large" 256; "reduces" reduces
-# 64 bytes; "loop" gathers 64 bytes in each of 3 trips, "unknown" in trips that the
-# program does not count; "half" gathers 128 bytes in groups of four devices.
-PARTS = """\
-HloModule jit_f, num_partitions=8
-
-%nothing (p: f32[2]) -> f32[64] {
-  ROOT %zeros = f32[64]{0} broadcast(%c), dimensions={}
-}
-
-%small (p: f32[2]) -> f32[16] {
-  ROOT %g = f32[16]{0} all-gather(%p), channel_id=1, EVERYWHERE
-}
-
-%large (p: f32[2]) -> f32[64] {
-  ROOT %g = f32[64]{0} all-gather(%p), channel_id=2, EVERYWHERE
-}
-
-%half (p: f32[2]) -> f32[32] {
-  ROOT %g = f32[32]{0} all-gather(%p), channel_id=3, HALVES
-}
-
-%reduces (p: f32[2]) -> f32[16] {
-  ROOT %r = f32[16]{0} all-reduce(%p), channel_id=4, EVERYWHERE
-}
-
-%twice (p: f32[2]) -> f32[16] {
-  %first = f32[16]{0} call(%p), to_apply=%small
-  ROOT %second = f32[16]{0} call(%first), to_apply=%small
-}
-
-%loop (p: f32[2]) -> f32[2] {
-  ROOT %while.1 = f32[2]{0} while(%p), condition=%nothing, body=%small, \
-backend_config={"known_trip_count":{"n":"3"}}
-}
-
-%unknown (p: f32[2]) -> f32[2] {
-  ROOT %while.2 = f32[2]{0} while(%p), condition=%nothing, body=%small
-}
-
-%unknown.large (p: f32[2]) -> f32[2] {
-  ROOT %while.3 = f32[2]{0} while(%p), condition=%nothing, body=%large
-}
-
-%gathers.and.reduces (p: f32[2]) -> f32[2] {
-  %first = f32[16]{0} call(%p), to_apply=%small
-  ROOT %second = f32[16]{0} call(%first), to_apply=%reduces
-}
-
-%nested (p: f32[2]) -> f32[16] {
-  %before = f32[16]{0} call(%p), to_apply=%small
-  ROOT %c = f32[16]{0} conditional(%i, %p, %p), branch_computations={%small, %twice}
-}
-""".replace(
-    "EVERYWHERE", "replica_groups=[1,8]<=[8], use_global_device_ids=true"
-).replace("HALVES", "replica_groups=[2,4]<=[4,2]T(1,0), use_global_device_ids=true")
 SMALL = Operation("all-gather", ALL, 64, 1, True)
 LARGE = SMALL._replace(num_bytes=256)
 HALF = Operation("all-gather", STRIDED, 128, 1, True)
 REDUCES = Operation("all-reduce", ALL, 64, 1, True)
-IN_LOOP = SMALL._replace(times=3)
-UNKNOWN, UNKNOWN_LARGE = SMALL._replace(times=None), LARGE._replace(times=None)
+IN_LOOP, UNKNOWN = SMALL._replace(times=3), SMALL._replace(times=None)
+# The branches of a conditional, and the operations that count.
 CONDITIONALS = {
-    "one of which sends nothing": ("nothing small nothing", [SMALL]),
-    "with the same operations": ("small small", [SMALL]),
-    "the first sends more": ("large small", [LARGE]),
-    "the last sends more": ("small small large", [LARGE]),
-    "that call computations": ("small twice", [SMALL, SMALL]),
-    "many small ones, and between other devices": (
-        "twice half twice",
-        [SMALL, SMALL, HALF],
-    ),
-    "trips of a loop": ("twice loop", [IN_LOOP]),
-    "one large, not the trips of a loop": ("large loop", [LARGE]),
-    "of different kinds": ("small reduces", [SMALL, REDUCES]),
-    "each kind by itself": ("gathers.and.reduces large", [LARGE, REDUCES]),
-    "between other devices": ("small half", [SMALL, HALF]),
-    "nested": ("large nested", [LARGE]),
-    "nested, and the most": ("twice nested small", [SMALL] * 3),
-    "unknown trips, and known": ("large unknown", [LARGE, UNKNOWN]),
-    "unknown trips in both": ("unknown unknown.large", [UNKNOWN_LARGE]),
+    "nothing small nothing": [SMALL],
+    "small small": [SMALL],
+    "large small": [LARGE],
+    "small small large": [LARGE],
+    "small twice": [SMALL, SMALL],
+    "twice half twice": [SMALL, SMALL, HALF],
+    "twice loop": [IN_LOOP],
+    "large loop": [LARGE],
+    "tests nothing": [SMALL._replace(times=4)],
+    "gathers.and.reduces large": [LARGE, REDUCES],
+    "small half": [SMALL, HALF],
+    "large nested": [LARGE],
+    "twice nested small": [SMALL] * 3,
+    "large unknown": [LARGE, UNKNOWN],
+    "unknown unknown.large": [LARGE._replace(times=None)],
 }
 
 
 def of_branches(names: str) -> str:
-    """A program with one conditional over computations in `PARTS`."""
-    computations = ", ".join(f"%{name}" for name in names.split())
-    return f"""{PARTS}
+    """A program with one conditional over `COMPUTATIONS`."""
+    text = "HloModule jit_f, num_partitions=8\n"
+    for name, results in COMPUTATIONS.items():
+        lines = [f"  %x.{i} = {result}\n" for i, result in enumerate(results)]
+        text += f"\n%{name} (p: f32[2]) -> f32[2] {{\n{''.join(lines)}}}\n"
+    branches = ", ".join(f"%{name}" for name in names.split())
+    return f"""{text}
 ENTRY %main (p: f32[2], i: s32[]) -> f32[2] {{
-  ROOT %c = f32[2] conditional(%i, %p), branch_computations={{{computations}}}
+  ROOT %c = f32[2] conditional(%i, %p), branch_computations={{{branches}}}
 }}
 """
 
 
-@pytest.mark.parametrize(("names", "expected"), CONDITIONALS.values(), ids=CONDITIONALS)
+@pytest.mark.parametrize(("names", "expected"), CONDITIONALS.items(), ids=CONDITIONALS)
 def test_one_branch_of_a_conditional_counts(names: str, expected: list[Operation]):
     assert Program(of_branches(names)).operations() == expected
 
 
-def test_two_conditionals_add_up():
+def test_two_conditionals_add_up_and_loop():
     text = of_branches("small large").replace(
         "  ROOT %c =",
         "  %b = f32[2] conditional(%i, %p), "
         "true_computation=%small, false_computation=%loop\n  ROOT %c =",
     )
     assert Program(text).operations() == [IN_LOOP, LARGE]
-
-
-def test_conditional_in_a_loop():
     text = (
-        of_branches("small loop").replace("ENTRY %main", "%body")
+        text.replace("ENTRY %main", "%body")
         + """
 ENTRY %main (p: f32[2]) -> f32[2] {
   ROOT %w = f32[2]{0} while(%p), condition=%nothing, body=%body, \
@@ -304,7 +196,8 @@ backend_config={"known_trip_count":{"n":"5"}}
 }
 """
     )
-    assert Program(text).operations() == [SMALL._replace(times=15)]
+    expected = [IN_LOOP._replace(times=15), LARGE._replace(times=5)]
+    assert Program(text).operations() == expected
 
 
 def one_line(line: str, header: str = "num_partitions=8") -> list[Operation]:
@@ -378,12 +271,10 @@ def test_bytes_of_a_type(result: str, num_bytes: int):
     assert operation.num_bytes == num_bytes
 
 
-def test_result_of_a_reduce_scatter_is_a_shard():
+def test_a_reduce_scatter_and_a_program_of_replicas():
+    """The result of a reduce-scatter is a shard."""
     [operation] = one_line(f"%r = f32[6]{{0}} reduce-scatter(%x), {GLOBAL}")
     assert operation.num_bytes == 4 * 24
-
-
-def test_a_program_of_replicas():
     line = "ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={}, to_apply=%add"
     [operation] = one_line(line, "replica_count=4")
     assert operation.groups == ((0, 1, 2, 3),)
@@ -407,3 +298,86 @@ def test_what_cannot_be_read_is_not_passed_over(line: str):
 def test_text_that_is_no_program():
     with pytest.raises(ValueError, match="must be HLO that is known: got 0 entries"):
         Program("module @jit_f {\n}\n")
+
+
+# Which devices an operation connects.
+
+# Spellings and their groups; mesh spellings come from XLA's own tests.
+SPELLINGS = {
+    "{{0,1},{2,3},{4,5},{6,7}}": PAIRS,
+    "{{0,2,4,6},{1,3,5,7}}": STRIDED,
+    "{}": ALL,
+    "{{0},{1},{2,3}}": ((2, 3),),
+    "[1,8]<=[8]": ALL,
+    "[4,2]<=[8]": PAIRS,
+    "[2,4]<=[4,2]T(1,0)": STRIDED,
+    "[2,4]<=[2,2,2]T(1,0,2)": ENDS,
+    "mesh['axis_0'=8] {'axis_0'}": ALL,
+    "mesh['axis_0'=8,'axis_1'=1] {'axis_0'}": ALL,
+    "mesh['axis_0'=4,'axis_1'=2] {'axis_0'}": STRIDED,
+    "mesh['axis_0'=4,'axis_1'=2] {'axis_1'}": PAIRS,
+    "mesh['axis_0'=4,'axis_1'=2] {'axis_1','axis_0'}": ALL,
+    "mesh['x'=4,'y'=1,'z'=2], device_ids=([2,2,2]T(0,2,1)) {'x'}": ENDS,
+    "mesh['x'=4,'y'=2], device_ids=(0,4,1,5,2,6,3,7) {'y'}": FAR,
+    "mesh['a'=8] {'a':(1)2}": FAR,
+    "mesh['a'=8] {'a':(1)4}": STRIDED,
+    "mesh['a'=8] {'a':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
+    "mesh['a'=8] {'a':(2)4}": HALVES,
+    "mesh['a'=8] {'a':(4)2}": PAIRS,
+    "mesh['a'=8] {'a':(1)2,'a':(4)2}": ENDS,
+    "mesh[a=2,b=4] {a}": FAR,
+    "mesh['a'=8] {}": (),
+}
+
+
+@pytest.mark.parametrize(("spelled", "expected"), SPELLINGS.items(), ids=SPELLINGS)
+def test_groups(spelled: str, expected: tuple[tuple[int, ...], ...]):
+    attributes = f"%x), channel_id=1, replica_groups={spelled}, "
+    found = connected_by("all-reduce", attributes + "use_global_device_ids=true", 1, 8)
+    assert found == expected
+
+
+# Numbers in groups are replicas, partitions or devices; 2 replicas of 4 partitions.
+MEANINGS = {
+    "replicas": ("all-reduce", "{{0,1}}", FAR),
+    "all replicas": ("all-reduce", "{}", FAR),
+    "replicas of a permutation": (
+        "collective-permute",
+        "{{1,0}}",
+        ((4, 0), (5, 1), (6, 2), (7, 3)),
+    ),
+    "partitions": ("all-to-all, channel_id=1", "{{0,1},{2,3}}", PAIRS),
+    "all partitions": ("all-to-all, channel_id=1", "{}", HALVES),
+    "replicas and all partitions": ("all-reduce, channel_id=1", "{{0},{1}}", HALVES),
+    "all replicas and partitions": ("all-gather, channel_id=1", "{}", ALL),
+    "devices": (
+        "all-reduce, channel_id=1, use_global_device_ids=true",
+        "{{0,2,4,6},{1,3,5,7}}",
+        STRIDED,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "spelled", "expected"), MEANINGS.values(), ids=MEANINGS
+)
+def test_what_numbers_in_groups_mean(attributes: str, spelled: str, expected: object):
+    kind = attributes.split(",")[0]
+    key = "source_target_pairs" if "permute" in kind else "replica_groups"
+    assert connected_by(kind, f"{attributes}, {key}={spelled}", 2, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "mesh", "names"),
+    [
+        (STRIDED, {"data": 4, "one": 1, "model": 2}, "data"),
+        (PAIRS, {"data": 4, "one": 1, "model": 2}, "model"),
+        (ALL, {"data": 4, "one": 1, "model": 2}, "data model"),
+        ((), {"data": 4, "model": 2}, ""),
+        (((6, 0), (2, 4)), {"data": 4, "model": 2}, "data"),
+        (HALVES, {"data": 8}, "data"),
+        (((0, 1, 4, 5), (2, 3, 6, 7)), dict.fromkeys("abc", 2), "a c"),
+    ],
+)
+def test_axes(groups: tuple[tuple[int, ...], ...], mesh: dict[str, int], names: str):
+    assert axes_of(groups, mesh) == tuple(names.split())
