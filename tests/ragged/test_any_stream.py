@@ -103,8 +103,16 @@ def run_halves(stream: list[MicroBatch], ends: list[bool]) -> tuple[Any, list[An
     return state, metrics
 
 
+def run_window_step(step: Any, stream: list[MicroBatch]) -> tuple[Any, Any]:
+    """Run the stream as one window, followed by NaNs that must never be read."""
+    unread = [MicroBatch(np.full(4, np.nan, np.float32), np.float32(1))]
+    padded = helpers.stack(stream + unread * (MOST - len(stream)))
+    return step(step.init(PARAMS), padded, num_micro_batches=len(stream))
+
+
 HALVES = make_train_step(loss_fn, INNER)
-STEPS = {k: make_train_step(loss_fn, INNER, k) for k in (1, 2, 3, 99)}
+LONG = make_train_step(loss_fn, INNER, 99)
+WINDOW_STEP = make_window_step(loss_fn, INNER)
 
 
 # Windows that close at the same place.
@@ -138,17 +146,6 @@ def test_k_token_budget_and_close_window_agree_where_they_close_at_the_same_plac
     assert error < helpers.RTOL["float32"]
 
 
-@hypothesis.settings(deadline=None, max_examples=15)
-@hypothesis.given(streams, st.sampled_from([1, 2, 3]))
-def test_the_step_of_k_is_its_two_halves(counts: list[int], k: int):
-    closes = [(i + 1) % k == 0 for i in range(len(counts))]
-    got, expected = (
-        run_step(STEPS[k], stream_of(counts)),
-        run_halves(stream_of(counts), closes),
-    )
-    chex.assert_trees_all_equal(got, expected)
-
-
 # Partial windows.
 
 
@@ -163,12 +160,12 @@ def test_a_closed_partial_window_is_a_window_that_short(
     stream = stream_of(counts + following)
     expected, _ = run_halves(stream, short + rest)
 
-    state = STEPS[99].init(PARAMS)
+    state = LONG.init(PARAMS)
     for window in (stream[: len(counts)], stream[len(counts) :]):
         for batch in window:
-            state, metrics = STEPS[99](state, batch)
+            state, metrics = LONG(state, batch)
             assert not metrics.updated
-        state, metrics = STEPS[99].close_window(state)
+        state, metrics = LONG.close_window(state)
         assert metrics.updated
     assert_same(state, expected)
 
@@ -183,35 +180,8 @@ def test_a_closed_partial_window_is_a_window_that_short(
     by_flag = run_transformation(token_accumulation(INNER), stream, short + rest)
     assert_same((params, state), by_flag[-1])
 
-
-WINDOW_STEPS = {
-    "plain": make_window_step(loss_fn, INNER),
-    "skip": make_window_step(
-        loss_fn, INNER, should_skip_update_fn=optax.skip_not_finite
-    ),
-}
-
-
-def run_window_step(kind: str, stream: list[MicroBatch]) -> tuple[Any, Any]:
-    """Run the stream as one window, followed by NaNs that must never be read."""
-    unread = [MicroBatch(np.full(4, np.nan, np.float32), np.float32(1))]
-    padded = stream + unread * (MOST - len(stream))
-    step = WINDOW_STEPS[kind]
-    return step(
-        step.init(PARAMS),
-        helpers.stack(padded),
-        num_micro_batches=len(stream),
-    )
-
-
-@hypothesis.settings(deadline=None, max_examples=15)
-@hypothesis.given(streams)
-def test_a_partial_window_of_the_window_step_is_a_window_that_short(counts: list[int]):
-    stream = stream_of(counts)
-    state, metrics = run_window_step("plain", stream)
-    expected, expected_metrics = run_halves(
-        stream, [False] * (len(counts) - 1) + [True]
-    )
+    state, metrics = run_window_step(WINDOW_STEP, stream[: len(counts)])
+    expected, expected_metrics = run_halves(stream[: len(counts)], short)
     error = helpers.relative_error(state.params, expected.params)
     assert error < helpers.RTOL["float32"]
     assert metrics.num_tokens == expected_metrics[-1].num_tokens
@@ -232,10 +202,10 @@ def with_bad(
     return stream, [batch for batch, is_bad in pairs if not is_bad]
 
 
-SKIPPING = token_accumulation(INNER, 3, should_skip_update_fn=optax.skip_not_finite)
-SKIPPING_STEP = make_train_step(
-    loss_fn, INNER, 3, should_skip_update_fn=optax.skip_not_finite
-)
+SKIP: Any = {"should_skip_update_fn": optax.skip_not_finite}
+SKIPPING = token_accumulation(INNER, 3, **SKIP)
+SKIPPING_STEP = make_train_step(loss_fn, INNER, 3, **SKIP)
+SKIPPING_WINDOW_STEP = make_window_step(loss_fn, INNER, **SKIP)
 which_bad = st.lists(st.booleans(), min_size=MOST, max_size=MOST)
 
 
@@ -256,8 +226,8 @@ def test_a_rejected_micro_batch_anywhere_leaves_the_state_of_a_run_that_never_sa
     chex.assert_trees_all_equal([m for m in metrics if not m.skipped], expected_metrics)
     assert [bool(m.skipped) for m in metrics] == bad[: len(stream)]
 
-    state, metrics = run_window_step("skip", stream)
-    expected, expected_metrics = run_window_step("skip", good)
+    state, metrics = run_window_step(SKIPPING_WINDOW_STEP, stream)
+    expected, expected_metrics = run_window_step(SKIPPING_WINDOW_STEP, good)
     chex.assert_trees_all_equal(state, expected)
     assert metrics.skipped == any(bad[: len(stream)])
     chex.assert_trees_all_equal(
@@ -267,5 +237,5 @@ def test_a_rejected_micro_batch_anywhere_leaves_the_state_of_a_run_that_never_sa
 
 def test_without_a_skip_function_the_same_stream_is_lost():
     stream, _ = with_bad([3, 5, 7], [False, True, False])
-    state, _ = run_step(STEPS[3], stream)
+    state, _ = run_step(make_train_step(loss_fn, INNER, 3), stream)
     assert not np.isfinite(state.params["w"]).any()

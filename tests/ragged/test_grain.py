@@ -12,29 +12,40 @@ import chex
 import grain
 import helpers
 import jax
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from grain_data import (
-    BATCH,
-    DATA,
-    ORDER,
-    PADS,
-    PLAN,
-    ROWS,
-    SEQUENCES,
-    WINDOW,
-    planned,
-    rows_of,
-)
+from grain.python import ReadOptions
 
-from optax_tokenaccum import make_train_step, make_window_step, pad_window
-from optax_tokenaccum.grain import PlannedMicroBatch
+from optax_tokenaccum import make_train_step, make_window_step, pad_window, plan_window
+from optax_tokenaccum.grain import PlannedMicroBatch, planned_micro_batches
+
+ROWS, WINDOW = 37, 8
+PLAN: Any = {"max_tokens": 144, "length_buckets": (16, 64), "batch_multiple": 2}
+SETTINGS: Any = {"window_size": WINDOW, **PLAN}
+PADS = {"tokens": 0, "labels": 0, "mask": False, "row": -1}
+
+BATCH = helpers.ragged_batch(0, ROWS)
+SEQUENCES = [
+    {name: x[i, :n] for name, x in BATCH.items()} | {"row": np.int32(i)}
+    for i, n in enumerate(BATCH["mask"].sum(1))
+]
+DATA = grain.MapDataset.source(SEQUENCES).shuffle(seed=3)
+ORDER = [int(sequence["row"]) for sequence in DATA]
 
 PARAMS = helpers.init_params(0)
-SGD = optax.sgd(1.0, momentum=0.0)
-# Not donated, because every old state is resumed from.
-STEP = make_train_step(helpers.loss_sum_fn, optax.adam(0.1), donate=False)
+# SGD whose trace is the gradient. Not donated, because every old state is resumed from.
+SGD = optax.sgd(0.1, momentum=0.0)
+STEP = make_train_step(helpers.loss_sum_fn, SGD, donate=False)
+
+
+def planned(dataset: Any = DATA, **settings: Any) -> grain.IterDataset:
+    return planned_micro_batches(dataset, pad_values=PADS, **SETTINGS | settings)
+
+
+def rows_of(micro_batch: PlannedMicroBatch) -> list[int]:
+    return [row for row in micro_batch.batch["row"].tolist() if row >= 0]
 
 
 def thread(dataset: grain.IterDataset) -> grain.IterDataset:
@@ -53,34 +64,48 @@ def windows_of(
     return windows
 
 
-def mean_loss(params: Any, batch: Any) -> jax.Array:
-    return helpers.loss_mean_fn(params, batch)[0]
+def train(state: Any, micro_batches: Iterable[PlannedMicroBatch]) -> list[Any]:
+    states = [state]
+    for micro_batch in micro_batches:
+        state, _ = STEP.accumulate(state, micro_batch.batch)
+        if micro_batch.is_last:
+            state, _ = STEP.close_window(state)
+        states.append(state)
+    return states
 
 
 def test_each_window_is_its_full_batch_and_a_mean_of_means_is_not():
-    step = make_train_step(helpers.loss_sum_fn, SGD)
-    state, grad = step.init(PARAMS), jax.jit(jax.grad(mean_loss))
+    """Also where a whole window is one element, for which any Grain pipeline works."""
+    grad = jax.jit(jax.grad(lambda *args: helpers.loss_mean_fn(*args)[0]))
+    window_step = make_window_step(helpers.loss_sum_fn, SGD)
+    pad = functools.partial(pad_window, pad_values=PADS, max_sequences=WINDOW, **PLAN)
+    whole = thread(DATA.batch(WINDOW, batch_fn=pad).to_iter_dataset())
+    state, by_window = STEP.init(PARAMS), window_step.init(PARAMS)
     windows = windows_of(planned())
-    for number, window in enumerate(windows):
+    for number, (window, one) in enumerate(zip(windows, whole, strict=True)):
         rows = ORDER[number * WINDOW :][:WINDOW]
         assert sorted(sum(map(rows_of, window), [])) == sorted(rows)
         full = jax.tree.map(lambda x, rows=rows: x[rows], BATCH)
         exact = helpers.float64_gradient(state.params, full)
         means = [grad(state.params, micro_batch.batch) for micro_batch in window]
         naive = jax.tree.map(lambda *x: sum(x) / len(x), *means)
-        for micro_batch in window:
-            state, _ = step.accumulate(state, micro_batch.batch)
-        state, metrics = step.close_window(state)
-        assert metrics.num_tokens == full["mask"].sum()
+        state = train(state, window)[-1]
         applied = state.opt_state.inner_opt_state[0].trace
         assert helpers.relative_error(applied, exact) < helpers.RTOL["float32"]
         assert helpers.relative_error(naive, exact) > 0.01
-    assert metrics.gradient_step == len(windows) == 5
+        by_window, metrics = window_step(by_window, one)
+        assert metrics.num_tokens == full["mask"].sum()
+    assert state.opt_state.gradient_step == len(windows) == 5
+    error = helpers.relative_error(by_window.params, state.params)
+    assert error < helpers.RTOL["float32"]
     shapes = {x.batch["mask"].shape for window in windows for x in window}
     assert shapes == {(8, 16), (2, 64)}
 
 
-class OnceOnly(grain.DatasetIterator):
+# Order, and resuming.
+
+
+class ByHand(grain.DatasetIterator):
     """Counts in its state dict itself, and must not be called after its end."""
 
     def __init__(self):
@@ -101,9 +126,9 @@ class OnceOnly(grain.DatasetIterator):
         self._state = state
 
 
-class ByHand(grain.IterDataset):
-    def __iter__(self) -> OnceOnly:
-        return OnceOnly()
+class DatasetByHand(grain.IterDataset):
+    def __iter__(self) -> ByHand:
+        return ByHand()
 
 
 def is_long(sequence: Any) -> bool:
@@ -111,21 +136,27 @@ def is_long(sequence: Any) -> bool:
 
 
 PIPELINES: dict[str, Callable[[], grain.IterDataset]] = {
-    "one epoch": planned,
     "two epochs": lambda: planned(DATA.repeat(2)),
-    "filtered before": lambda: planned(DATA.filter(is_long)),
     "an IterDataset": lambda: planned(DATA.to_iter_dataset().filter(is_long)),
     "threads before and behind": lambda: thread(
         planned(thread(DATA.to_iter_dataset()))
     ),
-    "an iterator by hand": lambda: planned(ByHand()),
+    "an iterator by hand": lambda: planned(DatasetByHand()),
     "mapped behind": lambda: planned().map(lambda x: x._replace(batch=x.batch["row"])),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PIPELINES)
-def test_goes_on_bit_for_bit_from_every_micro_batch(name):
+SLOW = ["two epochs", "threads before and behind"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in PIPELINES
+    ],
+)
+def test_goes_on_bit_for_bit_from_every_micro_batch(name: str):
     iterator = iter(PIPELINES[name]())
     states, whole = [iterator.get_state()], []
     for micro_batch in iterator:
@@ -156,31 +187,7 @@ def test_order_is_that_of_the_dataset():
     assert counts == [[8] * 4 + [5], [8] * 9 + [2]]
 
 
-def train(state: Any, micro_batches: Iterable[PlannedMicroBatch]) -> list[Any]:
-    states = [state]
-    for micro_batch in micro_batches:
-        state, _ = STEP.accumulate(state, micro_batch.batch)
-        if micro_batch.is_last:
-            state, _ = STEP.close_window(state)
-        states.append(state)
-    return states
-
-
-def test_training_goes_on_bit_for_bit_from_every_micro_batch():
-    iterator = iter(planned())
-    positions = [iterator.get_state()]
-    micro_batches = []
-    for micro_batch in iterator:
-        micro_batches.append(micro_batch)
-        positions.append(iterator.get_state())
-    states = train(STEP.init(PARAMS), micro_batches)
-    assert len(states) == len(positions)
-    for state, position in zip(states, positions, strict=True):
-        iterator.set_state(position)
-        chex.assert_trees_all_equal(train(state, iterator)[-1], states[-1])
-
-
-def test_orbax_saves_it_beside_the_state(tmp_path):
+def test_training_goes_on_bit_for_bit_from_orbax(tmp_path):
     states = train(STEP.init(PARAMS), planned())
     iterator = iter(planned())
     state = train(STEP.init(PARAMS), (next(iterator) for _ in range(5)))[-1]
@@ -248,20 +255,163 @@ def test_workers():
     assert done.stdout == "checked\n", done.stderr
 
 
-def test_a_whole_window_as_one_element():
-    """Needs no marks and no resuming within a window, so any Grain pipeline works."""
-    pad = functools.partial(pad_window, pad_values=PADS, max_sequences=WINDOW, **PLAN)
-    windows = thread(DATA.batch(WINDOW, batch_fn=pad).to_iter_dataset())
-    step, by_micro_batches = (
-        make(helpers.loss_sum_fn, SGD) for make in (make_window_step, make_train_step)
-    )
-    state, expected = step.init(PARAMS), by_micro_batches.init(PARAMS)
-    iterator = iter(windows)
-    for window, micro_batches in zip(iterator, windows_of(planned()), strict=True):
-        state, metrics = step(state, window)
-        for micro_batch in micro_batches:
-            expected, _ = by_micro_batches.accumulate(expected, micro_batch.batch)
-        expected, _ = by_micro_batches.close_window(expected)
-    assert metrics.num_tokens == sum(BATCH["mask"][ORDER[-5:]].ravel())
-    error = helpers.relative_error(state.params, expected.params)
-    assert error < helpers.RTOL["float32"]
+# What would merge or lose windows is refused.
+
+OTHER = {
+    "window_size": 9,
+    "max_tokens": 256,
+    "length_buckets": [32, 64],
+    "batch_multiple": 1,
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_settings_are_refused(name: str):
+    iterator = iter(planned())
+    next(iterator)
+    stored = list(SETTINGS[name]) if name == "length_buckets" else SETTINGS[name]
+    message = f"{name} was stored as {stored}, got {OTHER[name]}. Give"
+    other = iter(planned(**{name: OTHER[name]}))
+    with pytest.raises(ValueError) as error:
+        other.set_state(iterator.get_state())
+    assert message in str(error.value)
+    assert rows_of(next(other)), "a refused state changes nothing"
+
+
+def test_settings_are_compared_as_they_work():
+    powers = [1, 2, 4, 8, 16, 32, 64]
+    saved = iter(planned(length_buckets=None))
+    next(saved)
+    same = iter(planned(length_buckets=[np.int64(n) for n in reversed(powers)]))
+    same.set_state(saved.get_state())
+    chex.assert_trees_all_equal(list(same), list(saved))
+
+
+class Flatten(grain.experimental.FlatMapTransform):
+    max_fan_out = WINDOW
+
+    def flat_map(self, element: Any) -> Any:
+        return element
+
+
+def test_grain_alone_merges_windows_of_other_settings():
+    """The reason for the settings in the state: without them, this fails silently."""
+
+    def pipeline(max_tokens: int) -> grain.DatasetIterator:
+        def plan(window: list[Any]) -> list[list[int]]:
+            lengths = [len(sequence["mask"]) for sequence in window]
+            plans = plan_window(lengths, max_tokens=max_tokens, length_buckets=[64])
+            return [[int(window[i]["row"]) for i in plan.indices] for plan in plans]
+
+        windows = DATA.to_iter_dataset().batch(WINDOW, batch_fn=plan)
+        return iter(grain.experimental.FlatMapIterDataset(windows, Flatten()))
+
+    saved, other = pipeline(128), pipeline(256)
+    window = next(saved)
+    other.set_state(saved.get_state())
+    while len(window) < WINDOW:
+        window += next(other)
+    assert sorted(window) != sorted(ORDER[:WINDOW])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [DATA.seed(1).shuffle(), DATA[:20], DATA[:16]],
+    ids=["another order", "fewer in the window", "none left"],
+)
+def test_another_window_is_refused(other: Any):
+    iterator = iter(planned())
+    while iterator.get_state()["num_sequences_before"] < 16:
+        next(iterator)
+    resumed = iter(planned(other))
+    with pytest.raises(ValueError, match="read again as it was.*from index 16"):
+        resumed.set_state(iterator.get_state())
+
+
+def filtered() -> Any:
+    return planned().filter(lambda micro_batch: True)
+
+
+CALLS = {
+    "another state": (
+        ValueError,
+        "must be of an iterator of planned_micro",
+        lambda: iter(planned()).set_state({"next_index": 3}),
+    ),
+    "filtered behind": (TypeError, "must be filtered, before planned", filtered),
+    "a list": (TypeError, "grain.MapDataset or", lambda: planned(SEQUENCES)),
+    "no window": (ValueError, "window_size must", lambda: planned(window_size=0)),
+    "no tokens": (ValueError, "max_tokens must", lambda: planned(max_tokens=0)),
+    "no room": (ValueError, "room for batch_mul", lambda: planned(max_tokens=64)),
+    "no pad": (TypeError, "pad_val", lambda: planned_micro_batches(DATA, **SETTINGS)),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_bad_calls_are_named_at_once(case: str):
+    error, message, call = CALLS[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def of_length(n: int) -> Any:
+    return {
+        name: np.resize(x, n) if np.ndim(x) else x for name, x in SEQUENCES[0].items()
+    }
+
+
+BAD = {
+    "empty": (of_length(0), "from 1 token .* 64: got 0 at index 11 of the dataset"),
+    "too long": (of_length(65), "got 65 at index 11 of the dataset"),
+    "no tree": ("text", "structure of the first.* at index 3"),
+    "a list": ({**of_length(4), "mask": [True] * 4}, "A list is a container"),
+    "uneven": ({**of_length(4), "mask": np.ones(3, bool)}, "one length: got"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sequences_are_named_again_and_take_no_others_along(case: str):
+    bad, message = BAD[case]
+    dataset = grain.MapDataset.source([*SEQUENCES[:11], bad, *SEQUENCES[11:]])
+    iterator = iter(planned(dataset))
+    while not next(iterator).is_last:  # the first window is right
+        pass
+    state = iterator.get_state()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message) as error:
+            next(iterator)
+        if "of the dataset" not in message:
+            note = "Indices count from the window's first, sequence 8 of the dataset."
+            assert error.value.__notes__[0] == note
+    assert iterator.get_state() == state
+
+
+class Unreliable(list):
+    """A source that fails to read one element, once."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(SEQUENCES)
+        self.errors = {11: error}
+
+    def __getitem__(self, index: Any) -> Any:
+        if index in self.errors:
+            raise self.errors.pop(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("error", "threads"), [(OSError("timeout"), 2), (KeyboardInterrupt(), 1)], ids=repr
+)
+def test_no_sequence_is_lost_by_an_error(error: BaseException, threads: int):
+    """The window whose reading failed is read again, as if nothing had happened."""
+    whole = [rows_of(x) for x in planned(grain.MapDataset.source(SEQUENCES))]
+    source = grain.MapDataset.source(Unreliable(error))
+    options = ReadOptions(num_threads=threads, prefetch_buffer_size=2)
+    iterator = iter(planned(source.to_iter_dataset(options)))
+    done = []
+    with pytest.raises(type(error)):
+        while True:
+            done.append(rows_of(next(iterator)))
+    done += map(rows_of, iterator)
+    assert done == whole
+    assert sorted(sum(done, [])) == [*range(ROWS)]

@@ -28,9 +28,19 @@ def cost(plans: Any, price: Any = None) -> int:
     return sum(price(plan.num_rows, plan.length) for plan in plans)
 
 
-@hypothesis.settings(deadline=None)
+def sort_and_chop(window: list[int], shapes: list[tuple[int, int]]) -> int:
+    """Cost of filling micro-batches longest first, in the smallest bucket that fits."""
+    left, total = sorted(window, reverse=True), 0
+    while left:
+        num_rows, length = next(s for s in shapes if s[1] >= left[0])
+        total += num_rows * length
+        left = left[num_rows:]
+    return total
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(lengths, buckets, st.integers(64, 512), st.sampled_from([1, 2, 4]))
-def test_every_sequence_once_and_limits_kept(
+def test_every_sequence_once_limits_kept_and_never_dearer_than_sort_and_chop(
     window: list[int], length_buckets: list[int], tokens: int, multiple: int
 ):
     max_tokens = tokens * multiple
@@ -51,29 +61,11 @@ def test_every_sequence_once_and_limits_kept(
         assert max(window[i] for i in plan.indices) <= plan.length
     again = plan_window(np.array(window), **options)
     assert repr(again) == repr(plans)
-
-
-def sort_and_chop(window: list[int], shapes: list[tuple[int, int]]) -> int:
-    """Cost of filling micro-batches longest first, in the smallest bucket that fits."""
-    left, total = sorted(window, reverse=True), 0
-    while left:
-        num_rows, length = next(s for s in shapes if s[1] >= left[0])
-        total += num_rows * length
-        left = left[num_rows:]
-    return total
-
-
-@hypothesis.settings(deadline=None)
-@hypothesis.given(lengths, buckets, st.integers(64, 512))
-def test_never_dearer_than_sort_and_chop(
-    window: list[int], length_buckets: list[int], max_tokens: int
-):
-    shapes = [(max_tokens // length, length) for length in length_buckets]
-    plans = plan_window(window, max_tokens=max_tokens, length_buckets=length_buckets)
+    shapes = [(max_tokens // n // multiple * multiple, n) for n in length_buckets]
     assert cost(plans) <= sort_and_chop(window, shapes)
 
 
-@hypothesis.settings(deadline=None, max_examples=50)
+@hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(
     st.lists(st.integers(1, 16), min_size=1, max_size=6),
     st.sets(st.integers(1, 15), max_size=2).map(lambda found: sorted(found | {16})),
@@ -117,20 +109,7 @@ def test_a_cost_chooses_the_plan_everywhere(price: Any, shape: tuple[int, int]):
     assert used == [shape] and {batch.shape for batch, _ in dataset} == {shape}
 
 
-def test_shapes_stay_few_over_a_run():
-    random = np.random.default_rng(0)
-    shapes = {
-        (plan.num_rows, plan.length)
-        for _ in range(50)
-        for plan in plan_window(
-            np.clip(random.lognormal(4, 1, 128), 2, 512).astype(int), max_tokens=1024
-        )
-    }
-    assert len(shapes) <= 10
-    assert {length for _, length in shapes} <= {2**i for i in range(11)}
-
-
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(
     st.lists(st.integers(1, 12), min_size=1, max_size=30),
     st.integers(1, 4),
@@ -154,16 +133,6 @@ def test_no_other_buckets_waste_less(found: list[int], n: int, price: Any):
     assert total(chosen) == pytest.approx(best)
 
 
-def test_100_000_lengths():
-    random = np.random.default_rng(0)
-    found = np.clip(random.lognormal(5, 1, 100_000), 1, 4096).astype(int)
-    chosen = choose_length_buckets(found, 8)
-    assert len(chosen) == 8 and chosen[-1] == found.max()
-    padded = np.asarray(chosen)[np.searchsorted(chosen, found)]
-    powers = 2 ** np.ceil(np.log2(found))
-    assert padded.sum() < 0.95 * np.minimum(powers, found.max()).sum()
-
-
 plan = functools.partial(plan_window, max_tokens=64)
 
 
@@ -182,11 +151,10 @@ plan = functools.partial(plan_window, max_tokens=64)
         (ValueError, "max_tokens", lambda: plan_window([1], max_tokens=0)),
         (ValueError, "room for batch_multiple", lambda: plan([1], length_buckets=[65])),
         (ValueError, "room for batch_multiple", lambda: plan([1], batch_multiple=65)),
-        (ValueError, "room for batch_multiple", lambda: plan([1], length_buckets=[])),
         (ValueError, "got -1 at index 0", lambda: choose_length_buckets([-1], 2)),
         (ValueError, "n must be", lambda: choose_length_buckets([1], 0)),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
     with pytest.raises(error, match=message):

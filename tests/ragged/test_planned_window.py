@@ -48,38 +48,20 @@ def by_train_step(params: Any, sequences: list[Any]) -> Any:
     return optax.tree.get(state.opt_state, "trace"), metrics.num_tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    "way",
-    [by_window_value_and_grad, by_window_step, by_train_step],
-    ids=lambda way: way.__name__,
-)
-def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(
-    way: Any, seed: int
-):
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(seed: int):
     params = helpers.init_params(seed)
     batch, sequences = ragged_window(seed)
     reference = helpers.float64_gradient(params, batch)
-    gradient, num_tokens = way(params, sequences)
-    assert helpers.relative_error(gradient, reference) < helpers.RTOL["float32"]
-    assert float(num_tokens) == batch["mask"].sum()
+    for way in (by_window_value_and_grad, by_window_step, by_train_step):
+        gradient, num_tokens = way(params, sequences)
+        assert helpers.relative_error(gradient, reference) < helpers.RTOL["float32"]
+        assert float(num_tokens) == batch["mask"].sum()
     micro_batches = planned(sequences)
     assert len({batch["mask"].shape for batch in micro_batches}) > 1
     means = [mean_gradient(params, batch)[0] for batch in micro_batches]
     naive = jax.tree.map(lambda *gs: sum(gs) / len(gs), *means)
     assert helpers.relative_error(naive, reference) > 0.01
-
-
-def test_in_double_precision():
-    batch, sequences = ragged_window(3)
-    params = helpers.init_params(3)
-    reference = helpers.float64_gradient(params, batch)
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    with jax.enable_x64(True):
-        gradient, _ = by_window_step(jax.tree.map(jnp.asarray, wide), sequences)
-        # The loss is float32, whatever the dtype of the logits.
-        assert {g.dtype for g in jax.tree.leaves(gradient)} == {np.dtype("float64")}
-        assert helpers.relative_error(gradient, reference) < helpers.RTOL["float32"]
 
 
 def test_labels_that_are_ignored_weigh_nothing_and_zeros_would():
@@ -126,16 +108,9 @@ def test_a_number_for_each_sequence_is_a_row_of_its_own():
     (_, total), expected = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
     expected = jax.tree.map(lambda g: g / total, expected)
     window = pad_window(sequences, pad_values=pads, **CUT)
-    step = make_train_step(loss_fn, optax.sgd(1.0, momentum=0.0))
-    state = step.init(params)
-    for micro_batch in planned(sequences, pads):
-        state, _ = step.accumulate(state, micro_batch)
-    state, _ = step.close_window(state)
-    one_program = jax.jit(window_value_and_grad(loss_fn))(params, window)[1]
+    gradient = jax.jit(window_value_and_grad(loss_fn))(params, window)[1]
+    assert helpers.relative_error(gradient, expected) < helpers.RTOL["float32"]
     unweighted, _ = by_window_value_and_grad(params, ragged_window(1)[1])
-    for gradient in (one_program, optax.tree.get(state.opt_state, "trace")):
-        error = helpers.relative_error(gradient, expected)
-        assert error < helpers.RTOL["float32"]
     assert helpers.relative_error(unweighted, expected) > 0.01
 
 
@@ -181,14 +156,14 @@ def sum_fn(params: Any, batch: Any) -> Any:
     return jnp.sum(params["w"]) * jnp.sum(batch["x"]), jnp.sum(batch["n"])
 
 
-def test_aux_and_keys_are_by_the_index_in_the_window(maybe_jit: Any):
+def test_aux_and_keys_are_by_the_index_in_the_window():
     def loss_fn(params: Any, batch: Any, *, rng: Any) -> Any:
         loss_sum, n = sum_fn(params, batch)
         return loss_sum, (n, (jax.random.key_data(rng), jnp.asarray(batch["x"].shape)))
 
     _, window = small_window()
     assert window.counts.tolist() == [2, 1, 1] and window.capacity == 5
-    f = maybe_jit(window_value_and_grad(loss_fn, has_aux=True))
+    f = jax.jit(window_value_and_grad(loss_fn, has_aux=True))
     key = jax.random.key(3)
     (loss, (num_tokens, (keys, shapes))), _ = f(PARAMS, window, rng=key)
     np.testing.assert_allclose(loss, -(1 + 16 + 4 + 9 + 1) / 11, rtol=1e-6)
@@ -212,7 +187,7 @@ def test_aux_that_depends_on_the_length_is_an_error():
         r"at \['losses'\] expected shape \(1, 4\), got shape \(2, 2\)"
     )
     with pytest.raises(ValueError, match=message):
-        f(PARAMS, window)
+        jax.eval_shape(f, PARAMS, window)
 
 
 def test_each_loss_has_its_own_denominator():
