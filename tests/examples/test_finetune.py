@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import chex
 import data
 import finetune
 import jax
@@ -41,8 +39,8 @@ def rows_of(*batches: data.Batch) -> list[Any]:
 # Data.
 
 
-@pytest.mark.parametrize("pair", [Pair("What?", "That."), Pair("é", "naïve ✓")])
-def test_the_loss_covers_the_completion_and_its_end(pair: Pair):
+def test_the_loss_covers_the_completion_and_its_end_and_no_padding():
+    pair = Pair("é?", "naïve ✓")
     inputs, labels, mask = data.encode(pair)
     completion = [*pair.completion.encode(), data.EOS]
     prompt = [*pair.prompt.encode(), data.SEP]
@@ -50,27 +48,23 @@ def test_the_loss_covers_the_completion_and_its_end(pair: Pair):
     assert labels[:-1].tolist() == inputs[1:].tolist()
     assert labels[mask].tolist() == completion
     assert labels[~mask].tolist() == prompt
-
-
-def test_padding_takes_the_first_length_that_fits_and_bears_no_loss():
-    sequences = ragged_sequences(4)
-    lengths = [len(sequences[1].inputs), len(sequences[2].inputs), 99]
-    assert data.pad(sequences[:2], lengths).inputs.shape == (2, lengths[0])
-    batch = data.pad(sequences[1:3], lengths, rows=5)
+    sequences = ragged_sequences(4)[1:3]
+    lengths = [len(sequences[0].inputs), len(sequences[1].inputs), 99]
+    batch = data.pad(sequences, lengths, rows=5)
     assert [part.shape for part in batch] == [(5, lengths[1])] * 3
-    assert rows_of(batch) == sorted(row.inputs.tolist() for row in sequences[1:3])
-    assert batch.mask.sum() == sum(row.mask.sum() for row in sequences[1:3])
+    assert rows_of(batch) == sorted(row.inputs.tolist() for row in sequences)
+    assert batch.mask.sum() == sum(row.mask.sum() for row in sequences)
 
 
 def windows_of(
-    sequences: list[data.Batch], shape: Any, devices: int = 1, seed: int = 0
+    sequences: list[data.Batch], devices: int = 1, seed: int = 0
 ) -> list[data.Window]:
-    return data.make_windows(sequences, shape, devices, [30, 60], seed)
+    return data.make_windows(sequences, (4, 3, 2), devices, [30, 60], seed)
 
 
 def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     sequences = ragged_sequences(12)
-    windows = windows_of(sequences, (4, 3, 2), devices=4)
+    windows = windows_of(sequences, devices=4)
     for window in windows:
         assert [len(batch.inputs) for batch in window.micro_batches] == [4, 4, 4]
         assert rows_of(*window.micro_batches) == rows_of(*window.whole)
@@ -82,80 +76,48 @@ def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     first, second = windows[:2], windows[2:]
     for epoch in (first, second):
         assert rows_of(*(window.whole[0] for window in epoch)) == everything
-    assert rows_of(*first[0].whole) != rows_of(*second[0].whole)
-    shorter = windows_of(sequences, (2, 3, 2), devices=4)
-    chex.assert_trees_all_equal(shorter, first)
-    other = windows_of(sequences, (1, 3, 2), seed=1)
-    assert rows_of(*other[0].whole) != rows_of(*first[0].whole)
-
-
-def test_the_corpus_has_its_repetitions_removed():
-    pairs, notes = data.read_corpus()
-    assert len(set(pairs)) == len(pairs) > 1000
-    assert [pair.prompt for pair in pairs].count("My system is overheating.") == 1
-    found = re.search(r"left out (\d+) repetitions", notes)
-    assert found and int(found[1]) > 1000
+    other = windows_of(sequences, seed=1)
+    for epoch in (second, other):
+        assert rows_of(*epoch[0].whole) != rows_of(*first[0].whole)
 
 
 def test_no_prompt_is_on_both_sides_of_the_split_whatever_the_order():
-    pairs = [
-        Pair(prompt, completion)
-        for i in range(50)
-        for prompt in (f"What is {i}?", f"what  is {i}? ")
-        for completion in ("this", "that")
-    ]
+    prompts = [p for i in range(50) for p in (f"What is {i}?", f"what  is {i}? ")]
+    pairs = [Pair(prompt, answer) for prompt in prompts for answer in ("this", "that")]
     train, validation = data.split_by_prompt(pairs)
     assert sorted(train + validation) == sorted(pairs)
     assert len(validation) == 4 * 5  # a tenth of the 50 prompts
-    numbers = [
+    of_train, of_validation = (
         {pair.prompt.split()[2] for pair in side} for side in (train, validation)
-    ]
-    assert not numbers[0] & numbers[1]
+    )
+    assert not of_train & of_validation
     assert set(data.split_by_prompt(pairs[::-1])[1]) == set(validation)
     with pytest.raises(InputError, match="the data has 1 that"):
         data.split_by_prompt([Pair("a", "b"), Pair("A", "c")])
 
 
-def test_jsonl_is_read_in_order_and_what_is_too_long_is_left_out(tmp_path: Path):
+def test_jsonl_is_read_in_order_and_a_bad_line_is_named_by_its_number(tmp_path: Path):
     file = tmp_path / "data.jsonl"
-    file.write_text(
+    good = (
         '{"prompt": "b", "completion": "é", "id": 7}\n\n'
         '{"completion": "two\\nlines", "prompt": "a"}\n'
-        '{"prompt": "c", "completion": "d"}\n',
-        encoding="utf-8",
-    )
+        '{"prompt": "c", "completion": "d"}\n'
+    ).encode()
+    file.write_bytes(good)
     assert data.read_jsonl(file) == [("b", "é"), ("a", "two\nlines"), ("c", "d")]
     train, validation, notes = data.load(file, 5)
     assert sorted(len(row.inputs) for row in train + validation) == [4, 5]
     assert "3 pairs of prompt and completion: left out 1 of over 5 tokens" in notes
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    for line in (
         b"{]",
         b'{"prompt": "\xff", "completion": "b"}',
-        b'["a", "b"]',
         b'{"prompt": "a"}',
-        b'{"prompt": 3, "completion": "b"}',
         b'{"prompt": "a", "completion": " "}',
         b'{"prompt": "\\ud800", "completion": "b"}',
-        b'{"prompt": ' + b"[" * 100_000,
-    ],
-    ids=["json", "utf8", "list", "missing", "number", "blank", "surrogate", "nested"],
-)
-def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: bytes):
-    file = tmp_path / "data.jsonl"
-    good = b'{"prompt": "a", "completion": "b"}\n'
-    file.write_bytes(good + b"\n" + line + b"\n" + good)
-    with pytest.raises(InputError, match='data.jsonl, line 3 must be like {"prompt"'):
-        data.read_jsonl(file)
-
-
-def test_an_empty_file_is_an_error(tmp_path: Path):
-    (tmp_path / "data.jsonl").write_text("\n  \n")
-    with pytest.raises(InputError, match="data.jsonl must have a line or more"):
-        data.read_jsonl(tmp_path / "data.jsonl")
+    ):
+        file.write_bytes(good + line)
+        with pytest.raises(InputError, match='data.jsonl, line 5 must be like {"promp'):
+            data.read_jsonl(file)
 
 
 # Model.
@@ -228,7 +190,7 @@ def test_exact_ways_follow_the_full_batch_and_the_mean_of_means_does_not(
     else:
         assert frozen == {}
     sequences = ragged_sequences(12)
-    windows = windows_of(sequences, (4, 3, 2))
+    windows = windows_of(sequences)
     held_out = data.batches_in_order(sequences, [60])
     runs = finetune.compare(options, windows, held_out, Console(quiet=True))
     reference, naive, *exact = runs
@@ -259,13 +221,8 @@ def test_exact_ways_follow_the_full_batch_and_the_mean_of_means_does_not(
     [
         ("--updates=0", "--updates must be a whole number >= 1, got 0"),
         ("--micro-batch-size=1.5", "invalid int value: '1.5'"),
-        ("--gradient-accumulation-steps=-2", "must be a whole number >= 1, got -2"),
         ("--learning-rate=nan", "--learning-rate must be above 0, got nan"),
-        ("--learning-rate=0", "--learning-rate must be above 0, got 0"),
         ("--d-model=48", "--d-model must be a multiple of 32 (the width of a head)"),
-        ("--lora-rank=-4", "--lora-rank must be a whole number >= 0, got -4"),
-        ("--save-every=0", "--save-every must be a whole number >= 1, got 0"),
-        ("--optimizer=lion", "invalid choice: 'lion'"),
     ],
 )
 def test_bad_values_are_refused(capsys: Any, words: str, message: str):
@@ -341,20 +298,6 @@ def test_the_program_prints_a_table_and_draws_a_picture(
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("content", ['{"prompt": "a"}\n', None], ids=["bad", "none"])
-def test_bad_data_ends_the_command_without_a_traceback(
-    command: Command, tmp_path: Path, content: str | None
-):
-    file = tmp_path / "data.jsonl"
-    if content is not None:
-        file.write_text(content)
-    status, printed = command.run("--data", file, "--out", tmp_path / "out")
-    assert status == 1
-    assert printed.startswith("error: ") and str(file) in printed
-    assert "Traceback" not in printed and not (tmp_path / "out").exists()
-
-
 # Runs that are killed.
 
 
@@ -395,32 +338,23 @@ def uninterrupted(command: Command) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_had_been(
-    command: Command, uninterrupted: Path, tmp_path: Path
-):
-    directory = tmp_path / "killed"
-    for after in (3, 9, 15):  # in the middle of a window
-        done = kill(command, directory, after)
-    status, printed = command.run(*command.resumable(directory))
-    assert status == 0, printed
-    place = f"gradient_step {done // 4}, mini_step {done % 4}"
-    assert f"resumes after {done} of 24 micro-batches: {place}" in printed
-    got, expected = end_of(directory), end_of(uninterrupted)
-    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(8, 8), (8, 1), (1, 4)])
-def test_a_run_resumes_in_the_middle_of_a_window_on_other_devices(
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (8, 1), (1, 4)])
+def test_a_run_that_is_killed_ends_as_if_it_never_had_been_on_any_devices(
     command: Command, uninterrupted: Path, tmp_path: Path, before: int, after: int
 ):
     directory = tmp_path / "killed"
-    done = kill(command, directory, 9, devices=before)
+    for checkpoint in (3, 9):  # in the middle of a window
+        done = kill(command, directory, checkpoint, devices=before)
     status, printed = command.run(*command.resumable(directory), devices=after)
     assert status == 0, printed
-    assert f"resumes after {done} of 24" in printed and f"devices: {after}" in printed
+    place = f"gradient_step {done // 4}, mini_step {done % 4}"
+    assert f"resumes after {done} of 24 micro-batches: {place}" in printed
+    assert f"devices: {after}" in printed
     (got, losses), (expected, expected_losses) = map(end_of, (directory, uninterrupted))
+    if before == after:
+        assert losses == expected_losses
+        for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     # AdamW amplifies the rounding of small gradients.
     assert relative_error(got["params"], expected["params"]) < 100 * RTOL["float32"]
@@ -432,10 +366,11 @@ def test_a_run_resumes_in_the_middle_of_a_window_on_other_devices(
     [
         (("--seed", 1), "must keep the settings that it started with: seed was 0"),
         (("--updates", 2), "has done 24 micro-batches, and --updates 2 asks for 8"),
+        (("--data", "none.jsonl"), "none.jsonl"),
     ],
-    ids=["settings", "updates"],
+    ids=["settings", "updates", "data"],
 )
-def test_a_directory_of_another_run_is_refused(
+def test_a_refusal_is_one_line_without_a_traceback(
     command: Command, uninterrupted: Path, more: Any, message: str
 ):
     status, printed = command.run(*command.resumable(uninterrupted, *more))
