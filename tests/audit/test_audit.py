@@ -44,8 +44,18 @@ from optax_tokenaccum import Verdict, audit, softmax_cross_entropy_sum
 PRECISIONS = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("full batch", "float32"),
+        ("token_accumulation", "float32"),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name in RIGHT
+            for dtype in ("float32", "bfloat16")
+        ),
+    ],
+)
 def test_right_loops_pass(name: str, dtype: str):
     report = audit(RIGHT[name], loss_fn, parameters(0, dtype), cut(make_rows(0)))
     assert report.verdict is Verdict.EXACT, str(report)
@@ -125,6 +135,7 @@ def nnx_mean_loss_fn(model: Model, batch: Batch) -> Any:
     return loss_sum / num_tokens, jnp.float32(1)
 
 
+@pytest.mark.slow
 def test_loops_of_nnx():
     graph, params = nnx.split(Model(nnx.Rngs(0)))
 
@@ -178,7 +189,7 @@ def test_weights_are_named(name: str, dtype: str):
     assert re.search(says, report.explanation), str(report)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_scalings_get_their_factor_and_mixtures_their_weights(seed: int):
     random = np.random.default_rng(seed)
     params, micro_batches = parameters(seed), cut(make_rows(seed))
@@ -196,7 +207,7 @@ def test_random_scalings_get_their_factor_and_mixtures_their_weights(seed: int):
     assert ITS_OWN in report.explanation
 
 
-@pytest.mark.parametrize("off", [-2, 2])
+@pytest.mark.parametrize("off", [pytest.param(-2, marks=pytest.mark.slow), 2])
 def test_counts_that_are_off_are_named_and_shown(off: int):
     def explanation(run: Any) -> str:
         report = audit(run, loss_fn, parameters(0), MICRO_BATCHES)
@@ -275,6 +286,7 @@ def test_a_loop_may_return_python_floats_and_a_loss_have_no_hash(
     assert report.verdict is verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [np.array([1.3, 1.1]), [1.3, 1.1]], ids=type)
 def test_parameters_that_are_rounded_to_float32_are_read(numbers: Any):
     def line_loss_fn(params: Any, batch: Any) -> Any:

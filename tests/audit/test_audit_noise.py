@@ -90,6 +90,7 @@ def small_loss_fn(params: Any, batch: Batch) -> Any:
     return jnp.where(is_short, 1e-3, 1) * loss_sum, num_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [EXACT, LOST], ids=["right", "two lost"])
 def test_a_micro_batch_below_the_noise_cannot_be_told(weights: Any):
     """A micro-batch of four tokens whose gradient is 1000 times smaller."""
@@ -102,13 +103,10 @@ def test_a_micro_batch_below_the_noise_cannot_be_told(weights: Any):
     assert in_float32.passed == (weights == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "dtype"),
-    [
-        ("float32", "bfloat16"),
-        pytest.param("the same", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("float32", "float16", marks=pytest.mark.slow),
-    ],
+    [("float32", "bfloat16"), ("the same", "bfloat16"), ("float32", "float16")],
 )
 def test_float32_parameters_and_low_precision_inside(given: str, dtype: str):
     rounded = rounded_to(dtype)
@@ -191,10 +189,10 @@ def random_rounding(params: Any) -> Any:
     ("drift", "where", "dtype"),
     [
         (decay(1e-2), "before", "float32"),
-        (decay(3e-5), "after", "bfloat16"),
-        (decay(1e-7), "after", "float32"),
-        (round_trip, "both", "float32"),
-        (random_rounding, "before", "bfloat16"),
+        pytest.param(decay(3e-5), "after", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(decay(1e-7), "after", "float32", marks=pytest.mark.slow),
+        pytest.param(round_trip, "both", "float32", marks=pytest.mark.slow),
+        pytest.param(random_rounding, "before", "bfloat16", marks=pytest.mark.slow),
         (random_rounding, "after", "float32"),
     ],
     ids=[

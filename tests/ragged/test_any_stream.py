@@ -1,4 +1,4 @@
-"""Random streams, bit for bit: window closes, rejections, partial windows."""
+"""Random streams, bit for bit: window closes and rejections."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ import pytest
 
 from optax_tokenaccum import (
     TokenAccumulationState,
-    close_window,
     make_train_step,
     make_window_step,
     token_accumulation,
@@ -111,8 +110,6 @@ def run_window_step(step: Any, stream: list[MicroBatch]) -> tuple[Any, Any]:
 
 
 HALVES = make_train_step(loss_fn, INNER)
-LONG = make_train_step(loss_fn, INNER, 99)
-WINDOW_STEP = make_window_step(loss_fn, INNER)
 
 
 # Windows that close at the same place.
@@ -144,47 +141,6 @@ def test_k_token_budget_and_close_window_agree_where_they_close_at_the_same_plac
     halves, _ = run_halves(stream, closes)
     error = helpers.relative_error(halves.params, first[-1][0])
     assert error < helpers.RTOL["float32"]
-
-
-# Partial windows.
-
-
-@hypothesis.settings(deadline=None, max_examples=15)
-@hypothesis.given(streams, streams)
-def test_a_closed_partial_window_is_a_window_that_short(
-    counts: list[int], following: list[int]
-):
-    """The window after it starts from zero."""
-    short = [False] * (len(counts) - 1) + [True]
-    rest = [False] * (len(following) - 1) + [True]
-    stream = stream_of(counts + following)
-    expected, _ = run_halves(stream, short + rest)
-
-    state = LONG.init(PARAMS)
-    for window in (stream[: len(counts)], stream[len(counts) :]):
-        for batch in window:
-            state, metrics = LONG(state, batch)
-            assert not metrics.updated
-        state, metrics = LONG.close_window(state)
-        assert metrics.updated
-    assert_same(state, expected)
-
-    optimizer = token_accumulation(INNER, 99)
-    params, state = PARAMS, optimizer.init(PARAMS)
-    for window in (stream[: len(counts)], stream[len(counts) :]):
-        for batch in window:
-            gradient, n = gradient_of(params, batch)
-            _, state = optimizer.update(gradient, state, params, num_tokens=n)
-        updates, state = close_window(optimizer, state, params)
-        params = optax.apply_updates(params, updates)
-    by_flag = run_transformation(token_accumulation(INNER), stream, short + rest)
-    assert_same((params, state), by_flag[-1])
-
-    state, metrics = run_window_step(WINDOW_STEP, stream[: len(counts)])
-    expected, expected_metrics = run_halves(stream[: len(counts)], short)
-    error = helpers.relative_error(state.params, expected.params)
-    assert error < helpers.RTOL["float32"]
-    assert metrics.num_tokens == expected_metrics[-1].num_tokens
 
 
 # Rejected micro-batches.

@@ -105,7 +105,8 @@ def test_a_number_for_each_sequence_is_a_row_of_its_own():
         sequence["weight"] = weight
     pads = PADS | {"weight": 1}
     batch |= {"weight": weights.astype(np.float32)}
-    (_, total), expected = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+    value_and_grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (_, total), expected = value_and_grad(params, batch)
     expected = jax.tree.map(lambda g: g / total, expected)
     window = pad_window(sequences, pad_values=pads, **CUT)
     gradient = jax.jit(window_value_and_grad(loss_fn))(params, window)[1]
