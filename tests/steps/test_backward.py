@@ -1,5 +1,6 @@
-"""What a backward pass adds: nothing without tokens, and leaves of every kind."""
+"""What a backward pass adds, for leaves and losses of every kind."""
 
+import functools
 from typing import Any
 
 import chex
@@ -11,9 +12,43 @@ import optax
 import pytest
 import window_gradients
 from helpers import run_step, stack
-from window_gradients import every_way, params_of, through_layers, window_of
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from window_gradients import (
+    BATCHES,
+    KEEPS,
+    LAYERS,
+    batch_of,
+    by_hand,
+    every_way,
+    layer,
+    loss_through,
+    params_of,
+    through_layers,
+    window_of,
+)
 
 from optax_tokenaccum import make_train_step, make_window_step
+
+slow = pytest.mark.slow
+
+
+def check(
+    way: Any,
+    loss_fn: Any,
+    params: Any = None,
+    batches: Any = BATCHES,
+    rtol: float = 1e-4,
+    **options: Any,
+) -> None:
+    params = params_of() if params is None else params
+    got = way(loss_fn, params, batches, **options)
+    expected = by_hand(loss_fn, params, batches)[1]
+    chex.assert_tree_all_finite(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=rtol, atol=1e-6)
 
 
 def divides_by_tokens(params: Any, batch: Any) -> Any:
@@ -24,32 +59,23 @@ def divides_by_tokens(params: Any, batch: Any) -> Any:
     return mean * n, n
 
 
-def finite_reference(params: Any, batches: Any) -> Any:
-    expected = window_gradients.by_hand(divides_by_tokens, params, batches)[1]
-    chex.assert_tree_all_finite(expected)
-    return expected
-
-
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [
         ((0, 8, 3), jnp.float32),
         ((8, 0, 3), jnp.bfloat16),
-        pytest.param((8, 3, 0), jnp.float32, marks=pytest.mark.slow),
-        pytest.param((0,), jnp.float32, marks=pytest.mark.slow),
+        pytest.param((8, 3, 0), jnp.float32, marks=slow),
+        pytest.param((0,), jnp.float32, marks=slow),
     ],
     ids=["first", "middle", "last", "only"],
 )
 @every_way
 def test_nan_gradients_of_no_tokens_add_nothing(way: Any, tokens: Any, dtype: Any):
     params, batches = params_of(dtype), window_of(*tokens)
-    empty = next(batch for batch, n in zip(batches, tokens, strict=True) if not n)
-    alone = jax.grad(lambda *args: divides_by_tokens(*args)[0])(params, empty)
+    alone = jax.grad(lambda p: divides_by_tokens(p, batch_of(0, 0))[0])(params)
     assert all(jnp.all(jnp.isnan(x)) for x in jax.tree.leaves(alone))
-    got = way(divides_by_tokens, params, batches)
-    expected = finite_reference(params, batches)
-    tolerance = {"rtol": 1e-2} if dtype == jnp.bfloat16 else {"rtol": 1e-5}
-    chex.assert_trees_all_close(got, expected, atol=1e-6, **tolerance)
+    rtol = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    check(way, divides_by_tokens, params, batches, rtol)
 
 
 FP8 = "_overwrite_with_gradient"
@@ -74,11 +100,14 @@ def with_largest(params: Any, batch: Any) -> Any:
 
 OVER: dict[str, Any] = {"mesh": meshes.make_mesh((8,)), "data_axes": "data"}
 EACH = OVER | {"reduce_every": "micro_batch"}
+on_devices = pytest.mark.parametrize(
+    "options", [{}, OVER, EACH], ids=["1", "8", "8, each"]
+)
 
 
-@pytest.mark.parametrize("options", [{}, OVER, EACH], ids=["1", "8", "8, each"])
+@on_devices
 @pytest.mark.parametrize(
-    "make", [make_train_step, pytest.param(make_window_step, marks=pytest.mark.slow)]
+    "make", [make_train_step, pytest.param(make_window_step, marks=slow)]
 )
 def test_rows_of_a_device_without_tokens_count_for_a_maximum(make: Any, options: Any):
     """The last devices have no tokens in the first micro-batch, none in the second."""
@@ -92,13 +121,23 @@ def test_rows_of_a_device_without_tokens_count_for_a_maximum(make: Any, options:
     given = batches if make is make_train_step else [stack(batches)]
     state, _ = run_step(step, step.init(params), given)
     assert float(state.params[FP8]["largest"]) == 50
-    expected = finite_reference(params["params"], batches)
+    expected = by_hand(divides_by_tokens, params["params"], batches)[1]
+    chex.assert_tree_all_finite(expected)
     moved = jax.tree.map(lambda p, g: p - g, params["params"], expected)
     chex.assert_trees_all_close(state.params["params"], moved, rtol=1e-5, atol=1e-6)
 
 
-# Known while the loss is traced.
-KNOWN = {"int": 5, "int 0": 0, "numpy": np.float32(3), "numpy int": np.int32(0)}
+COUNTS = {
+    # Known while the loss is traced.
+    "int": 5,
+    "int 0": 0,
+    "numpy": np.float32(3),
+    # Not usable, or only one of them.
+    "negative": lambda n: n - 20,
+    "NaN": lambda n: jnp.nan * n,
+    "one is": lambda n: jnp.where(n == 8, n, -n),
+    "one is infinite": lambda n: jnp.where(n == 8, n, jnp.inf),
+}
 
 
 def with_count(count: Any) -> Any:
@@ -109,55 +148,40 @@ def with_count(count: Any) -> Any:
     return loss_fn
 
 
-def conditionals_of(count: Any) -> int:
-    step = make_train_step(with_count(count), optax.sgd(1.0), 2)
-    state = jax.eval_shape(step.init, params_of())
-    text = step.accumulate.lower(state, window_gradients.batch_of(0, 8)).as_text()
-    return text.count("stablehlo.case")
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+@every_way
+def test_counts_that_are_known_or_not_usable(way: Any, count: Any):
+    check(way, with_count(count), batches=window_of(8, 4), rtol=1e-5)
 
 
 def test_tokens_that_are_known_need_no_conditional():
+    def conditionals_of(count: Any) -> int:
+        step = make_train_step(with_count(count), optax.sgd(1.0), 2)
+        state = jax.eval_shape(step.init, params_of())
+        text = step.accumulate.lower(state, batch_of(0, 8)).as_text()
+        return text.count("stablehlo.case")
+
+    conditionals = conditionals_of(lambda n: n)
     for known in (0, 5):
-        conditionals = conditionals_of(lambda n: n)
-        assert conditionals_of(known) < conditionals or not within_backward()
+        fewer = conditionals_of(known) < conditionals
+        assert fewer or jax.__version_info__ < (0, 11)  # none in a backward pass
 
 
-def within_backward() -> bool:
-    return jax.__version_info__ >= (0, 11)
-
-
-UNUSABLE = {
-    "negative": lambda n: n - 20,
-    "infinite": lambda n: n / 0,
-    "NaN": lambda n: jnp.nan * n,
-    "one is": lambda n: jnp.where(n == 8, n, -n),
-    "one is infinite": lambda n: jnp.where(n == 8, n, jnp.inf),
-}
-
-
-@pytest.mark.parametrize("count", (KNOWN | UNUSABLE).values(), ids=[*KNOWN, *UNUSABLE])
-@every_way
-def test_counts_that_are_known_or_not_usable(way: Any, count: Any):
-    params, batches, loss_fn = params_of(), window_of(8, 4), with_count(count)
-    expected = window_gradients.by_hand(loss_fn, params, batches)[1]
-    chex.assert_trees_all_close(way(loss_fn, params, batches), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, OVER, EACH], ids=["1", "8", "8, each"])
+@on_devices
 @pytest.mark.parametrize(
     "k",
-    [2, pytest.param(lambda _: 2, marks=pytest.mark.slow)],
+    [2, pytest.param(lambda _: 2, marks=slow)],
     ids=["two programs", "one program"],
 )
 def test_sums_of_a_restored_state_are_overwritten(k: Any, options: Any):
     loss_fn = window_gradients.loss_fn
-    step = make_train_step(loss_fn, window_gradients.KEEPS, k, **options)
+    step = make_train_step(loss_fn, KEEPS, k, **options)
     state, batches = step.init(params_of()), window_of(0, 8)
     opt_state = state.opt_state
     stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.acc_grads)
     state = state._replace(opt_state=opt_state._replace(acc_grads=stale))
     got = run_step(step, state, batches)[0].opt_state.inner_opt_state
-    expected = window_gradients.by_hand(loss_fn, params_of(), batches)[1]
+    expected = by_hand(loss_fn, params_of(), batches)[1]
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -167,81 +191,231 @@ def leaves_loss(params: Any, batch: Any) -> Any:
     for name, x in params.items():
         if name != "untouched":
             # Not the square: the gradient of a complex number is not its conjugate.
-            value = jnp.sum(
-                jnp.asarray(x) ** 2 * (1 + 2j if jnp.iscomplexobj(x) else 1)
-            )
-            total = total + jnp.real(value).astype(jnp.float32)
+            factor = 1 + 2j if jnp.iscomplexobj(x) else 1
+            total += jnp.real(jnp.sum(x**2 * factor)).astype(jnp.float32)
     losses = total * jnp.mean(batch["x"] ** 2, -1) * batch["mask"]
     return jnp.sum(losses), jnp.sum(batch["mask"])
 
 
-RNG = np.random.default_rng(3)
-VECTOR = np.float32(RNG.normal(size=3))
+VECTOR = np.float32(np.random.default_rng(3).normal(size=3))
 LEAVES = {
-    "untouched": ({"untouched": VECTOR, "w": VECTOR}, {}),
-    "only untouched": ({"untouched": VECTOR}, {}),
-    "integer": ({"i": np.arange(3), "w": VECTOR}, {}),
-    "complex": ({"c": VECTOR + 1j * VECTOR[::-1], "w": VECTOR}, {}),
-    "empty": ({"e": np.zeros((0, 3), np.float32), "w": VECTOR}, {}),
-    "scalar": ({"s": np.float32(2), "w": VECTOR}, {}),
-    "float16": ({"h": VECTOR.astype(np.float16), "w": VECTOR}, {}),
-    "sums in bfloat16": ({"w": VECTOR}, {"accumulator_dtype": jnp.bfloat16}),
+    "all": {
+        "untouched": VECTOR,
+        "integer": np.arange(3),
+        "complex": VECTOR + 1j * VECTOR[::-1],
+        "empty": np.zeros((0, 3), np.float32),
+        "scalar": np.float32(2),
+        "w": VECTOR,
+    },
+    "only untouched": {"untouched": VECTOR},
+    "float16": {"h": VECTOR.astype(np.float16), "w": VECTOR},
 }
 
 
-@pytest.mark.parametrize(("params", "options"), LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize("name", LEAVES)
 @every_way
-def test_leaves_of_every_kind(way: Any, params: Any, options: Any):
-    params = jax.tree.map(jnp.asarray, params)
-    batches = window_of(8, 0, 3)
-    expected = window_gradients.by_hand(leaves_loss, params, batches)[1]
-    got = way(leaves_loss, params, batches, **options)
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
-    rtol = 1e-2 if "accumulator_dtype" in options else 1e-3 if "h" in params else 1e-5
-    chex.assert_trees_all_close(got, expected, rtol=rtol)
+def test_leaves_of_every_kind(way: Any, name: str):
+    params = jax.tree.map(jnp.asarray, LEAVES[name])
+    check(way, leaves_loss, params, rtol=1e-3 if name == "float16" else 1e-5)
+
+
+@every_way
+def test_sums_in_bfloat16(way: Any):
+    params, options = {"w": jnp.asarray(VECTOR)}, {"accumulator_dtype": jnp.bfloat16}
+    check(way, leaves_loss, params, rtol=1e-2, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulator_dtype": "float64"}])
 @every_way
 def test_leaves_in_64_bits(way: Any, options: Any):
     with jax.enable_x64(True):
-        wide = RNG.normal(size=3)
+        wide = VECTOR / np.float64(3)
         params = {"w": wide, "narrow": VECTOR, "c": wide + 1j * wide[::-1]}
         params = jax.tree.map(jnp.asarray, params)
-        expected = window_gradients.by_hand(leaves_loss, params, window_of(8, 0, 3))[1]
-        got = way(leaves_loss, params, window_of(8, 0, 3), **options)
-        chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
-        chex.assert_trees_all_close(got, expected, rtol=1e-6)
+        check(way, leaves_loss, params, rtol=1e-6, **options)
 
 
 def test_small_trained_parameters_next_to_frozen_ones():
     """As with LoRA: the layers are a keyword, their changes are trained."""
     frozen, rng = params_of(), np.random.default_rng(4)
     adapters = {
-        "a": np.float32(rng.normal(size=(window_gradients.LAYERS, 4, 1))),
-        "b": np.float32(rng.normal(size=(window_gradients.LAYERS, 1, 4))),
+        "a": np.float32(rng.normal(size=(LAYERS, 4, 1))),
+        "b": np.float32(rng.normal(size=(LAYERS, 1, 4))),
     }
 
     def loss_fn(adapters: Any, batch: Any, frozen: Any) -> Any:
         layers = frozen["layers"] + adapters["a"] @ adapters["b"]
         return window_gradients.loss_fn(frozen | {"layers": layers}, batch)
 
-    step = make_train_step(loss_fn, window_gradients.KEEPS, 3)
-    batches = window_of(8, 0, 3)
-    state, _ = run_step(step, step.init(adapters), batches, frozen=frozen)
-    expected = window_gradients.by_hand(loss_fn, adapters, batches, frozen=frozen)[1]
+    step = make_train_step(loss_fn, KEEPS, 3)
+    state, _ = run_step(step, step.init(adapters), BATCHES, frozen=frozen)
+    expected = by_hand(loss_fn, adapters, BATCHES, frozen=frozen)[1]
     got = state.opt_state.inner_opt_state
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_sums_of_bfloat16_gradients_are_float32():
-    """A sum of ones in bfloat16 would stop at 256."""
+def scan(layer: Any) -> Any:
+    return lambda params, x: jax.lax.scan(layer, x, params["layers"])[0]
+
+
+@jax.custom_vjp
+def tripled_vjp(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ w
+
+
+tripled_vjp.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, g: (3 * g @ kept[1].T, 3 * kept[0].T @ g),
+)
+
+
+def named(x: Any, w: Any) -> Any:
+    return checkpoint_name(jnp.tanh(x @ w), "hidden"), None
+
+
+def doubling(x: Any, w: Any) -> Any:
+    size = jax.lax.stop_gradient(1 + jnp.sum(x**2))
+    size = jax.lax.while_loop(lambda n: n < 100, lambda n: 2 * n, size)
+    return jnp.tanh(x @ w) * size / 100, None
+
+
+def chosen(x: Any, w: Any) -> Any:
+    either = lambda: jnp.tanh(x @ w), lambda: x * w[0]  # noqa: E731
+    return jax.lax.cond(x[0, 0] > 0, *either), None
+
+
+def from_the_host(params: Any, x: Any) -> Any:
+    shape = jax.ShapeDtypeStruct((), np.float32)
+    scale = jax.pure_callback(lambda x: np.float32(2 * x), shape, x[0, 0])
+    return through_layers(params, x) * scale
+
+
+def over_another_axis(params: Any, x: Any) -> Any:
+    mesh = jax.make_mesh((4,), ("other",), axis_types=(AxisType.Auto,))
+
+    def part(w: Any, x: Any) -> Any:
+        return jax.lax.psum(jnp.einsum("ri,lio->ro", x, w), "other")
+
+    specs = P(None, "other"), P(None, "other")
+    of_mesh = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())
+    return of_mesh(params["layers"], x)
+
+
+def with_own_array(params: Any, x: Any) -> Any:
+    ref = jax.new_ref(x)
+
+    def layer(i: Any, _: Any) -> Any:
+        ref[...] = jnp.tanh(ref[...] @ params["layers"][i])
+        return 0
+
+    jax.lax.fori_loop(0, LAYERS, layer, 0)
+    return jax.freeze(ref)
+
+
+NETWORKS = {
+    "custom_vjp": scan(lambda x, w: (jnp.tanh(tripled_vjp(x, w)), None)),
+    "checkpoint of names": scan(
+        jax.checkpoint(
+            named, policy=jax.checkpoint_policies.save_only_these_names("hidden")
+        )
+    ),
+    "cond": scan(chosen),
+    "own mutable array": with_own_array,
+    "optimization_barrier": lambda params, x: through_layers(
+        jax.lax.optimization_barrier(params), x
+    ),
+}
+RARE_NETWORKS = {
+    "checkpoint": scan(jax.checkpoint(layer)),
+    "while loop": scan(doubling),
+    "pure_callback": from_the_host,
+    "shard_map": over_another_axis,
+}
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        *[pytest.param(f, id=name) for name, f in NETWORKS.items()],
+        *[pytest.param(f, id=name, marks=slow) for name, f in RARE_NETWORKS.items()],
+    ],
+)
+@every_way
+def test_networks(way: Any, network: Any):
+    check(way, loss_through(network))
+
+
+@every_way
+def test_explicit_mesh_that_is_not_set(way: Any):
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,))
+    params, batches = jax.device_put((params_of(), BATCHES), NamedSharding(mesh, P()))
+    check(way, window_gradients.loss_fn, params, batches)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="another name in older jax")
+def test_a_mutable_array_that_the_loss_closes_over():
+    ref = jax.new_ref(jnp.float32(2))
+    network = lambda params, x: through_layers(params, x) * ref[...]  # noqa: E731
+    check(window_gradients.value_and_grad, loss_through(network))
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        jax.debug.callback,
+        functools.partial(jax.debug.callback, ordered=True),
+        lambda see, x: io_callback(see, None, x, ordered=True),
+    ],
+    ids=["print", "ordered print", "io_callback"],
+)
+def test_effects_happen_once(effect: Any):
+    """Also in the micro-batch without tokens."""
+    seen: list[Any] = []
+
+    def network(params: Any, x: Any) -> Any:
+        effect(seen.append, x[0, 0])
+        return through_layers(params, x)
+
+    got = window_gradients.train_step(loss_through(network), params_of(), BATCHES)
+    jax.effects_barrier()
+    assert [float(x) for x in seen] == [float(b["x"][0, 0]) for b in BATCHES]
+    expected = by_hand(window_gradients.loss_fn, params_of(), BATCHES)[1]
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, TypeError, ValueError])
+@pytest.mark.parametrize("once", [False, True])
+@every_way
+def test_an_error_of_the_loss_reaches_the_user(way: Any, once: bool, error: Any):
+    """Once: of a loss with side effects, as a layer that remembers its losses."""
+    calls = []
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        return jnp.sum(params.astype(jnp.float32) * batch), batch
+        calls.append(batch)
+        if len(calls) == 1 or not once:
+            raise error("mine")
+        return window_gradients.loss_fn(params, batch)
 
-    step = make_train_step(loss_fn, optax.sgd(1.0), 600)
-    state = step.init(jnp.zeros((), jnp.bfloat16))
-    for _ in range(512):
-        state, _ = step(state, np.float32(1))
-    assert float(state.opt_state.acc_grads) == 512
+    with pytest.raises(error, match="mine"):
+        way(loss_fn, params_of(), BATCHES)
+
+
+def test_an_error_while_tracing_leaves_the_state_usable():
+    fails = [False]
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        if fails[0]:
+            raise NotImplementedError("once")
+        return window_gradients.loss_fn(params, batch)
+
+    step = make_train_step(loss_fn, KEEPS, 2)
+    state, _ = step(step.init(params_of()), BATCHES[0])
+    fails[0] = True
+    longer = batch_of(5, 9, rows=12)  # another shape: traced again
+    with pytest.raises(NotImplementedError, match="once"):
+        step(state, longer)
+    fails[0] = False
+    state, _ = run_step(step, state, [longer])
+    expected = by_hand(loss_fn, params_of(), [BATCHES[0], longer])[1]
+    got = state.opt_state.inner_opt_state
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,472 @@
+"""The promises of `make_train_step` and `make_window_step`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import cloudpickle
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_tokenaccum import (
+    MultiSteps,
+    StepMetrics,
+    StepState,
+    TokenAccumulationState,
+    has_updated,
+    make_train_step,
+    make_window_step,
+    regroup_sums,
+    token_accumulation,
+)
+
+PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
+SGD = optax.sgd(1.0)
+every_way = pytest.mark.parametrize("way", ["two programs", "one program", "window"])
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    """Summed loss whose gradient is `batch["x"]` in every entry of `w`."""
+    return jnp.sum(params["w"]) * batch["x"], batch["n"]
+
+
+def batch_of(x: float, n: float) -> Any:
+    return {"x": np.float32(x), "n": np.float32(n)}
+
+
+# Their token mean is 9.2; the mean of their means is 6.
+FIRST, SECOND = batch_of(2, 1), batch_of(90, 9)
+EMPTY, BAD = batch_of(np.nan, 0), batch_of(np.nan, 5)
+MOVED = {"w": PARAMS["w"] - np.float32(9.2)}
+
+
+def new_step(way: str, k: int = 2, loss_fn: Any = loss_fn, inner: Any = SGD, **options):
+    if way == "window":
+        return make_window_step(loss_fn, inner, **options)
+    return helpers.new_train_step(way, loss_fn, inner, k, **options)
+
+
+def calls(way: str, *micro_batches: Any) -> list[Any]:
+    """What the step is given for one window."""
+    return [helpers.stack(micro_batches)] if way == "window" else [*micro_batches]
+
+
+def run(way: str, step: Any, state: Any, *micro_batches: Any, **kwargs: Any) -> Any:
+    return helpers.run_step(step, state, calls(way, *micro_batches), **kwargs)
+
+
+def numbers(metrics: StepMetrics) -> dict[str, Any]:
+    found = metrics._replace(aux=None)._asdict().items()
+    return {k: np.asarray(v).item() for k, v in found if v is not None}
+
+
+@every_way
+def test_state_and_metrics_of_every_call_of_a_window(way: str):
+    step = new_step(way)
+    state = step.init(PARAMS)
+    assert isinstance(state, StepState)
+    assert isinstance(state.opt_state, TokenAccumulationState)
+    chex.assert_trees_all_equal(state.params, PARAMS)
+    *opening, closing = calls(way, FIRST, SECOND)
+    for batch in opening:
+        state, metrics = step(state, batch)
+        assert numbers(metrics) == {
+            "loss": -2.0,
+            "num_tokens": 1.0,
+            "grad_norm": 0.0,
+            "updated": False,
+            "skipped": False,
+            "mini_step": 1,
+            "gradient_step": 0,
+        }
+        chex.assert_trees_all_equal(state.params, PARAMS)
+    state, metrics = step(state, closing)
+    assert numbers(metrics) == {
+        "loss": pytest.approx(-9.2),
+        "num_tokens": 10.0,
+        "grad_norm": pytest.approx(9.2 * 2**0.5),
+        "updated": True,
+        "skipped": False,
+        "mini_step": 0,
+        "gradient_step": 1,
+    }
+    chex.assert_trees_all_equal(state.params, MOVED)
+    assert metrics.aux is None
+
+
+@every_way
+def test_inner_is_given_the_loss_and_metrics_the_norm_before_it_clips(way: str):
+    inner = optax.chain(
+        optax.clip_by_global_norm(0.01), optax.polyak_sgd(max_learning_rate=1e9)
+    )
+    step = new_step(way, 2, helpers.loss_sum_fn, inner)
+    params, batch = helpers.init_params(0), helpers.ragged_batch(0)
+    state, metrics = run(way, step, step.init(params), *helpers.cut(batch, 2))
+    (value, _), grads = jax.value_and_grad(helpers.loss_mean_fn, has_aux=True)(
+        params, batch
+    )
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-6)
+    assert metrics.grad_norm > 0.05
+    updates, _ = inner.update(grads, inner.init(params), params, value=value)
+    applied = helpers.difference(state.params, params)
+    # Parameters of size 0.2 round updates of size 1e-2 by about 1e-6.
+    assert helpers.relative_error(applied, updates) < 5 * helpers.RTOL["float32"]
+
+
+@every_way
+def test_donates_its_state_and_neither_the_callers_arrays_nor_metrics(way: str):
+    step, params = new_step(way, inner=optax.adamw(0.1)), jax.tree.map(jnp.copy, PARAMS)
+    tied = {"w": params["w"], "again": params["w"]}
+    state, kept = step.init(tied), []
+    for batch in 2 * calls(way, FIRST, SECOND):
+        old = state.params["w"]
+        state, metrics = step(state, batch)
+        assert old.is_deleted() or not metrics.updated
+        kept.append(metrics)
+    chex.assert_trees_all_equal(params, PARAMS)
+    assert not np.array_equal(state.params["w"], state.params["again"])
+    jax.tree.map(lambda x: x.delete(), state)
+    steps = [numbers(m)["gradient_step"] for m in kept]
+    assert steps == ([1, 2] if way == "window" else [0, 1, 1, 2])
+    assert all(np.isfinite(list(numbers(m).values())).all() for m in kept)
+
+
+@every_way
+def test_without_donation_every_state_can_be_used_again(way: str):
+    step = new_step(way, 3, donate=False)
+    state, data = step.init(PARAMS), calls(way, FIRST, SECOND, EMPTY)
+    states = [state, *(state := step(state, batch)[0] for batch in data)]
+    chex.assert_trees_all_equal(states[-1].params, MOVED)
+    for before, batch, after in zip(states, data, states[1:], strict=False):
+        chex.assert_trees_all_equal(step(before, batch)[0], after)
+
+
+def test_runs_side_by_side_follow_the_state_and_not_the_step(kind: str):
+    """A counter on the step object would close the second run's window early."""
+    step = new_step(kind, 3)
+    a, b = (step.init(PARAMS) for _ in range(2))
+    a, _ = run(kind, step, a, FIRST, SECOND)
+    b, metrics_b = step(b, SECOND)
+    a, metrics_a = step(a, EMPTY)
+    assert (bool(metrics_a.updated), bool(metrics_b.updated)) == (True, False)
+    chex.assert_trees_all_equal(a.params, MOVED)
+
+
+@every_way
+def test_a_window_without_tokens_changes_nothing(way: str):
+    step = new_step(way, inner=optax.adamw(0.1))
+    state = step.init(PARAMS)
+    before = jax.tree.map(np.asarray, state)
+    state, metrics = run(way, step, state, EMPTY, EMPTY)
+    if way == "window":
+        chex.assert_trees_all_equal(state, before)
+        stacked = helpers.stack([FIRST, SECOND])
+        state, metrics = step(state, stacked, num_micro_batches=0)
+    chex.assert_trees_all_equal(state.params, PARAMS)
+    got, expected = state.opt_state.inner_opt_state, before.opt_state.inner_opt_state
+    chex.assert_trees_all_equal(got, expected)
+    assert numbers(metrics) == numbers(metrics) | {
+        "loss": 0.0,
+        "num_tokens": 0.0,
+        "updated": False,
+        "mini_step": 0,
+        "gradient_step": 0,
+    }
+
+
+@pytest.mark.parametrize("way", ["one program", "window"])
+def test_a_rejected_micro_batch_is_reported_and_never_happened(way: str):
+    def skips(updates: Any, gradient_step: Any, params: Any) -> Any:
+        """Before 0.3.0, a window step told it 0 at every update."""
+        is_bad, state = optax.skip_not_finite(updates, gradient_step, params)
+        return is_bad | (gradient_step >= 1), state
+
+    step = new_step(way, should_skip_update_fn=skips)
+    state, seen = step.init(PARAMS), []
+    for batch in calls(way, FIRST, BAD, SECOND):
+        state, metrics = step(state, batch)
+        seen.append((bool(metrics.skipped), bool(metrics.updated)))
+    of_calls = [(False, False), (True, False), (False, True)]
+    assert seen == ([(True, True)] if way == "window" else of_calls)
+    assert metrics.num_tokens == 10
+    chex.assert_trees_all_equal(state.params, MOVED)
+    state, metrics = run(way, step, state, FIRST, FIRST)
+    assert metrics.skipped and not metrics.updated
+    chex.assert_trees_all_equal(state.params, MOVED)
+
+
+def test_halves_for_loops_whose_data_says_where_a_window_ends():
+    step = make_train_step(loss_fn, SGD)
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=r"step\.accumulate.*step\.close_window"):
+        step(state, FIRST)
+    state, empty = step.close_window(state)
+    assert numbers(empty)["updated"] is False and numbers(empty)["loss"] == 0.0
+    chex.assert_trees_all_equal(state.params, PARAMS)
+    for batch in (FIRST, SECOND):
+        state, metrics = step.accumulate(state, batch)
+        assert not metrics.updated
+    assert int(metrics.mini_step) == 2
+    state, metrics = step.close_window(state)
+    assert metrics.updated and float(metrics.num_tokens) == 10.0
+    chex.assert_trees_all_equal(state.params, MOVED)
+    assert has_updated(state)
+    state, _ = step.accumulate(state, FIRST)
+    assert not has_updated(state)
+
+
+def test_a_window_that_is_closed_early_and_the_next_one(kind: str):
+    """As at the end of an epoch; OpenRLHF 1337 mixes two epochs in a window."""
+    step = new_step(kind, 3)
+    state, _ = run(kind, step, step.init(PARAMS), FIRST, SECOND)
+    chex.assert_trees_all_equal(state.params, PARAMS)
+    state, metrics = step.close_window(state)
+    assert metrics.updated and metrics.mini_step == 0
+    chex.assert_trees_all_equal(state.params, MOVED)
+    state, metrics = run(kind, step, state, SECOND, FIRST)
+    assert not metrics.updated
+    state, metrics = step(state, batch_of(8, 10))
+    assert metrics.updated and metrics.gradient_step == 2
+    chex.assert_trees_all_close(state.params["w"], MOVED["w"] - 5, rtol=1e-6)
+
+
+def test_resume_in_mid_window_loses_no_micro_batch(kind: str):
+    """OneTrainer 1465 saves parameters and optimizer, but not the open window."""
+    step, resumed = (new_step(kind, 3, inner=optax.adam(0.1)) for _ in range(2))
+    state, _ = run(kind, step, step.init(PARAMS), FIRST, EMPTY)
+    saved = jax.tree.map(np.array, state)
+    target = jax.eval_shape(resumed.init, PARAMS)
+    restored = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), saved, target)
+    theirs = resumed.init(saved.params)
+    for batch in (SECOND, FIRST, SECOND):
+        state, metrics = step(state, batch)
+        restored, resumed_metrics = resumed(restored, batch)
+        theirs, their_metrics = resumed(theirs, batch)
+        chex.assert_trees_all_equal(restored, state)
+        chex.assert_trees_all_equal(resumed_metrics, metrics)
+    assert metrics.gradient_step == 1 and metrics.mini_step == 2
+    assert their_metrics.updated
+
+
+def test_token_budget():
+    step = make_train_step(loss_fn, SGD, every_n_tokens=10)
+    state, updated = step.init(PARAMS), []
+    for n in (4, 5, 1, 11):
+        state, metrics = step(state, batch_of(1, n))
+        updated.append(bool(metrics.updated))
+    assert updated == [False, False, True, True]
+
+
+@every_way
+def test_aux_is_that_of_the_micro_batches(way: str):
+    def with_aux(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return loss_sum, (n, {"square": batch["x"] ** 2})
+
+    step = new_step(way, 3, with_aux, has_aux=True)
+    state, squares = step.init(PARAMS), []
+    for batch in calls(way, FIRST, SECOND, batch_of(3, 0)):
+        state, metrics = step(state, batch)
+        squares += np.ravel(metrics.aux["square"]).tolist()
+    assert squares == [4, 8100, 9]
+    if way != "window":
+        assert step.close_window(state)[1].aux is None
+
+
+@dataclasses.dataclass
+class ScaledLoss:
+    """A callable that holds an array, so it has no hash and no usable `==`."""
+
+    scale: np.ndarray
+
+    def __call__(
+        self, params: Any, batch: Any, *, frozen: Any, train: bool, mode: Any
+    ) -> Any:
+        assert train is True and mode["name"] == "sum" and mode["act"] is jnp.tanh
+        weights = self.scale * params["w"] * frozen["w"]
+        return jnp.sum(weights) * batch["x"], batch["n"]
+
+
+@every_way
+def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
+    """Frozen weights are arguments; bools and strings, also NumPy's, do not change.
+
+    A used step goes through cloudpickle, for workers in other processes. Standard
+    pickle does not support functions.
+    """
+    step = new_step(way, 2, ScaledLoss(np.asarray([1.0, 4.0], np.float32)))
+    state = step.init(PARAMS)
+    options: Any = {"train": True, "mode": {"name": np.str_("sum"), "act": jnp.tanh}}
+    with helpers.count_compilations() as compilations:
+        for scale in (1.0, 2.0):
+            before = np.asarray(state.params["w"])
+            frozen = {"w": np.asarray([scale, 0.5], np.float32)}
+            state, _ = run(
+                way, step, state, FIRST, batch_of(2, 3), frozen=frozen, **options
+            )
+            expected = before - np.asarray([scale, 2.0])
+            np.testing.assert_array_equal(state.params["w"], expected)
+    assert len(compilations) == (2 if way == "two programs" else 1)
+    state = jax.device_get(state)
+    again = cloudpickle.loads(cloudpickle.dumps(step))
+    got, expected = (
+        run(way, each, state, FIRST, SECOND, frozen=frozen, **options)
+        for each in (again, step)
+    )
+    chex.assert_trees_all_equal(got, expected)
+    assert got[1].updated
+
+
+def test_inside_an_outer_jit_and_scan_it_is_one_program(kind: str):
+    step = new_step(kind, 2, donate=False)
+    data = helpers.stack([batch_of(i, i + 1) for i in range(6)])
+    start = step.init(PARAMS)
+    scanned, metrics = jax.jit(lambda s, xs: jax.lax.scan(step, s, xs))(start, data)
+    assert metrics.updated.tolist() == [False, True] * 3
+    state, _ = run(kind, step, start, *(batch_of(i, i + 1) for i in range(6)))
+    assert helpers.relative_error(scanned.params, state.params) < 1e-6
+    assert int(scanned.opt_state.gradient_step) == 3
+
+
+def test_batches_of_another_shape_go_on_in_the_same_window(kind: str):
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(params["w"]) * jnp.sum(x), x.size
+
+    step = new_step(kind, 3, loss_fn)
+    data = [np.arange(1.0, n + 1.0, dtype=np.float32) for n in (2, 7, 3)]
+    state, metrics = helpers.run_step(step, step.init(PARAMS), data)
+    assert metrics.updated and float(metrics.num_tokens) == 12.0
+    mean = sum(float(x.sum()) for x in data) / 12
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - mean, rtol=1e-6)
+
+
+@every_way
+def test_bfloat16_parameters_keep_their_dtype_and_float32_sums(way: str):
+    inner = optax.sgd(1.0, momentum=0.0)
+    step = new_step(way, 4, helpers.loss_sum_fn, inner)
+    params, batch = helpers.init_params(0, jnp.bfloat16), helpers.ragged_batch(0)
+    state = step.init(params)
+    before = helpers.signatures(state)
+    state, metrics = run(way, step, state, *helpers.cut(batch, 4))
+    assert helpers.signatures(state) == before
+    given = optax.tree.get(state.opt_state, "trace")
+    reference = helpers.float64_gradient(params, batch)
+    assert helpers.relative_error(given, reference) < helpers.RTOL["bfloat16"]
+    assert metrics.loss.dtype == metrics.grad_norm.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("way", ["two programs", "window"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.contrib.schedule_free_sgd(0.1),
+        optax.contrib.prodigy(0.1),
+        optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), SGD),
+    ],
+    ids=["schedule_free", "prodigy", "add_noise"],
+)
+def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(
+    way: str, inner: Any
+):
+    """Parameters, an array twice, a captured key: a buffer is donated only once."""
+    step = new_step(way, inner=inner)
+    for _ in range(2):
+        state = step.init(PARAMS)
+        for _ in range(2):
+            state, metrics = run(way, step, state, FIRST, SECOND)
+        assert int(metrics.gradient_step) == 2
+
+
+@pytest.mark.parametrize("inner", [optax.adam(0.1), SGD], ids=["adam", "sgd"])
+def test_a_window_steps_state_of_0_2_0_raises_and_is_taken_over(inner: Any):
+    step, window = make_window_step(loss_fn, inner), helpers.stack([FIRST, SECOND])
+    moved, _ = step(step.init(PARAMS), window)
+    old = StepState(moved.params, moved.opt_state.inner_opt_state)
+    with pytest.raises(TypeError, match="regroup_sums"):
+        step(old, window)
+    dictionary = {"params": old.params, "opt_state": [*old.opt_state]}
+    for saved in (old, jax.device_get(old), dictionary):
+        for like in (step.init(PARAMS), jax.eval_shape(step.init, PARAMS)):
+            taken = regroup_sums(saved, like)
+            chex.assert_trees_all_equal_shapes_and_dtypes(taken, moved)
+            inner_opt_state = taken.opt_state.inner_opt_state
+            chex.assert_trees_all_equal(inner_opt_state, old.opt_state)
+            assert taken.opt_state.gradient_step == 0
+    chex.assert_trees_all_equal(regroup_sums(moved, step.init(PARAMS)), moved)
+    of_other = make_window_step(loss_fn, optax.sgd(0.1, momentum=0.9)).init(PARAMS)
+    with pytest.raises(ValueError, match="the same training"):
+        regroup_sums(old, of_other)
+    with helpers.count_compilations() as compilations:
+        _, metrics = step(taken, window)
+    assert metrics.gradient_step == 1 and len(compilations) == 0
+    with pytest.raises(ValueError, match="donated"):  # it holds the same arrays
+        regroup_sums(old, step.init(PARAMS))
+
+
+def test_every_kind_of_integer_is_a_k():
+    """optax 0.2.8 calls every k that is not an `int`."""
+    grads = {"w": jnp.ones(2)}
+    for k in (3, np.int64(3), np.uint8(3), np.array(3), jnp.asarray(3)):
+        for ours in (token_accumulation(SGD, k), MultiSteps(SGD, k)):
+            state, update = ours.init(PARAMS), jax.jit(ours.update)
+            updated = []
+            for _ in range(4):
+                _, state = update(grads, state, PARAMS, num_tokens=1)
+                updated.append(bool(has_updated(state)))
+            assert updated == [False, False, True, False]
+
+
+def test_inner_sees_the_dtypes_that_it_would_see_without_accumulation():
+    """optax 377, 1038, 1039, 1122: the branches of a `cond` return different dtypes."""
+    dtypes = ["float32", "bfloat16", "float16"]
+    for param_dtype, grad_dtype in [(p, g) for p in dtypes for g in dtypes]:
+        seen: set[Any] = set()
+
+        def watch(updates: Any, state: Any, params: Any = None) -> Any:
+            seen.update(x.dtype for x in jax.tree.leaves(updates))  # noqa: B023
+            return updates, state
+
+        watcher = optax.GradientTransformation(lambda _: (), watch)
+        inner = optax.chain(watcher, optax.adamw(0.1))
+        params = {"w": PARAMS["w"].astype(param_dtype)}
+        gradient = {"w": jnp.ones(2, grad_dtype)}
+        optimizer = token_accumulation(inner, 2)
+        state = optimizer.init(params)
+        expected, _ = inner.update(gradient, inner.init(params), params)
+        update = functools.partial(optimizer.update, num_tokens=1)
+        updates, after = jax.eval_shape(update, gradient, state, params)
+        assert helpers.signatures(updates) == helpers.signatures(expected)
+        assert helpers.signatures(after) == helpers.signatures(state)
+        assert seen == {jnp.dtype(grad_dtype)}
+        sums = {x.dtype for x in jax.tree.leaves(state.acc_grads)}
+        assert sums == {jnp.dtype(jnp.float32)}
+
+
+POLYAK = optax.polyak_sgd(max_learning_rate=10.0)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        token_accumulation(POLYAK, 2, gradients="mean"),
+        MultiSteps(POLYAK, 2).gradient_transformation(),
+    ],
+    ids=["transformation", "MultiSteps"],
+)
+def test_count_and_value_go_through_a_chain_of_plain_transformations(ours: Any):
+    """optax: `MultiSteps.gradient_transformation()` takes no extra arguments."""
+    assert isinstance(ours, optax.GradientTransformationExtraArgs)
+    tx = optax.chain(optax.clip(100.0), ours, optax.identity())
+    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    for mean, n, value in [(2.0, 1, 3.0), (10.0, 9, 1.0)]:
+        gradient = {"w": jnp.full(2, mean)}
+        updates, state = update(gradient, state, PARAMS, num_tokens=n, value=value)
+    assert has_updated(state)
+    gradient = {"w": jnp.full(2, 9.2)}  # with means: 6, and 2
+    expected, _ = POLYAK.update(gradient, POLYAK.init(PARAMS), PARAMS, value=1.2)
+    assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
