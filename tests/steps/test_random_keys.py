@@ -1,7 +1,6 @@
 """One key for the whole run: the train step and the window step draw the same masks."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import helpers
@@ -13,18 +12,12 @@ import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import (
-    has_updated,
-    make_train_step,
-    make_window_step,
-    pad_window,
-    token_accumulation,
-)
-from optax_tokenaccum import nnx as nnx_steps
+from optax_tokenaccum import make_train_step, make_window_step, pad_window
 
-ROWS, K, WINDOWS = 16, 3, 3
+ROWS, K = 16, 3
 PARAMS = {"w": jnp.asarray([0.5, -1.0], jnp.float32)}
-KEY = jax.random.key(7)
+ADAM = optax.adam(0.1)
+SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
 
 
 def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
@@ -33,79 +26,71 @@ def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
     return jnp.sum(losses * batch["mask"]), (jnp.sum(batch["mask"]), mask)
 
 
-def micro_batch(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return {
-        "x": np.float32(rng.normal(size=(ROWS, 2))),
-        "mask": rng.uniform(size=ROWS) < 0.7,
-    }
-
-
 def windows(rejected: bool) -> list[list[Any]]:
     """Return windows; one has no tokens, and in another a micro-batch may be NaN."""
-    made = [[micro_batch(K * i + j) for j in range(K)] for i in range(WINDOWS + 1)]
-    made[2] = [batch | {"mask": np.zeros(ROWS, bool)} for batch in made[2]]
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=(4, K, ROWS, 2)))
+    mask = rng.uniform(size=(4, K, ROWS)) < 0.7
+    mask[0, 0] = mask[2] = False
     if rejected:
-        made[1][1]["x"][:] = np.nan
-    return made
+        x[1, 1] = np.nan
+    return [[{"x": x[i, j], "mask": mask[i, j]} for j in range(K)] for i in range(4)]
 
 
-class Steps(NamedTuple):
-    """Both steps of one way to train, with `step.init(params)`."""
-
-    train: Any
-    window: Any
-
-
-def of_core(**options: Any) -> Steps:
-    options["has_aux"] = True
-    return Steps(
-        make_train_step(loss_fn, optax.adam(0.1), **options),
-        make_window_step(loss_fn, optax.adam(0.1), **options),
-    )
-
-
-def of_nnx(should_skip_update_fn: Any = None, **options: Any) -> Steps:
-    of_model, adam = nnx_ways.of_model(loss_fn), optax.adam(0.1)
-    options["has_aux"] = True
-    skips = {"should_skip_update_fn": should_skip_update_fn}
-    return Steps(
-        nnx_ways.Step(
-            nnx_steps.make_train_step(of_model, **options),
-            token_accumulation(adam, **skips),
-        ),
-        nnx_ways.Step(nnx_steps.make_window_step(of_model, **options, **skips), adam),
+def steps_of(kind: str, options: Any) -> Any:
+    """A train step, whose windows are closed by hand, and a window step."""
+    options = {"has_aux": True} | options
+    if kind == "core":
+        makes = make_train_step, make_window_step
+        return tuple(make(loss_fn, ADAM, **options) for make in makes)
+    return tuple(
+        nnx_ways.make_step(way, loss_fn, ADAM, None, **options)
+        for way in ("nnx two programs", "nnx window")
     )
 
 
 MESH: dict[str, Any] = {"mesh": meshes.make_mesh((8,)), "data_axes": "data"}
 OVER = {
-    "one device": {},
-    "8 devices": MESH,
-    "8 devices, explicit": MESH | {"mesh": meshes.make_mesh((8,), "explicit")},
-    "8 devices, each": MESH | {"reduce_every": "micro_batch"},
+    "1": {},
+    "8": MESH,
+    "8, explicit": MESH | {"mesh": meshes.make_mesh((8,), "explicit")},
+    "8, each": MESH | {"reduce_every": "micro_batch"},
 }
+FAST = ["core-1-raw", "core-1-rejected", "core-8-", "nnx-8, each-rejected"]
 
 
-@pytest.mark.parametrize("rejected", [False, True], ids=["", "rejected"])
-@pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("make", [of_core, of_nnx], ids=["core", "nnx"])
+@pytest.mark.parametrize(
+    ("kind", "over", "case"),
+    [
+        pytest.param(
+            *case.split("-"), id=case, marks=() if case in FAST else pytest.mark.slow
+        )
+        for case in [
+            *FAST,
+            "core-8, explicit-rejected",
+            "core-8, each-",
+            "nnx-1-",
+            "nnx-8-rejected",
+            "nnx-8, explicit-",
+        ]
+    ],
+)
 def test_both_steps_draw_the_same_masks_and_no_two_windows_do(
-    make: Callable[..., Steps], over: str, rejected: bool
+    kind: str, over: str, case: str
 ):
-    skips = {"should_skip_update_fn": optax.skip_not_finite} if rejected else {}
-    steps = make(**OVER[over], **skips)
-    train_state, window_state = (step.init(PARAMS) for step in steps)
+    rejected = case == "rejected"
+    key = jax.random.PRNGKey(7) if case == "raw" else jax.random.key(7)
+    train, whole = steps_of(kind, OVER[over] | (SKIPS if rejected else {}))
+    train_state, window_state = train.init(PARAMS), whole.init(PARAMS)
     masks, updates = [], 0
     for i, window in enumerate(windows(rejected)):
-        before = masks[-1] if masks else None
         drawn = []
         for batch in window:
-            train_state, metrics = steps.train.accumulate(train_state, batch, rng=KEY)
+            train_state, metrics = train.accumulate(train_state, batch, rng=key)
             drawn.append(metrics.aux)
-        train_state, metrics = steps.train.close_window(train_state)
-        window_state, window_metrics = steps.window(
-            window_state, helpers.stack(window), rng=KEY
+        train_state, metrics = train.close_window(train_state)
+        window_state, window_metrics = whole(
+            window_state, helpers.stack(window), rng=key
         )
         masks.append(np.stack(jax.device_get(drawn)))
         np.testing.assert_array_equal(masks[-1], window_metrics.aux)
@@ -113,38 +98,21 @@ def test_both_steps_draw_the_same_masks_and_no_two_windows_do(
         assert window_metrics.gradient_step == metrics.gradient_step == updates
         assert window_metrics.mini_step == 0
         assert window_metrics.updated == metrics.updated == (i != 2)
-        if i == 3:  # the window before made no update, so its keys come once more
-            np.testing.assert_array_equal(masks[-1], before)
-        elif before is not None:
-            # A key for one window alone would repeat every mask.
-            assert all((x != y).any() for x, y in zip(masks[-1], before, strict=True))
+    # A window without an update leaves its keys to the next one, and a rejected
+    # micro-batch too. An empty micro-batch has a key of its own. A key for one window
+    # alone would repeat every mask.
+    np.testing.assert_array_equal(masks[3], masks[2])
+    assert (masks[1][1] == masks[1][2]).all() == rejected
+    different = {mask.tobytes() for window in masks[:3] for mask in window}
+    assert len(different) == 3 * K - rejected
     chex.assert_trees_all_close(train_state.params, window_state.params, rtol=1e-5)
 
 
-def test_two_calls_with_one_key_draw_different_masks():
-    step = make_window_step(loss_fn, optax.adam(0.1), has_aux=True)
-    state, window = step.init(PARAMS), helpers.stack(windows(False)[0])
-    state, first = step(state, window, rng=KEY)
-    state, second = step(state, window, rng=KEY)
-    assert (first.aux != second.aux).any()
-
-
-def test_a_window_step_counts_all_updates():
-    step = make_window_step(loss_fn, optax.adam(0.1), has_aux=True)
-    state, numbers, have_updated = step.init(PARAMS), [], []
-    for window in windows(False):
-        state, metrics = step(state, helpers.stack(window), rng=KEY)
-        numbers.append(int(metrics.gradient_step))
-        have_updated.append(bool(has_updated(state.opt_state)))
-    assert numbers == [1, 2, 2, 3]
-    assert have_updated == [True, True, False, True]
-
-
-def test_a_state_holds_numbers_and_no_sums_and_restores_from_shapes():
-    step = make_window_step(loss_fn, optax.adam(0.1), has_aux=True)
+def test_a_state_of_a_window_step_holds_numbers_and_no_sums():
+    step = make_window_step(loss_fn, ADAM, has_aux=True)
     shapes, state = jax.eval_shape(step.init, PARAMS), step.init(PARAMS)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
-    inner = optax.adam(0.1).init(PARAMS)
+    inner = ADAM.init(PARAMS)
     chex.assert_trees_all_equal(state.opt_state.inner_opt_state, inner)
     assert jax.tree.leaves(state.opt_state.acc_grads) == []
     rest = state.opt_state._replace(inner_opt_state=())
@@ -155,7 +123,7 @@ def test_a_planned_window_has_the_keys_of_as_many_calls():
     def key_fn(w: jax.Array, x: jax.Array, rng: Any) -> Any:
         return jnp.sum(w * x), (jnp.sum(x != 0), jax.random.key_data(rng))
 
-    sequences = [np.full(n, 1.0) for n in (1, 4, 2, 3, 1)]
+    sequences, key = [np.full(n, 1.0) for n in (1, 4, 2, 3, 1)], jax.random.key(7)
     planned = pad_window(
         sequences, pad_values=0, max_tokens=4, length_buckets=[1, 2, 4]
     )
@@ -165,21 +133,21 @@ def test_a_planned_window_has_the_keys_of_as_many_calls():
     by_calls = make_train_step(key_fn, optax.sgd(0.1), runs, has_aux=True)
     state, state_of_calls = step.init(jnp.ones(())), by_calls.init(jnp.ones(()))
     for _ in range(2):
-        state, metrics = step(state, planned, rng=KEY)
+        state, metrics = step(state, planned, rng=key)
         for i in range(runs):
-            state_of_calls, one = by_calls(state_of_calls, jnp.ones(2), rng=KEY)
+            state_of_calls, one = by_calls(state_of_calls, jnp.ones(2), rng=key)
             np.testing.assert_array_equal(metrics.aux[i], one.aux)
 
 
-@pytest.mark.parametrize("over", ["one device", "8 devices", "8 devices, each"])
+@pytest.mark.parametrize("over", ["1", "8", "8, each"])
 def test_windows_are_one_compilation_and_keep_their_placement(over: str):
-    step = make_window_step(loss_fn, optax.adam(0.1), has_aux=True, **OVER[over])
+    step = make_window_step(loss_fn, ADAM, has_aux=True, **OVER[over])
     state, window = step.init(PARAMS), helpers.stack(windows(False)[0])
     first = jax.tree.map(lambda x: x.sharding, state)
     with helpers.count_compilations() as compilations:
         for _ in range(3):
-            state, _ = step(state, window, rng=KEY)
+            state, _ = step(state, window, rng=jax.random.key(7))
     assert len(compilations) == 1
-    if over != "one device":
+    if over != "1":
         assert jax.tree.map(lambda x: x.sharding, state) == first
     assert not any(x.weak_type for x in jax.tree.leaves(state))

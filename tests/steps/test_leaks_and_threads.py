@@ -1,0 +1,102 @@
+"""Nothing of a call outlives it, or reaches the call of another thread."""
+
+import gc
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import cut, init_params, ragged_batch, run_step
+from meshes import ALL_WAYS, K, make_mesh, make_step, stacked
+
+from optax_tokenaccum import accumulate_over_window, window_value_and_grad
+
+X = np.random.default_rng(0).normal(size=(4, 8, 3)).astype(np.float32)
+BATCH = {"x": X, "mask": np.float32(np.arange(32).reshape(4, 8) % 3 > 0)}
+PARAMS = {"w": jnp.ones((2, 3))}
+LAYOUTS: dict[str, Any] = {
+    "one": {"mesh": None, "data_axes": None},
+    "window": {"mesh": make_mesh((8,))},
+    "micro_batch": {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
+}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    """The batch is closed over, by the loss and by a scan in it."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x * w + batch["x"]), None
+
+    y, _ = jax.lax.scan(layer, batch["x"], params["w"])
+    return jnp.sum(jnp.sum(y, -1) * batch["mask"]), jnp.sum(batch["mask"])
+
+
+@pytest.mark.parametrize("devices", LAYOUTS)
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_no_tracer_leaks_from_a_step(way: str, devices: str):
+    step = make_step(way, optax.adam(0.1), loss_fn=loss_fn, k=2, **LAYOUTS[devices])
+    micro_batches = [{n: x[i] for n, x in BATCH.items()} for i in range(2)]
+    with jax.checking_leaks():
+        run_step(step, step.init(PARAMS), [BATCH] if "window" in way else micro_batches)
+
+
+def test_no_tracer_leaks_from_a_function(maybe_jit: Any):
+    gradients = jax.value_and_grad(loss_fn, has_aux=True)
+    with jax.checking_leaks():
+        maybe_jit(window_value_and_grad(loss_fn))(PARAMS, BATCH)
+        maybe_jit(accumulate_over_window(gradients))(PARAMS, BATCH)
+
+
+def test_what_a_loss_refers_to_is_freed():
+    refs = []
+
+    def call() -> None:
+        weights = jnp.ones((4, 3))
+        refs.append(weakref.ref(weights))
+
+        def weighted(params: Any, batch: Any) -> Any:
+            def layer(x: Any, w: Any) -> Any:
+                return jnp.tanh(x * w) + jax.jit(jnp.sum)(weights), None
+
+            y, _ = jax.lax.scan(layer, batch["x"] * weights[0], params["w"])
+            return jnp.sum(y), jnp.sum(batch["mask"])
+
+        window_value_and_grad(weighted)(PARAMS, BATCH)
+
+    for _ in range(3):
+        call()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def train(way: str, step: Any, seed: int) -> Any:
+    """Parameters after two windows; odd threads close a window by hand in between."""
+    window = ragged_batch(seed, rows=8 * K)
+    windows = [stacked(window)] if "window" in way else cut(window, K)
+    state, metrics = run_step(step, step.init(init_params(seed)), windows)
+    if seed % 2 and "window" not in way:
+        state, _ = step.accumulate(state, windows[0])
+        state, _ = step.close_window(state)
+    state, metrics = run_step(step, state, windows)
+    return jax.device_get((state.params, metrics.num_tokens, metrics.mini_step))
+
+
+@pytest.mark.parametrize("devices", ["one", "window"])
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_each_thread_gets_what_it_gets_alone(way: str, devices: str):
+    alone, shared = (make_step(way, optax.adam(1e-2), **LAYOUTS[devices]) for _ in "ab")
+    expected = [train(way, alone, seed) for seed in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            got = list(threads.map(lambda seed: train(way, shared, seed), range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    chex.assert_trees_all_equal(got, expected)
