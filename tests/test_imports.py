@@ -4,8 +4,6 @@ import ast
 import functools
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = "optax_tokenaccum"
 # The folders that each folder may import from. Files at the root may import from all.
@@ -18,8 +16,7 @@ BELOW = {
     "_steps": {"_core", "_devices", "_ragged", "_compiled"},
     "_nnx": {"_core", "_devices", "_steps"},
 }
-FLOORS = 7
-# What needs an extra, and the public module that may import it.
+# What needs an extra, and the public modules that may import it.
 EXTRAS = {"nnx": "flax", "_nnx": "flax", "linen": "flax", "grain": "grain"}
 
 
@@ -48,10 +45,9 @@ def imports_in(text: str) -> set[str]:
 IMPORTS = {name: imports_in(path.read_text()) for name, path in FILES.items()}
 
 
-def room_of(name: str) -> str | None:
-    """Return the folder of a module, or `None` for a file at the root."""
-    _, *inner = name.split(".")
-    return inner[0] if inner and inner[0] in BELOW else None
+def part_of(name: str) -> str:
+    """Return the folder of a module, or the name of a file at the root."""
+    return (name.split(".") + [""])[1]
 
 
 @functools.cache
@@ -61,35 +57,30 @@ def floor_of(name: str) -> int:
     return 1 + max(map(floor_of, below), default=0)
 
 
-def test_every_folder_is_a_room():
-    folders = {path.parent.name for path in (ROOT / PACKAGE).rglob("*.py")}
+def test_imports_go_down():
+    folders = {path.parent.name for path in FILES.values()}
     assert folders == {PACKAGE, *BELOW}
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_imports_go_down(name: str):
-    room = room_of(name)
-    ours = {x for x in IMPORTS[name] if x.split(".")[0] == PACKAGE} - {name}
-    assert ours <= FILES.keys()
-    if room is not None:
-        allowed = {room, *BELOW[room]}
-        assert {room_of(x) for x in ours} <= allowed
-    assert floor_of(name) <= FLOORS
-
-
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_what_needs_an_extra_is_imported_by_nothing_else(extra: str):
     for name, modules in IMPORTS.items():
-        part = (name.split(".") + [""])[1]
-        if part.lstrip("_") != extra.lstrip("_"):
-            assert not any(f"{x}.".startswith(f"{PACKAGE}.{extra}.") for x in modules)
-        if EXTRAS[extra] in {module.split(".")[0] for module in modules}:
-            assert EXTRAS.get(part) == EXTRAS[extra]
+        ours = {x for x in modules if x.split(".")[0] == PACKAGE} - {name}
+        assert ours <= FILES.keys(), name
+        part = part_of(name)
+        if part in BELOW:
+            assert {part_of(x) for x in ours} <= {part, *BELOW[part]}, name
+        assert floor_of(name) <= 7, name
+
+
+def test_what_needs_an_extra_is_imported_by_nothing_else():
+    for name, modules in IMPORTS.items():
+        part = part_of(name)
+        extras = {part_of(x) for x in modules if x.startswith(PACKAGE)} & EXTRAS.keys()
+        assert {x.lstrip("_") for x in extras} <= {part.lstrip("_")}, name
+        packages = {x.split(".")[0] for x in modules} & {*EXTRAS.values()}
+        assert packages <= {EXTRAS.get(part)}, name
 
 
 def test_the_core_knows_no_devices_and_compiles_nothing():
     for name, path in FILES.items():
-        if room_of(name) == "_core":
+        if part_of(name) == "_core":
             text = path.read_text()
             assert "jax.jit(" not in text and "shard_map(" not in text, name
             assert "Mesh" not in text, name

@@ -280,13 +280,6 @@ def test_explicit_mesh_that_is_not_set(way: Any):
     check(way, window_gradients.loss_fn, params, batches)
 
 
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="another name in older jax")
-def test_a_mutable_array_that_the_loss_closes_over():
-    ref = jax.new_ref(jnp.float32(2))
-    network = lambda params, x: through_layers(params, x) * ref[...]  # noqa: E731
-    check(window_gradients.value_and_grad, loss_through(network))
-
-
 @pytest.mark.parametrize(
     "effect",
     [

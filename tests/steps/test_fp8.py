@@ -14,12 +14,9 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 
 from optax_tokenaccum import (
-    audit,
     regroup_sums,
-    token_accumulation,
     window_value_and_grad,
 )
-from optax_tokenaccum.linen import TrainState
 
 K, ROWS = 2, 8
 # Stateless, because each window is compared from where the last one ended. The loss is
@@ -128,18 +125,6 @@ def test_windows_are_the_full_batches(way: str, options: Any):
         )
 
 
-def test_a_linen_state_is_the_full_batch():
-    state = TrainState.create(
-        apply_fn=None, params=PARAMS, tx=token_accumulation(OPTIMIZER, K)
-    )
-    for batch in WINDOWS[0]:
-        gradient, n = gradient_of(state.params, batch)
-        state = state.apply_gradients(grads=gradient, num_tokens=n)
-    expected = full_batch(PARAMS, joined(WINDOWS[0]))
-    rtol = helpers.RTOL["float32"]
-    chex.assert_trees_all_close(state.params, expected, rtol=rtol, atol=1e-7)
-
-
 def test_window_value_and_grad_returns_what_comes_next_and_naive_sums_do_not():
     of_all, _ = gradient_of(PARAMS, joined(WINDOWS[0]))
     f = jax.jit(window_value_and_grad(loss_fn))
@@ -193,13 +178,3 @@ def test_an_open_window_goes_on_with_fewer_devices(count: int):
     expected = after(make_step("two programs"), WINDOWS[0])
     rtol = helpers.RTOL["float32"]
     chex.assert_trees_all_close(state.params, expected, rtol=rtol, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_the_audit_does_not_take_scales_for_parameters():
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        options = {"loss_fn": loss_fn, "k": len(micro_batches)} | ONE
-        step = meshes.make_step("two programs", optimizer, **options)
-        return after(step, micro_batches, params)
-
-    assert audit(run, loss_fn, PARAMS, WINDOWS[0]).verdict.name == "EXACT"

@@ -1,7 +1,7 @@
 """`memory` and `largest_micro_batch`, against compiling every size."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import helpers
@@ -40,14 +40,6 @@ def loss_fn(params: Any, x: jax.Array) -> Any:
     return jnp.sum(x**2), x.size
 
 
-class Model(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(init_params())
-
-    def __call__(self, x: jax.Array) -> Any:
-        return loss_fn(self.w[...], x)
-
-
 def init_params() -> jax.Array:
     return jnp.zeros((LAYERS, WIDTH, WIDTH))
 
@@ -56,20 +48,25 @@ def rows_of(n: int) -> list[Any]:
     return [jax.ShapeDtypeStruct((n, 8, WIDTH), jnp.float32)]
 
 
-def windows_of(n: int) -> list[Any]:
-    return [jax.ShapeDtypeStruct((K, n, 8, WIDTH), jnp.float32)]
+def bytes_of(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 class Run(NamedTuple):
     """A step, its state, its batches and the programs that it runs for a batch.
 
-    `besides` are the bytes on a device that a program is not given.
+    With each program, the bytes on a device that it is not given.
     """
 
     step: Any
     state: Any
     batch_of: Callable[[int], list[Any]]
-    programs: Callable[[Any], list[tuple[jax.stages.Lowered, int]]]
+    programs: Callable[[Any], Iterable[tuple[jax.stages.Lowered, int]]]
+
+    def fit(self, limit: int, **kwargs: Any) -> Any:
+        return largest_micro_batch(
+            self.step, self.state, self.batch_of, limit_bytes=limit, **kwargs
+        )
 
     def peak(self, n: int) -> int:
         peaks, metrics = [], []
@@ -83,10 +80,6 @@ class Run(NamedTuple):
         return max(peaks) + max(metrics)
 
 
-def bytes_of(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def two_programs(devices: int = 1, **options: Any) -> Run:
     step = make_train_step(loss_fn, ADAMW, K, **options)
     state = step.init(init_params())
@@ -98,7 +91,11 @@ def two_programs(devices: int = 1, **options: Any) -> Run:
         besides = bytes_of(batch) // devices + bytes_of(lowered.out_info[1:]) + old
         yield step.close_window.lower(state), besides
 
-    return Run(step, state, rows_of, programs)
+    return Run(step, state, lambda n: rows_of(devices * n), programs)
+
+
+def on_a_mesh() -> Run:
+    return two_programs(8, mesh=make_mesh((8,)), data_axes="data")
 
 
 def one_program() -> Run:
@@ -115,74 +112,55 @@ def one_program() -> Run:
 def window_step() -> Run:
     step = make_window_step(loss_fn, ADAMW)
     state = jax.eval_shape(step.init, init_params())
+
+    def windows_of(n: int) -> list[Any]:
+        return [jax.ShapeDtypeStruct((K, n, 8, WIDTH), jnp.float32)]
+
     return Run(step, state, windows_of, lambda x: [(step.lower(state, x), 0)])
 
 
-def on_a_mesh() -> Run:
-    mesh = make_mesh((8,))
-    run = two_programs(8, mesh=mesh, data_axes="data")
-    return run._replace(batch_of=lambda n: rows_of(8 * n))
+def abstract_nnx() -> Run:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(init_params())
 
+    @nnx.eval_shape
+    def state() -> Any:
+        model = Model()
+        return model, nnx.Optimizer(model, token_accumulation(ADAMW, K), wrt=nnx.Param)
 
-def nnx_step(make: Callable[[], tuple[Model, nnx.Optimizer]]) -> Run:
-    step = optax_tokenaccum.nnx.make_train_step(Model.__call__)
-    model, optimizer = make()
+    step = optax_tokenaccum.nnx.make_train_step(
+        lambda model, x: loss_fn(model.w[...], x)
+    )
 
     def programs(batch: Any) -> Any:
-        lowered = step.accumulate.lower(model, optimizer, batch)
-        yield lowered, bytes_of(optimizer.opt_state.inner_opt_state)
+        lowered = step.accumulate.lower(*state, batch)
+        yield lowered, bytes_of(state[1].opt_state.inner_opt_state)
         besides = bytes_of(batch) + bytes_of(lowered.out_info[1:])
-        yield step.close_window.lower(model, optimizer), besides
+        yield step.close_window.lower(*state), besides
 
-    return Run(step, (model, optimizer), rows_of, programs)
-
-
-def nnx_model() -> tuple[Model, nnx.Optimizer]:
-    model = Model()
-    tx = token_accumulation(ADAMW, K)
-    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-
-RUNS = {
-    "two programs": two_programs,
-    "one program": one_program,
-    "window": window_step,
-    "8 devices": on_a_mesh,
-    "nnx": lambda: nnx_step(nnx_model),
-    "nnx, abstract": lambda: nnx_step(lambda: nnx.eval_shape(nnx_model)),
-}
-FAST = ("two programs", "8 devices", "nnx, abstract")
+    return Run(step, state, rows_of, programs)
 
 
 @pytest.mark.parametrize(
-    "name",
+    "make",
     [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-        for name in RUNS
+        two_programs,
+        abstract_nnx,
+        on_a_mesh,
+        *[
+            pytest.param(make, marks=pytest.mark.slow)
+            for make in (one_program, window_step)
+        ],
     ],
 )
-def test_the_largest_that_fits(name: str):
-    run = RUNS[name]()
+def test_the_largest_that_fits_with_at_most_five_trials(make: Any):
+    run = make()
     peaks = {n: run.peak(n) for n in (3, 9, 10)}
-    for n in (3, 9):
-        fit = largest_micro_batch(
-            run.step, run.state, run.batch_of, limit_bytes=peaks[n]
-        )
-        assert fit == (n, peaks[n], peaks[n])
-    fit = largest_micro_batch(
-        run.step, run.state, run.batch_of, limit_bytes=peaks[10] - 1
-    )
-    assert fit == (9, peaks[9], peaks[10] - 1)
-
-
-@pytest.mark.slow
-def test_without_donation_two_states_are_held():
-    """The update needs most at first, then the gradient: memory grows unevenly."""
-    run = two_programs(donate=False)
-    limit = run.peak(9)
-    fit = largest_micro_batch(run.step, run.state, run.batch_of, limit_bytes=limit)
-    assert 1 < fit.size <= 9
-    assert fit.peak_bytes == run.peak(fit.size) > 7 * bytes_of(run.state.params)
+    for n, limit in ((3, peaks[3]), (9, peaks[9]), (9, peaks[10] - 1)):
+        with helpers.count_compilations() as compilations:
+            assert run.fit(limit) == (n, peaks[n], limit)
+        assert len(compilations) <= 5 + (make is not window_step)
 
 
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "not donated"])
@@ -226,30 +204,6 @@ def test_what_is_alive_when_the_update_starts(
         largest_micro_batch(step, state, rows_of, limit_bytes=needed - 200)
 
 
-def test_nothing_is_counted_that_a_program_does_not_need():
-    run = two_programs()
-    params = bytes_of(run.state.params)
-    fit = largest_micro_batch(run.step, run.state, rows_of, limit_bytes=8 * params)
-    # Parameters, sums and two moments; activations and the gradient of one layer.
-    assert 4 * params < fit.peak_bytes
-    report = memory(run.step.accumulate.lower(run.state, *rows_of(1)).compile())
-    assert report.arguments < 2.2 * params  # the moments are held beside it
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["two programs", "window", "nnx"])
-def test_at_most_five_compilations_for_every_shape(name: str):
-    run = RUNS[name]()
-    for times in (8, 10, 40):
-        limit = times * bytes_of(init_params())
-        with helpers.count_compilations() as compilations:
-            fit = largest_micro_batch(
-                run.step, run.state, run.batch_of, limit_bytes=limit
-            )
-        assert fit.size > 1
-        assert len(compilations) <= 5 + (name != "window")
-
-
 def test_every_shape_of_the_list_must_fit():
     run = two_programs()
 
@@ -261,13 +215,10 @@ def test_every_shape_of_the_list_must_fit():
         ]
 
     limit = 8 * bytes_of(init_params())
-    fit = largest_micro_batch(
-        run.step, run.state, buckets_of, limit_bytes=limit, multiple_of=32
-    )
-    largest = run._replace(batch_of=buckets_of)
+    run = run._replace(batch_of=buckets_of)
+    fit = run.fit(limit, multiple_of=32)
     assert fit.size % 32 == 0
-    assert fit.peak_bytes == largest.peak(fit.size) <= limit
-    assert largest.peak(fit.size + 32) > limit
+    assert fit.peak_bytes == run.peak(fit.size) <= limit < run.peak(fit.size + 32)
 
 
 def test_the_keywords_of_the_loss_are_held_too():
@@ -285,26 +236,6 @@ def test_the_keywords_of_the_loss_are_held_too():
     lowered = step.accumulate.lower(state, *rows_of(fit.size), **kwargs)
     accumulate = memory(lowered.compile())
     assert bytes_of(frozen) < accumulate.arguments < fit.peak_bytes <= limit
-
-
-def test_the_aux_of_the_call_before_is_held():
-    """As in `state, metrics = step(state, batch)`, until the call returns."""
-
-    def with_aux(params: Any, x: jax.Array) -> Any:
-        loss_sum, n = loss_fn(params, x)
-        return loss_sum, (n, x @ params[0])
-
-    step = make_train_step(with_aux, ADAMW, K, has_aux=True)
-    state = jax.eval_shape(step.init, init_params())
-    fit = largest_micro_batch(
-        step, state, rows_of, limit_bytes=8 * bytes_of(init_params())
-    )
-    (batch,) = rows_of(fit.size)
-    report = memory(step.accumulate.lower(state, batch).compile())
-    moments = bytes_of(state.opt_state.inner_opt_state)
-    aux = bytes_of(batch)  # of the same shape
-    assert report.outputs - report.aliased > aux
-    assert 0 <= fit.peak_bytes - (report.peak + moments + aux) < 200
 
 
 @hypothesis.given(
@@ -329,16 +260,14 @@ def test_the_search_never_takes_what_does_not_fit(phases: Any, limit: int):
 
 
 def test_a_size_that_does_not_compile_is_too_large():
-    def peak_of(n: int) -> float:
-        return 10.0 * n if n < 37 else math.inf
-
-    assert max(largest_size(peak_of, 10**6, 0, 99), key=lambda n: (n < 37, n)) == 36
+    peaks = largest_size(lambda n: 10.0 * n if n < 37 else math.inf, 10**6, 0, 99)
+    assert max(n for n in peaks if n < 37) == 36
 
 
 def test_an_error_says_which_size_was_tried():
-    run = RUNS["8 devices"]()
+    run = on_a_mesh()._replace(batch_of=rows_of)
     with pytest.raises(ValueError, match="multiple of the 8 devices") as raised:
-        largest_micro_batch(run.step, run.state, rows_of, limit_bytes=10**9)
+        run.fit(10**9)
     assert "tried a batch of size 2" in raised.value.__notes__[0]
     assert "multiple_of=1" in raised.value.__notes__[0]
 

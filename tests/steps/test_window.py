@@ -138,27 +138,6 @@ def test_aux_and_a_key_for_each_micro_batch(make: Any):
     assert len(seen) == 7
 
 
-def test_a_gradient_that_is_changed_before_it_is_added():
-    clip = optax.clip_by_global_norm(0.05)
-
-    def clipped(params: Any, batch: Any) -> Any:
-        grad_fn = jax.value_and_grad(helpers.loss_mean_fn, has_aux=True)
-        returned, grads = grad_fn(params, batch)
-        return returned, clip.update(grads, clip.init(params))[0]
-
-    params, batch = helpers.init_params(0), helpers.ragged_batch(0)
-    f = jax.jit(accumulate_over_window(clipped, gradients="mean"))
-    (_, (num_tokens, _)), grads = f(params, helpers.stacked(batch, 4))
-    of_part, expected = jax.jit(clipped), jax.tree.map(np.zeros_like, params)
-    for part in helpers.cut(batch, 4):
-        (_, n), mean = of_part(params, part)
-        share = float(n) / float(num_tokens)
-        expected = jax.tree.map(lambda x, g: x + share * np.float64(g), expected, mean)  # noqa: B023
-    assert helpers.relative_error(grads, expected) < RTOL
-    unclipped = helpers.float64_gradient(params, batch)
-    assert helpers.relative_error(grads, unclipped) > 0.01
-
-
 def test_gradients_of_a_planned_window_of_several_shapes():
     window = pad_window(
         [np.arange(1.0, n + 1.0, dtype=np.float32) for n in (2, 13, 4, 1, 14)],
@@ -197,21 +176,14 @@ def test_gradients_keep_their_tree_and_dtypes_and_sums_are_wide():
 
 
 def test_gradients_of_integers_stay_float0():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return sum_fn({"w": params["w"] * params["k"]}, batch)
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(params["w"] * params["k"]) * x, x
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
     params = PARAMS | {"k": jnp.asarray(3)}
-    window = {"x": np.ones(2, np.float32), "n": np.float32([1, 3])}
-    _, grads = jax.jit(accumulate_over_window(grad_fn))(params, window)
-    np.testing.assert_array_equal(grads["w"], [1.5, 1.5])
+    _, grads = accumulate_over_window(grad_fn)(params, np.float32([1, 3]))
+    np.testing.assert_array_equal(grads["w"], [3, 3])
     assert grads["k"].dtype == jax.dtypes.float0
-
-
-def test_vmap_is_a_window_for_each_row():
-    windows = {"x": np.float32([[2, 90], [1, 3]]), "n": np.float32([[1, 9], [1, 1]])}
-    _, grads = jax.vmap(of_gradients(sum_fn), (None, 0))(PARAMS, windows)
-    np.testing.assert_allclose(grads["w"], [[9.2, 9.2], [2.0, 2.0]], rtol=1e-6)
 
 
 def test_a_window_may_be_a_list_of_trees():
@@ -259,6 +231,7 @@ WITH_WINDOWS = {
     "step": window_step_on(None),
     "step on a mesh": window_step_on(jax.sharding.Mesh(jax.devices()[:1], "data")),
 }
+BATCH = {"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)}
 
 
 @pytest.mark.parametrize("run", WITH_WINDOWS.values(), ids=WITH_WINDOWS)
@@ -270,11 +243,11 @@ def test_what_is_not_a_window_is_named_where_the_loss_fails(run: Any):
             run(jnp.zeros(3), batch)
         return "".join(raised.value.__notes__)  # jax adds notes, too
 
-    notes = notes_of({"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)})
+    notes = notes_of(BATCH)
     assert notes.count("split_batch(batch, k)") == 1
     assert "got shape (3,) at ['x'], () at ['y']." in notes
-    for rows in ((2, 2), (1, 2)):
-        listed = [{"x": np.ones((n, 3), np.float32), "y": np.ones(n)} for n in rows]
+    for n in (1, 8):
+        listed = [BATCH, jax.tree.map(lambda x, n=n: x[:n], BATCH)]
         assert notes_of(listed).count("must be stacked into one tree") == 1
 
 
@@ -282,7 +255,7 @@ def test_a_batch_that_was_not_split_among_devices():
     """The second axis is taken for the rows."""
     run = window_step_on(jax.sharding.Mesh(jax.devices(), "data"))
     with pytest.raises(ValueError, match="rows .* multiple of the 8") as raised:
-        run(jnp.zeros(3), {"x": np.ones((8, 3)), "y": np.ones(8)})
+        run(jnp.zeros(3), BATCH)
     assert "got shape (8, 3) at ['x']" in raised.value.__notes__[0]
 
 
@@ -319,24 +292,12 @@ def test_missing_rows_hold_the_pad_values(rows: int):
         assert (back[rows:] == pads[name]).all()
 
 
-@pytest.mark.parametrize(
-    ("batch", "k", "message"),
-    [
+def test_split_batch_names_what_does_not_fit():
+    for batch, k, message in (
         ({"x": np.ones(6)}, 0, "k must be an integer of at least 1: got 0"),
         ({"x": np.ones(6), "y": np.ones(3)}, 3, r"6 at \['x'\] and 3 at \['y'\]"),
         ({"x": np.ones(6), "y": np.float32(1)}, 3, r"shape \(\) at \['y'\]"),
         ({}, 3, "must hold at least one array"),
-    ],
-    ids=["zero", "axes", "scalar", "empty"],
-)
-def test_split_batch_names_what_does_not_fit(batch: Any, k: int, message: str):
-    with pytest.raises(ValueError, match=message):
-        split_batch(batch, k)
-
-
-@pytest.mark.parametrize(
-    ("pad", "error"), [(0.5, ValueError), (None, ValueError), ("x", TypeError)]
-)
-def test_a_pad_value_that_a_leaf_cannot_hold(pad: Any, error: Any):
-    with pytest.raises(error):
-        split_batch({"labels": np.arange(5)}, 2, pad_values={"labels": pad})
+    ):
+        with pytest.raises(ValueError, match=message):
+            split_batch(batch, k)
