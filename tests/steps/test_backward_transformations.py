@@ -48,7 +48,6 @@ def closing_over(f: Any, scale: Any) -> Any:
 OF: dict[str, Any] = {
     "params": (lambda f, p: f(p, WINDOW), PARAMS),
     "window": (lambda f, w: f(PARAMS, w), WINDOW),
-    "keyword": (lambda f, s: f(PARAMS, WINDOW, scale=s), jnp.float32(2)),
     "closed over": (closing_over, jnp.float32(2)),
 }
 # As many tokens would hide windows that are swapped.
@@ -63,24 +62,11 @@ def forward(f: Any, x: Any) -> Any:
     return jax.jvp(f, (x,), (jax.tree.map(jnp.ones_like, x),))
 
 
-def forward_twice(f: Any, x: Any) -> Any:
-    return forward(functools.partial(forward, f), x)
-
-
-def forward_mapped(f: Any, x: Any) -> Any:
-    return forward(functools.partial(mapped, f), x)
-
-
 @pytest.mark.parametrize(
     ("transform", "name"),
     [
         *[(mapped, name) for name in ("params", "window", "closed over")],
         *[(forward, name) for name in ("params", "closed over")],
-        *[
-            pytest.param(transform, name, marks=pytest.mark.slow)
-            for transform in (forward_twice, forward_mapped)
-            for name in ("params", "keyword")
-        ],
     ],
 )
 def test_transformed(transform: Any, name: str):

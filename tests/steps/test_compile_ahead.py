@@ -153,9 +153,3 @@ def test_progress_is_given_every_program(bar: Any, capsys: pytest.CaptureFixture
     assert (totals, len(done)) == ([3], 3)
     captured = capsys.readouterr()
     assert "100%" in captured.out + captured.err
-
-
-def test_a_state_of_something_else_is_refused_before_anything_is_compiled():
-    step = make_train_step(loss_fn, optax.sgd(1.0), 2)
-    with pytest.raises(TypeError, match="must be the StepState"):
-        step.compile(PARAMS, BATCHES, **KWARGS)

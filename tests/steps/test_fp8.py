@@ -14,7 +14,6 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 
 from optax_tokenaccum import (
-    regroup_sums,
     window_value_and_grad,
 )
 
@@ -160,21 +159,3 @@ def test_what_adds_nothing_leaves_no_trace_in_the_scales(options: Any):
     chex.assert_trees_all_equal(scales(got), clean)
     nothing = after(make_step("two programs", 1, **options), [empty])
     chex.assert_trees_all_equal(nothing, PARAMS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3])
-def test_an_open_window_goes_on_with_fewer_devices(count: int):
-    mesh = jax.sharding.Mesh(jax.devices()[:count], "data")
-    fewer = {"mesh": mesh, "data_axes": "data"} if count > 1 else {}
-    many, few = (make_step("two programs", **over) for over in (OVER, fewer))
-    first, second = WINDOWS[0]
-    state, _ = many(many.init(PARAMS), first)
-    state = regroup_sums(jax.device_get(state), few.init(PARAMS))
-    rest = jax.tree.map(lambda x: np.resize(x, (count * ROWS, *x.shape[1:])), second)
-    rest["mask"][ROWS:] = 0
-    state, metrics = few(state, rest)
-    assert metrics.updated
-    expected = after(make_step("two programs"), WINDOWS[0])
-    rtol = helpers.RTOL["float32"]
-    chex.assert_trees_all_close(state.params, expected, rtol=rtol, atol=1e-7)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import make_train_step, make_window_step, pad_window
+from optax_tokenaccum import make_train_step, make_window_step
 
 ROWS, K = 16, 3
 PARAMS = {"w": jnp.asarray([0.5, -1.0], jnp.float32)}
@@ -117,26 +117,6 @@ def test_a_state_of_a_window_step_holds_numbers_and_no_sums():
     assert jax.tree.leaves(state.opt_state.acc_grads) == []
     rest = state.opt_state._replace(inner_opt_state=())
     assert [x.shape for x in jax.tree.leaves(rest)] == [()] * 5
-
-
-def test_a_planned_window_has_the_keys_of_as_many_calls():
-    def key_fn(w: jax.Array, x: jax.Array, rng: Any) -> Any:
-        return jnp.sum(w * x), (jnp.sum(x != 0), jax.random.key_data(rng))
-
-    sequences, key = [np.full(n, 1.0) for n in (1, 4, 2, 3, 1)], jax.random.key(7)
-    planned = pad_window(
-        sequences, pad_values=0, max_tokens=4, length_buckets=[1, 2, 4]
-    )
-    runs = int(planned.counts.sum())
-    assert len(planned.shapes) == 3 and runs < planned.capacity
-    step = make_window_step(key_fn, optax.sgd(0.1), has_aux=True)
-    by_calls = make_train_step(key_fn, optax.sgd(0.1), runs, has_aux=True)
-    state, state_of_calls = step.init(jnp.ones(())), by_calls.init(jnp.ones(()))
-    for _ in range(2):
-        state, metrics = step(state, planned, rng=key)
-        for i in range(runs):
-            state_of_calls, one = by_calls(state_of_calls, jnp.ones(2), rng=key)
-            np.testing.assert_array_equal(metrics.aux[i], one.aux)
 
 
 @pytest.mark.parametrize("over", ["1", "8", "8, each"])
