@@ -87,29 +87,20 @@ every_way = pytest.mark.parametrize(
 )
 
 
-def by_hand(loss_fn: Any, params: Any, batches: Any, **kwargs: Any) -> Any:
-    """`(loss, gradient)` of gradients that are added by NumPy, in float64."""
-    f = jax.jit(jax.value_and_grad(loss_fn, has_aux=True, allow_int=True))
-    loss, tokens, sums = 0.0, 0.0, [0.0] * len(jax.tree.leaves(params))
+def by_hand(loss_fn: Any, params: Any, batches: Any) -> Any:
+    """The gradient, of gradients that are added by NumPy, in float64."""
+
+    def wide(gradient: Any, param: Any) -> Any:
+        if not jnp.issubdtype(param.dtype, jnp.inexact):
+            return np.zeros(param.shape)
+        kind = np.complex128 if jnp.iscomplexobj(param) else np.float64
+        return np.asarray(gradient).astype(kind)
+
+    f = jax.jit(jax.grad(loss_fn, has_aux=True, allow_int=True))
+    tokens, sums = 0.0, jax.tree.map(lambda p: wide(0 * p, p), params)
     for batch in batches:
-        (loss_sum, n), new = f(params, batch, **kwargs)
+        new, n = f(params, batch)
         if np.isfinite(n) and n > 0:
-            new = [
-                _wide(x, p)
-                for x, p in zip(*map(jax.tree.leaves, (new, params)), strict=True)
-            ]
-            sums = [x + y for x, y in zip(sums, new, strict=True)]
-            loss, tokens = loss + float(loss_sum), tokens + float(n)
-    leaves, structure = jax.tree.flatten(params)
-    means = [
-        np.broadcast_to(x / (tokens or 1), p.shape).astype(p.dtype)
-        for x, p in zip(sums, map(jnp.asarray, leaves), strict=True)
-    ]
-    return loss / (tokens or 1), jax.tree.unflatten(structure, means)
-
-
-def _wide(gradient: Any, param: Any) -> Any:
-    if not jnp.issubdtype(jnp.result_type(param), jnp.inexact):
-        return np.zeros(jnp.shape(param))
-    wide = np.complex128 if jnp.iscomplexobj(gradient) else np.float64
-    return np.asarray(gradient).astype(wide)
+            new = jax.tree.map(lambda p, g: wide(g, p), params, new)
+            tokens, sums = tokens + float(n), jax.tree.map(np.add, sums, new)
+    return jax.tree.map(lambda x, p: (x / (tokens or 1)).astype(p.dtype), sums, params)

@@ -1,6 +1,8 @@
 """What a backward pass adds, for leaves and losses of every kind."""
 
 import functools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -11,8 +13,7 @@ import numpy as np
 import optax
 import pytest
 import window_gradients
-from helpers import run_step
-from jax.ad_checkpoint import checkpoint_name
+from helpers import relative_error, run_step, stack
 from jax.experimental import io_callback
 from window_gradients import (
     BATCHES,
@@ -27,7 +28,8 @@ from window_gradients import (
     window_of,
 )
 
-from optax_tokenaccum import make_train_step
+from optax_tokenaccum import make_train_step, window_value_and_grad
+from optax_tokenaccum._core.backward import BackwardPass
 
 slow = pytest.mark.slow
 
@@ -41,7 +43,7 @@ def check(
 ) -> None:
     params = params_of() if params is None else params
     got = way(loss_fn, params, batches)
-    expected = by_hand(loss_fn, params, batches)[1]
+    expected = by_hand(loss_fn, params, batches)
     chex.assert_tree_all_finite(expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
     chex.assert_trees_all_close(got, expected, rtol=rtol, atol=1e-6)
@@ -130,7 +132,7 @@ def test_sums_of_a_restored_state_are_overwritten(k: Any, options: Any):
     stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.acc_grads)
     state = state._replace(opt_state=opt_state._replace(acc_grads=stale))
     got = run_step(step, state, batches)[0].opt_state.inner_opt_state
-    expected = by_hand(loss_fn, params_of(), batches)[1]
+    expected = by_hand(loss_fn, params_of(), batches)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -183,10 +185,6 @@ tripled_vjp.defvjp(
 )
 
 
-def named(x: Any, w: Any) -> Any:
-    return checkpoint_name(jnp.tanh(x @ w), "hidden"), None
-
-
 def chosen(x: Any, w: Any) -> Any:
     either = lambda: jnp.tanh(x @ w), lambda: x * w[0]  # noqa: E731
     return jax.lax.cond(x[0, 0] > 0, *either), None
@@ -205,16 +203,8 @@ def with_own_array(params: Any, x: Any) -> Any:
 
 NETWORKS = {
     "custom_vjp": scan(lambda x, w: (jnp.tanh(tripled_vjp(x, w)), None)),
-    "checkpoint of names": scan(
-        jax.checkpoint(
-            named, policy=jax.checkpoint_policies.save_only_these_names("hidden")
-        )
-    ),
     "cond": scan(chosen),
     "own mutable array": with_own_array,
-    "optimization_barrier": lambda params, x: through_layers(
-        jax.lax.optimization_barrier(params), x
-    ),
 }
 
 
@@ -244,7 +234,7 @@ def test_effects_happen_once(effect: Any):
     got = window_gradients.train_step(loss_through(network), params_of(), BATCHES)
     jax.effects_barrier()
     assert [float(x) for x in seen] == [float(b["x"][0, 0]) for b in BATCHES]
-    expected = by_hand(window_gradients.loss_fn, params_of(), BATCHES)[1]
+    expected = by_hand(window_gradients.loss_fn, params_of(), BATCHES)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -263,3 +253,122 @@ def test_an_error_of_the_loss_reaches_the_user(way: Any, once: bool, error: Any)
 
     with pytest.raises(error, match="mine"):
         way(loss_fn, params_of(), BATCHES)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, None), (None, None, 0)])
+def test_vmap_is_a_window_for_each_lane(axes: Any):
+    """As many tokens in each would hide lanes that are swapped."""
+    lanes = [
+        [jax.tree.map(lambda x, i=i: x / i, params_of()) for i in (1, 2, 3)],
+        [stack(window_of(*n)) for n in ((8, 0, 3), (0, 8, 1), (1, 2, 3))],
+        [*np.float32([1, 2, 3])],
+    ]
+
+    def gradient(params: Any, window: Any, scale: Any) -> Any:
+        loss_fn = lambda p, x: window_gradients.loss_fn(p, x, scale)  # noqa: E731
+        return window_value_and_grad(loss_fn)(params, window)[1]
+
+    given = [stack(x) if a == 0 else x[0] for x, a in zip(lanes, axes, strict=True)]
+    got = jax.jit(jax.vmap(gradient, axes))(*given)
+    for i in range(3):
+        args = zip(lanes, axes, strict=True)
+        params, window, scale = (x[i if a == 0 else 0] for x, a in args)
+        batches = [jax.tree.map(lambda x, j=j: x[j], window) for j in range(3)]
+        loss_fn = functools.partial(window_gradients.loss_fn, scale=scale)
+        lane = jax.tree.map(lambda x, i=i: x[i], got)
+        expected = by_hand(loss_fn, params, batches)
+        chex.assert_trees_all_close(lane, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_reverse_mode_is_right_or_an_error():
+    def loss(params: Any) -> Any:
+        f = window_value_and_grad(window_gradients.loss_fn)
+        return f(params, stack(BATCHES))[0][0]
+
+    if BackwardPass.is_supported:
+        with pytest.raises(ValueError, match="Linearization failed"):
+            jax.grad(loss)(params_of())
+        return
+    expected = by_hand(window_gradients.loss_fn, params_of(), BATCHES)
+    chex.assert_trees_all_close(jax.grad(loss)(params_of()), expected, rtol=1e-4)
+
+
+Take = Callable[[Any], Any]
+
+
+def random_leaf(choose: random.Random, is_layer: bool) -> Take:
+    """Take a parameter, change it in some way, and take one of its layers or all."""
+    name = choose.choice("abc")
+    change = choose.choice(
+        [lambda p: p, lambda p: 3.0 * p, jnp.sin, lambda p: jnp.swapaxes(p, 0, 1)]
+    )
+    part = choose.choice([0, -1]) if is_layer else slice(None)
+    return lambda params: change(params[name])[part]
+
+
+def random_scan(choose: random.Random) -> Callable[[Any, Any], Any]:
+    """Scan over parameters, with others as constants, and maybe one that is carried."""
+    scanned = [random_leaf(choose, False) for _ in range(choose.randint(1, 3))]
+    constant = [random_leaf(choose, True) for _ in range(choose.randint(0, 2))]
+    carried = random_leaf(choose, True) if choose.random() < 0.5 else None
+    remat, nested, reverse = (choose.random() < 0.5 for _ in range(3))
+    unroll = choose.choice([1, 2])
+
+    def run(params: Any, x: Any) -> Any:
+        constants = [take(params) for take in constant]
+
+        def layer(carry: Any, weights: Any) -> Any:
+            x, w_carried = carry
+            for i, w in enumerate([*weights, *constants], start=2):
+                x = jnp.tanh(x @ w / i + 1 / i)
+            if w_carried is not None:
+                x, w_carried = x + jnp.sin(x @ w_carried), 0.5 * w_carried + 0.1
+            return (x, w_carried), None
+
+        def layers(carry: Any, weights: Any) -> Any:
+            return jax.lax.scan(lambda carry, _: layer(carry, weights), carry, length=2)
+
+        body = layers if nested else layer
+        start = x, None if carried is None else carried(params)
+        weights = [take(params) for take in scanned]
+        body = jax.checkpoint(body) if remat else body
+        end, _ = jax.lax.scan(body, start, weights, reverse=reverse, unroll=unroll)
+        return end[0]
+
+    return run
+
+
+def random_loss(seed: int) -> Any:
+    """A loss of one or two scans, and maybe of a parameter outside of them."""
+    choose = random.Random(seed)
+    scans = [random_scan(choose) for _ in range(choose.randint(1, 2))]
+    outside = random_leaf(choose, True) if choose.random() < 0.5 else None
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = batch["x"].astype(params["a"].dtype)
+        for scan in scans:
+            x = scan(params, x)
+        if outside is not None:
+            x = x + jnp.sin(x @ outside(params))
+        return jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"])
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(i, marks=slow) for i in range(4, 16))]
+)
+@every_way
+def test_random_programs_with_scans(way: Any, seed: int):
+    """All axes have one size, so that swapped gradients have the right shapes."""
+    loss_fn, rng = random_loss(seed), np.random.default_rng(0)
+    shape = (window_gradients.WIDTH,) * 3
+    params = {name: np.float32(rng.normal(size=shape)) for name in "abc"}
+    # Without this, the test could pass on whole gradients alone.
+    f = jax.jit(window_value_and_grad(loss_fn))
+    text = str(f.trace(params, stack(BATCHES)).jaxpr)
+    assert ("Ref{" in text) == BackwardPass.is_supported
+    with jax.enable_x64(True):
+        wide = jax.tree.map(np.float64, (params, BATCHES))
+        expected = by_hand(loss_fn, *wide)
+    assert relative_error(way(loss_fn, params, BATCHES), expected) < 1e-4

@@ -87,8 +87,7 @@ def two_programs(devices: int = 1, **options: Any) -> Run:
     def programs(batch: Any) -> Any:
         lowered = step.accumulate.lower(state, batch)
         yield lowered, bytes_of(state.opt_state.inner_opt_state)
-        old = 0 if options.get("donate", True) else bytes_of(lowered.out_info[0])
-        besides = bytes_of(batch) // devices + bytes_of(lowered.out_info[1:]) + old
+        besides = bytes_of(batch) // devices + bytes_of(lowered.out_info[1:])
         yield step.close_window.lower(state), besides
 
     return Run(step, state, lambda n: rows_of(devices * n), programs)

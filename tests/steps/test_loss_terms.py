@@ -53,7 +53,6 @@ def loss_of_whole(params: Any, batch: Any) -> jax.Array:
     )
 
 
-full_batch = jax.jit(jax.value_and_grad(loss_of_whole))
 float64_gradient = helpers.in_float64(jax.grad(loss_of_whole))
 
 
@@ -67,22 +66,17 @@ def test_gradient_is_that_of_the_full_batch_and_one_denominator_is_not(k: int):
         terms = terms_fn(params, batch).values()
         return sum(terms, start=jnp.zeros(())), jnp.sum(batch["mask"])
 
-    errors, full_errors = [], []
-    for seed in range(5):
-        params, batch = helpers.init_params(seed), helpers.ragged_batch(seed)
-        reference = float64_gradient(params, batch)
-        (loss, (counts, _)), grads = f(params, helpers.stacked(batch, k))
-        value, full_grads = full_batch(params, batch)
-        np.testing.assert_allclose(loss, value, rtol=2e-6)
-        errors.append(helpers.relative_error(grads, reference))
-        full_errors.append(helpers.relative_error(full_grads, reference))
-        assert counts.pop("constant") is None
-        assert {name: float(n) for name, n in counts.items()} == {
-            "tokens": batch["mask"].sum(),
-            "sequences": helpers.ROWS,
-            "micro_batches": k,
-        }
-    assert np.median(errors) <= 2 * np.median(full_errors)
+    params, batch = helpers.init_params(0), helpers.ragged_batch(0)
+    reference = float64_gradient(params, batch)
+    (loss, (counts, _)), grads = f(params, helpers.stacked(batch, k))
+    np.testing.assert_allclose(loss, loss_of_whole(params, batch), rtol=2e-6)
+    assert helpers.relative_error(grads, reference) < helpers.RTOL["float32"]
+    assert counts.pop("constant") is None
+    assert {name: float(n) for name, n in counts.items()} == {
+        "tokens": batch["mask"].sum(),
+        "sequences": helpers.ROWS,
+        "micro_batches": k,
+    }
     _, naive = one_denominator(params, helpers.stacked(batch, k))
     assert helpers.relative_error(naive, reference) > 0.01
 
@@ -131,7 +125,7 @@ def test_needs_one_accumulator_of_the_parameters_size():
 
     def losses(w: Any, x: Any) -> dict[str, jax.Array]:
         y = jnp.tanh(x @ w)
-        return {"a": jnp.sum(y), "b": jnp.sum(y**2), "c": jnp.sum(y**3)}
+        return {str(i): jnp.sum(y**i) for i in range(1, 5)}
 
     def total(w: Any, x: Any) -> Any:
         return sum(losses(w, x).values(), start=jnp.zeros(())), 1
@@ -140,9 +134,8 @@ def test_needs_one_accumulator_of_the_parameters_size():
         def add(sums: Any, x: Any) -> Any:
             return jax.tree.map(jnp.add, sums, jax.jacrev(losses)(w, x)), ()
 
-        zeros = dict.fromkeys("abc", jnp.zeros_like(w))
-        sums, _ = jax.lax.scan(add, zeros, window)
-        return sums["a"] / 8 + sums["b"] / 3 + sums["c"]
+        zeros = dict.fromkeys("1234", jnp.zeros_like(w))
+        return sum(jax.lax.scan(add, zeros, window)[0].values())
 
     def temporary_bytes(f: Any) -> int:
         # As users compile it, whatever the options of the test suite.
@@ -152,10 +145,10 @@ def test_needs_one_accumulator_of_the_parameters_size():
 
     one = temporary_bytes(window_value_and_grad(total))
     of_losses = window_value_and_grad(
-        losses, count_fn=lambda x: {"a": 1, "b": x.size, "c": None}
+        losses, count_fn=lambda x: {"1": 1, "2": 1, "3": x.size, "4": None}
     )
     assert temporary_bytes(of_losses) - one < w.nbytes / 100
-    assert temporary_bytes(one_accumulator_a_loss) - one >= 2 * w.nbytes
+    assert temporary_bytes(one_accumulator_a_loss) - one > 2 * w.nbytes
 
 
 def test_errors_say_what_does_not_fit():

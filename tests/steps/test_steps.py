@@ -14,14 +14,12 @@ import optax
 import pytest
 
 from optax_tokenaccum import (
-    MultiSteps,
     StepMetrics,
     StepState,
     TokenAccumulationState,
     has_updated,
     make_train_step,
     make_window_step,
-    regroup_sums,
     token_accumulation,
 )
 
@@ -353,41 +351,6 @@ def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(
         for _ in range(2):
             state, metrics = run(way, step, state, FIRST, SECOND)
         assert int(metrics.gradient_step) == 2
-
-
-@pytest.mark.parametrize("inner", [optax.adam(0.1), SGD], ids=["adam", "sgd"])
-def test_a_window_steps_state_of_0_2_0_raises_and_is_taken_over(inner: Any):
-    step, window = make_window_step(loss_fn, inner), helpers.stack([FIRST, SECOND])
-    moved, _ = step(step.init(PARAMS), window)
-    old = StepState(moved.params, moved.opt_state.inner_opt_state)
-    with pytest.raises(TypeError, match="regroup_sums"):
-        step(old, window)
-    dictionary = {"params": old.params, "opt_state": [*old.opt_state]}
-    for saved in (old, jax.device_get(old), dictionary):
-        taken = regroup_sums(saved, jax.eval_shape(step.init, PARAMS))
-        chex.assert_trees_all_equal_shapes_and_dtypes(taken, moved)
-        inner_opt_state = taken.opt_state.inner_opt_state
-        chex.assert_trees_all_equal(inner_opt_state, old.opt_state)
-        assert taken.opt_state.gradient_step == 0
-    chex.assert_trees_all_equal(regroup_sums(moved, step.init(PARAMS)), moved)
-    with helpers.count_compilations() as compilations:
-        _, metrics = step(taken, window)
-    assert metrics.gradient_step == 1 and len(compilations) == 0
-    with pytest.raises(ValueError, match="donated"):  # it holds the same arrays
-        regroup_sums(old, step.init(PARAMS))
-
-
-def test_every_kind_of_integer_is_a_k():
-    """optax 0.2.8 calls every k that is not an `int`."""
-    grads = {"w": jnp.ones(2)}
-    for k in (3, np.int64(3), np.uint8(3), np.array(3), jnp.asarray(3)):
-        for ours in (token_accumulation(SGD, k), MultiSteps(SGD, k)):
-            state, update = ours.init(PARAMS), jax.jit(ours.update)
-            updated = []
-            for _ in range(4):
-                _, state = update(grads, state, PARAMS, num_tokens=1)
-                updated.append(bool(has_updated(state)))
-            assert updated == [False, False, True, False]
 
 
 def test_inner_sees_the_dtypes_that_it_would_see_without_accumulation():

@@ -14,7 +14,6 @@ from ways_in import mean_of
 from optax_tokenaccum import (
     accumulate_over_window,
     make_window_step,
-    pad_window,
     split_batch,
     window_value_and_grad,
 )
@@ -136,23 +135,6 @@ def test_aux_and_a_key_for_each_micro_batch(make: Any):
         np.testing.assert_allclose(grads["w"], [mean, mean], rtol=1e-5)
         seen |= {tuple(key) for key in np.asarray(aux["key"])[ran].tolist()}
     assert len(seen) == 7
-
-
-def test_gradients_of_a_planned_window_of_several_shapes():
-    window = pad_window(
-        [np.arange(1.0, n + 1.0, dtype=np.float32) for n in (2, 13, 4, 1, 14)],
-        pad_values=0,
-        max_tokens=32,
-        length_buckets=[4, 16],
-    )
-    assert len(window.shapes) == 2
-
-    def loss_fn(params: Any, x: Any) -> Any:
-        return jnp.sum(jnp.sum(params["w"] ** 2) * x**2), jnp.sum(x != 0)
-
-    got, expected = (f(loss_fn)(PARAMS, window) for f in list(WAYS.values())[:2])
-    assert float(got[0][1][0]) == 34.0
-    chex.assert_trees_all_close(got, expected, rtol=1e-6)
 
 
 def test_gradients_keep_their_tree_and_dtypes_and_sums_are_wide():
