@@ -90,17 +90,6 @@ def test_20_windows_compile_once_and_never_wait_for_the_device(
     assert len(compilations) == programs
 
 
-def test_halves_are_two_programs_and_another_shape_is_one_more():
-    step = make_train_step(loss_fn, ADAMW)
-    state = step.init(new_params())
-    with helpers.count_compilations() as compilations:
-        for rows in (2, 2, 5, 2):
-            for _ in range(3):
-                state, _ = step.accumulate(state, np.ones((rows, WIDTH), np.float32))
-            state, _ = step.close_window(state)
-    assert len(compilations) == 3
-
-
 def test_restored_state_is_read_once(reads: list[int]):
     step = make_train_step(loss_fn, ADAMW, 4)
     state, _ = step(step.init(new_params()), BATCH)

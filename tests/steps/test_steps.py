@@ -144,17 +144,6 @@ def test_without_donation_every_state_can_be_used_again(way: str):
         chex.assert_trees_all_equal(step(before, batch)[0], after)
 
 
-def test_runs_side_by_side_follow_the_state_and_not_the_step(kind: str):
-    """A counter on the step object would close the second run's window early."""
-    step = new_step(kind, 3)
-    a, b = (step.init(PARAMS) for _ in range(2))
-    a, _ = run(kind, step, a, FIRST, SECOND)
-    b, metrics_b = step(b, SECOND)
-    a, metrics_a = step(a, EMPTY)
-    assert (bool(metrics_a.updated), bool(metrics_b.updated)) == (True, False)
-    chex.assert_trees_all_equal(a.params, MOVED)
-
-
 @every_way
 def test_a_window_without_tokens_changes_nothing(way: str):
     step = new_step(way, inner=optax.adamw(0.1))
@@ -231,49 +220,6 @@ def test_a_window_that_is_closed_early_and_the_next_one(kind: str):
     state, metrics = step(state, batch_of(8, 10))
     assert metrics.updated and metrics.gradient_step == 2
     chex.assert_trees_all_close(state.params["w"], MOVED["w"] - 5, rtol=1e-6)
-
-
-def test_resume_in_mid_window_loses_no_micro_batch(kind: str):
-    """OneTrainer 1465 saves parameters and optimizer, but not the open window."""
-    step, resumed = (new_step(kind, 3, inner=optax.adam(0.1)) for _ in range(2))
-    state, _ = run(kind, step, step.init(PARAMS), FIRST, EMPTY)
-    saved = jax.tree.map(np.array, state)
-    target = jax.eval_shape(resumed.init, PARAMS)
-    restored = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), saved, target)
-    theirs = resumed.init(saved.params)
-    for batch in (SECOND, FIRST, SECOND):
-        state, metrics = step(state, batch)
-        restored, resumed_metrics = resumed(restored, batch)
-        theirs, their_metrics = resumed(theirs, batch)
-        chex.assert_trees_all_equal(restored, state)
-        chex.assert_trees_all_equal(resumed_metrics, metrics)
-    assert metrics.gradient_step == 1 and metrics.mini_step == 2
-    assert their_metrics.updated
-
-
-def test_token_budget():
-    step = make_train_step(loss_fn, SGD, every_n_tokens=10)
-    state, updated = step.init(PARAMS), []
-    for n in (4, 5, 1, 11):
-        state, metrics = step(state, batch_of(1, n))
-        updated.append(bool(metrics.updated))
-    assert updated == [False, False, True, True]
-
-
-@every_way
-def test_aux_is_that_of_the_micro_batches(way: str):
-    def with_aux(params: Any, batch: Any) -> Any:
-        loss_sum, n = loss_fn(params, batch)
-        return loss_sum, (n, {"square": batch["x"] ** 2})
-
-    step = new_step(way, 3, with_aux, has_aux=True)
-    state, squares = step.init(PARAMS), []
-    for batch in calls(way, FIRST, SECOND, batch_of(3, 0)):
-        state, metrics = step(state, batch)
-        squares += np.ravel(metrics.aux["square"]).tolist()
-    assert squares == [4, 8100, 9]
-    if way != "window":
-        assert step.close_window(state)[1].aux is None
 
 
 @dataclasses.dataclass

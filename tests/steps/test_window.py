@@ -81,22 +81,9 @@ def test_micro_batches_without_tokens_add_nothing_even_if_nan(way: str, maybe_ji
     chex.assert_trees_all_equal(grads, {"w": np.zeros(2)})
 
 
-def by_step(loss_fn: Any) -> Any:
-    """The same of a step, whose optimizer keeps the gradient that it was given."""
-    step = make_window_step(loss_fn, optax.sgd(1.0, momentum=0.0), donate=False)
-    state = step.init(PARAMS)
-
-    def f(_: Any, window: Any, **options: Any) -> Any:
-        after, metrics = step(state, window, **options)
-        gradient = optax.tree.get(after.opt_state, "trace")
-        return (metrics.loss, (metrics.num_tokens, None)), gradient
-
-    return f
-
-
-@pytest.mark.parametrize("way", [*WAYS, "step"])
+@every_way
 def test_partial_windows_of_every_size_are_one_compilation(way: str):
-    f = by_step(sum_fn) if way == "step" else jax.jit(WAYS[way](sum_fn))
+    f = jax.jit(WAYS[way](sum_fn))
     x, n = np.float32([2, 90, 7, 1]), np.float32([1, 9, 3, 0.5])
     f(PARAMS, {"x": x, "n": n}, num_micro_batches=4)
     with helpers.count_compilations() as compilations:
