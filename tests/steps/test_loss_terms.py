@@ -39,18 +39,8 @@ def count_fn(batch: Any) -> dict[str, Any]:
 
 
 def loss_of_whole(params: Any, batch: Any) -> jax.Array:
-    logits, mask = helpers.logits_of(params, batch["tokens"]), batch["mask"]
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
-        logits, batch["labels"]
-    )
-    z = jax.nn.logsumexp(logits, axis=-1)
-    row_means = jnp.where(mask, z, 0).sum(1) / mask.sum(1)
-    return (
-        jnp.where(mask, losses, 0).sum() / mask.sum()
-        + BALANCE * (row_means**2).mean()
-        + PENALTY * (params["hidden"] ** 2).sum()
-        + jnp.where(mask, z**2, 0).sum() / 512.0
-    )
+    terms, counts = terms_fn(params, batch), count_fn(batch) | {"constant": 1}
+    return sum((terms[x] / counts[x] for x in terms), start=jnp.zeros(()))
 
 
 float64_gradient = helpers.in_float64(jax.grad(loss_of_whole))
