@@ -81,11 +81,9 @@ COUNTS = {
     # Known while the loss is traced.
     "int": 5,
     "int 0": 0,
-    "numpy": np.float32(3),
     # Not usable, or only one of them.
     "negative": lambda n: n - 20,
     "NaN": lambda n: jnp.nan * n,
-    "one is": lambda n: jnp.where(n == 8, n, -n),
     "one is infinite": lambda n: jnp.where(n == 8, n, jnp.inf),
 }
 
@@ -355,7 +353,7 @@ def random_loss(seed: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(i, marks=slow) for i in range(4, 16))]
+    "seed", [*range(3), *(pytest.param(i, marks=slow) for i in range(3, 16))]
 )
 @every_way
 def test_random_programs_with_scans(way: Any, seed: int):

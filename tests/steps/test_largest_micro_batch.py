@@ -124,7 +124,15 @@ def window_step() -> Run:
     return Run(step, state, windows_of, lambda x: [(step.lower(state, x), 0)])
 
 
-@pytest.mark.parametrize("make", [two_programs, on_a_mesh, abstract_nnx, window_step])
+@pytest.mark.parametrize(
+    "make",
+    [
+        two_programs,
+        abstract_nnx,
+        pytest.param(on_a_mesh, marks=pytest.mark.slow),
+        pytest.param(window_step, marks=pytest.mark.slow),
+    ],
+)
 def test_the_largest_that_fits_with_at_most_five_trials(make: Any):
     run = make()
     peaks = {n: run.peak(n) for n in (3, 9, 10)}

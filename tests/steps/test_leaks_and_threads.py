@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import cut, init_params, ragged_batch, run_step
-from meshes import ALL_WAYS, K, make_mesh, make_step, stacked
+from meshes import K, make_mesh, make_step, stacked
 
 from optax_tokenaccum import accumulate_over_window, window_value_and_grad
 
@@ -25,6 +25,14 @@ LAYOUTS: dict[str, Any] = {
     "window": {"mesh": make_mesh((8,))},
     "micro_batch": {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
 }
+PAIRS = [
+    ("two programs", "window"),
+    ("one program", "one"),
+    ("window", "micro_batch"),
+    pytest.param("nnx two programs", "one", marks=pytest.mark.slow),
+    pytest.param("nnx one program", "micro_batch", marks=pytest.mark.slow),
+    pytest.param("nnx window", "window", marks=pytest.mark.slow),
+]
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -37,8 +45,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return jnp.sum(jnp.sum(y, -1) * batch["mask"]), jnp.sum(batch["mask"])
 
 
-@pytest.mark.parametrize("devices", LAYOUTS)
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize(("way", "devices"), PAIRS)
 def test_no_tracer_leaks_from_a_step(way: str, devices: str):
     step = make_step(way, optax.adam(0.1), loss_fn=loss_fn, k=2, **LAYOUTS[devices])
     micro_batches = [{n: x[i] for n, x in BATCH.items()} for i in range(2)]
@@ -87,8 +94,7 @@ def train(way: str, step: Any, seed: int) -> Any:
     return jax.device_get((state.params, metrics.num_tokens, metrics.mini_step))
 
 
-@pytest.mark.parametrize("devices", ["one", "window"])
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize(("way", "devices"), PAIRS)
 def test_each_thread_gets_what_it_gets_alone(way: str, devices: str):
     alone, shared = (make_step(way, optax.adam(1e-2), **LAYOUTS[devices]) for _ in "ab")
     expected = [train(way, alone, seed) for seed in range(4)]
