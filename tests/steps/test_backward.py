@@ -69,7 +69,9 @@ def divides_by_tokens(params: Any, batch: Any) -> Any:
 @every_way
 def test_nan_gradients_of_no_tokens_add_nothing(way: Any, tokens: Any, dtype: Any):
     params, batches = params_of(dtype), window_of(*tokens)
-    alone = jax.grad(lambda p: divides_by_tokens(p, batch_of(0, 0))[0])(params)
+    alone, _ = jax.jit(jax.grad(divides_by_tokens, has_aux=True))(
+        params, batch_of(0, 0)
+    )
     assert all(jnp.all(jnp.isnan(x)) for x in jax.tree.leaves(alone))
     rtol = 1e-2 if dtype == jnp.bfloat16 else 1e-5
     check(way, divides_by_tokens, params, batches, rtol)
@@ -353,7 +355,7 @@ def random_loss(seed: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(i, marks=slow) for i in range(3, 16))]
+    "seed", [*range(2), *(pytest.param(i, marks=slow) for i in range(2, 16))]
 )
 @every_way
 def test_random_programs_with_scans(way: Any, seed: int):

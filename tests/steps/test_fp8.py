@@ -63,9 +63,10 @@ def scales(params: Any) -> Any:
     return params[OVERWRITE_WITH_GRADIENT]
 
 
+@jax.jit
 def full_batch(params: Any, window: list[Any]) -> Any:
     """A step of flax's own `TrainState` on the whole batch."""
-    batch = jax.tree.map(lambda *xs: np.concatenate(xs), *window)
+    batch = jax.tree.map(lambda *xs: jnp.concatenate(xs), *window)
     gradient, n = gradient_of(params, batch)
     mean = {"params": jax.tree.map(lambda g: g / n, gradient["params"])}
     trained = {"params": params["params"]}

@@ -105,9 +105,8 @@ def test_inner_is_given_the_loss_and_metrics_the_norm_before_it_clips(way: str):
     step = new_step(way, 2, helpers.loss_sum_fn, inner)
     params, batch = helpers.init_params(0), helpers.ragged_batch(0)
     state, metrics = run(way, step, step.init(params), *helpers.cut(batch, 2))
-    (value, _), grads = jax.value_and_grad(helpers.loss_mean_fn, has_aux=True)(
-        params, batch
-    )
+    value_and_grad = jax.value_and_grad(helpers.loss_mean_fn, has_aux=True)
+    (value, _), grads = jax.jit(value_and_grad)(params, batch)
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-6)
     assert metrics.grad_norm > 0.05
     updates, _ = inner.update(grads, inner.init(params), params, value=value)

@@ -41,7 +41,11 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.mark.parametrize(
-    ("way", "k"), [(way, 4) for way in WAYS] + [("loss", 1), ("loss", 32)]
+    ("way", "k"),
+    [
+        *[(way, 4) for way in WAYS],
+        *[pytest.param("loss", k, marks=pytest.mark.slow) for k in (1, 32)],
+    ],
 )
 def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(way: str, k: int):
     f = jax.jit(WAYS[way](helpers.loss_sum_fn))
