@@ -43,8 +43,10 @@ ALL_WAYS = [*WAYS, *(pytest.param(x, marks=pytest.mark.slow) for x in nnx_ways.W
 
 
 def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:
-    names = ("data", "model")[: len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(TYPES[kind],) * len(shape))
+    """Return a mesh; `kind` is of all its axes, or of each: "auto explicit"."""
+    names, kinds = ("data", "model")[: len(shape)], kind.split()
+    types = tuple(TYPES[x] for x in kinds) * (len(shape) // len(kinds))
+    return jax.make_mesh(shape, names, axis_types=types)
 
 
 def placed(mesh: Any, specs: dict[str, P]) -> Any:

@@ -62,33 +62,9 @@ def is_variable_or_params(x: Any) -> bool:
     return isinstance(x, nnx.Variable | Holder | nnx.State)
 
 
-class Step:
-    """`step(state, batch)`, and the other methods of the core's steps."""
-
-    def __init__(self, step: Any, tx: Any):
-        self._step, self._tx = step, tx
-        self.accumulate = Part(getattr(step, "accumulate", None))
-        self.close_window = Part(getattr(step, "close_window", None))
-        self.lower = Part(step).lower
-
-    def init(self, params: Any) -> State:
-        model = Holder(params)
-        # Older jax needs the mesh where types bind arrays to it, in nnx.Optimizer too.
-        mesh: Any = getattr(model.leaves[0].get_raw_value().sharding, "mesh", None)
-        binds = mesh and jax.sharding.AxisType.Explicit in mesh.axis_types
-        with jax.set_mesh(mesh) if binds else contextlib.nullcontext():
-            optimizer = nnx.Optimizer(model, self._tx, wrt=nnx.Param)
-        self._step.init(model, optimizer)
-        return State(model, optimizer)
-
-    def __call__(self, state: State, batch: Any, **kwargs: Any) -> Any:
-        return state, self._step(*state, batch, **kwargs)
-
-    def compile(self, state: State, batches: Any, **kwargs: Any) -> None:
-        self._step.compile(*state, batches, **kwargs)
-
-
 class Part:
+    """`part(state, batch)` and `part.lower(state, batch)`."""
+
     def __init__(self, part: Any):
         self._part = part
 
@@ -97,6 +73,29 @@ class Part:
 
     def lower(self, state: State, *batch: Any, **kwargs: Any) -> Any:
         return self._part.lower(*state, *batch, **kwargs)
+
+
+class Step(Part):
+    """What the core's steps have, for a step for NNX models."""
+
+    def __init__(self, step: Any, tx: Any):
+        super().__init__(step)
+        self._tx = tx
+        self.accumulate = Part(getattr(step, "accumulate", None))
+        self.close_window = Part(getattr(step, "close_window", None))
+
+    def init(self, params: Any) -> State:
+        model = Holder(params)
+        # Older jax needs the mesh where types bind arrays to it, in nnx.Optimizer too.
+        mesh: Any = getattr(model.leaves[0].get_raw_value().sharding, "mesh", None)
+        binds = mesh and jax.sharding.AxisType.Explicit in mesh.axis_types
+        with jax.set_mesh(mesh) if binds else contextlib.nullcontext():
+            optimizer = nnx.Optimizer(model, self._tx, wrt=nnx.Param)
+        self._part.init(model, optimizer)
+        return State(model, optimizer)
+
+    def compile(self, state: State, batches: Any, **kwargs: Any) -> None:
+        self._part.compile(*state, batches, **kwargs)
 
 
 def of_model(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

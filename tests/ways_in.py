@@ -84,23 +84,19 @@ def multi_steps(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
     return update_loop(MultiSteps(inner, k, **options), mean_of(loss_fn))
 
 
-def train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
-    return _run_of(make_train_step(loss_fn, inner, k, **options))
-
-
-def nnx_train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
-    return _run_of(nnx_ways.make_step("nnx two programs", loss_fn, inner, k, **options))
-
-
-def _run_of(step: Any) -> Run:
+def _run_of(step: Any, stacks: bool = False) -> Run:
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = step.init(params), []
         for window in windows:
-            state, _ = run_step(step, state, window)
+            state, _ = run_step(step, state, [stack(window)] if stacks else window)
             after.append(jax.tree.map(np.array, state.params))
         return after
 
     return run
+
+
+def train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
+    return _run_of(make_train_step(loss_fn, inner, k, **options))
 
 
 def in_one_program(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
@@ -108,24 +104,16 @@ def in_one_program(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
 
 
 def window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
-    return _run_of_windows(make_window_step(loss_fn, inner, **options))
+    return _run_of(make_window_step(loss_fn, inner, **options), stacks=True)
+
+
+def nnx_train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
+    return _run_of(nnx_ways.make_step("nnx two programs", loss_fn, inner, k, **options))
 
 
 def nnx_window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
-    return _run_of_windows(
-        nnx_ways.make_step("nnx window", loss_fn, inner, k, **options)
-    )
-
-
-def _run_of_windows(step: Any) -> Run:
-    def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
-        state, after = step.init(params), []
-        for window in windows:
-            state, _ = step(state, stack(window))
-            after.append(jax.tree.map(np.array, state.params))
-        return after
-
-    return run
+    step = nnx_ways.make_step("nnx window", loss_fn, inner, k, **options)
+    return _run_of(step, stacks=True)
 
 
 WAYS = [

@@ -1,4 +1,7 @@
-"""Devices with different numbers of tokens, with none, or with rejected rows."""
+"""Devices with other numbers of tokens than others, none, or rejected rows.
+
+And open windows that go on with other devices.
+"""
 
 from typing import Any
 
@@ -9,7 +12,6 @@ import meshes
 import numpy as np
 import optax
 import pytest
-from helpers import run_step
 from jax.sharding import Mesh
 from meshes import ALL_WAYS, make_mesh
 
@@ -35,24 +37,9 @@ def loss_fn(w: Any, x: Any) -> Any:
     return jnp.sum(jnp.where(n > 0, means * n, 0)), jnp.sum(n)
 
 
-def mean_first(w: Any, x: Any) -> Any:
-    """A loss whose gradient is NaN on a device without tokens."""
-    n = jnp.sum(x != 0)
-    return jnp.sum(w * x) / n * n, n
-
-
 def make_step(way: str, loss_fn: Any, optimizer: Any = SGD, **options: Any) -> Any:
     options = {"mesh": make_mesh((DEVICES,)), "loss_fn": loss_fn, "k": 3} | options
     return meshes.make_step(way, optimizer, **options)
-
-
-def run(way: str, step: Any, state: Any, window: Any, **kwargs: Any) -> Any:
-    return run_step(step, state, [window] if "window" in way else window, **kwargs)
-
-
-def inner_state(way: str, state: Any) -> Any:
-    own = state.opt_state
-    return own if way == "nnx window" else own.inner_opt_state
 
 
 def ragged(*, rows: int = DEVICES) -> np.ndarray:
@@ -62,43 +49,62 @@ def ragged(*, rows: int = DEVICES) -> np.ndarray:
     return np.where(np.arange(4) < rng.integers(1, 5, (3, rows, 1)), window, 0)
 
 
+def mean_of(window: np.ndarray) -> float:
+    return window.sum() / (window != 0).sum()
+
+
 @pytest.mark.parametrize("way", ALL_WAYS)
-def test_devices_and_micro_batches_without_tokens(way: str):
+def test_windows_of_devices_and_micro_batches_without_tokens(way: str):
+    """With a gradient that is NaN on a device without tokens, keywords and aux."""
+
+    def mean_first(w: Any, x: Any, rng: Any, frozen: Any, sign: str) -> Any:
+        n = jnp.sum(x != 0)
+        loss_sum = jnp.sum(w * x) / n * n * frozen * (-1 if sign == "minus" else 1)
+        return loss_sum, (n, {"first": x[0], "bits": jax.random.bits(rng)})
+
     window = ragged()
     window[:, 2], window[1, 4:], window[2] = 0, 0, 0
-    step = make_step(way, mean_first)
-    state, metrics = run(way, step, step.init(jnp.zeros(())), window)
-    tokens = (window != 0).sum()
-    assert metrics.num_tokens == tokens and metrics.updated
-    np.testing.assert_allclose(state.params, -window.sum() / tokens, rtol=1e-6)
+    step = make_step(way, mean_first, optax.sgd(1.0, momentum=0.5), has_aux=True)
+    kwargs = {"frozen": jnp.float32(2), "sign": "minus", "rng": jax.random.key(0)}
+    state, seen, bits = step.init(jnp.ones(())), [], []
+    for rows in (window, 0 * window):
+        for given in [rows] if "window" in way else rows:
+            before = jax.device_get((state.params, inner_state(way, state)))
+            state, metrics = step(state, given, **kwargs)
+            np.testing.assert_array_equal(metrics.aux["first"], given)
+            bits.append(metrics.aux["bits"].ravel())
+        seen.append((bool(metrics.updated), int(metrics.num_tokens)))
+        np.testing.assert_allclose(state.params, 1 + 2 * mean_of(window), rtol=1e-6)
+    # A window without tokens anywhere changes nothing, no momentum either.
+    assert seen == [(True, (window != 0).sum()), (False, 0)]
+    chex.assert_trees_all_equal((state.params, inner_state(way, state)), before)
+    # No two devices or micro-batches of a window share a key.
+    assert len(np.unique(np.concatenate(bits)[: 3 * DEVICES])) == 3 * DEVICES
     means = [d[d != 0].mean() for d in window.swapaxes(0, 1) if (d != 0).any()]
-    assert abs(np.mean(means) - window.sum() / tokens) > 1e-2
+    assert abs(np.mean(means) - mean_of(window)) > 1e-2
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_window_without_tokens_anywhere_changes_nothing(way: str):
-    step = make_step(way, mean_first, optax.adam(1.0))
-    before = step.init(jnp.ones(()))
-    expected = jax.device_get((before.params, inner_state(way, before)))
-    after, metrics = run(way, step, before, np.zeros((3, DEVICES, 4), np.float32))
-    assert not metrics.updated and metrics.num_tokens == 0
-    chex.assert_trees_all_equal((after.params, inner_state(way, after)), expected)
+def inner_state(way: str, state: Any) -> Any:
+    own = state.opt_state
+    return own if way == "nnx window" else own.inner_opt_state
 
 
-@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
-@pytest.mark.parametrize("way", ["one program", "window"])
+@pytest.mark.parametrize(
+    ("way", "reduce_every"),
+    [
+        ("two programs", "window"),
+        ("one program", "micro_batch"),
+        ("window", "window"),
+        ("window", "micro_batch"),
+    ],
+)
 def test_rejection_on_one_device_rejects_on_all(way: str, reduce_every: Any):
-    window = ragged()
-    step = make_step(
-        way,
-        loss_fn,
-        should_skip_update_fn=optax.skip_not_finite,
-        reduce_every=reduce_every,
-    )
+    options = {"should_skip_update_fn": optax.skip_not_finite}
+    step = make_step(way, loss_fn, reduce_every=reduce_every, **options)
+    window, state = ragged(), step.init(jnp.zeros(()))
     bad = window.copy()
     bad[1, 5, 0] = np.inf
-    state = step.init(jnp.zeros(()))
-    if "window" in way:
+    if way == "window":
         state, metrics = step(state, bad)
         assert metrics.skipped
         left = window[[0, 2]]
@@ -110,18 +116,12 @@ def test_rejection_on_one_device_rejects_on_all(way: str, reduce_every: Any):
         assert skips == [(False, 1), (True, 1), (False, 2), (False, 0)]
         left = window
     assert metrics.num_tokens == (left != 0).sum()
-    exact = -left.sum() / (left != 0).sum()
-    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
+    np.testing.assert_allclose(state.params, -mean_of(left), rtol=1e-6)
 
 
 def test_token_budget_counts_all_devices():
-    step = make_train_step(
-        loss_fn,
-        SGD,
-        every_n_tokens=40,
-        mesh=make_mesh((DEVICES,)),
-        data_axes="data",
-    )
+    mesh = make_mesh((DEVICES,))
+    step = make_train_step(loss_fn, SGD, every_n_tokens=40, mesh=mesh, data_axes="data")
     state, closed = step.init(jnp.zeros(())), []
     for row in ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]):  # 8, 24, 56 tokens
         state, metrics = step(state, np.tile(np.float32(row), (DEVICES, 1)))
@@ -129,50 +129,20 @@ def test_token_budget_counts_all_devices():
     assert closed == [(False, 8), (False, 24), (True, 56)]
 
 
-def test_partial_window():
+def test_nothing_is_lost_by_a_bad_batch_and_a_partial_window_closes():
     step, window = make_step("two programs", loss_fn), ragged()
-    state = step.init(jnp.zeros(()))
-    state, _ = step.accumulate(state, window[0])
+    state, _ = step.accumulate(step.init(jnp.zeros(())), window[0])
+    with pytest.raises(ValueError, match="multiple of the 8 devices"):
+        step(state, ragged(rows=9)[1])
+    state, _ = step(state, window[1])
     state, metrics = step.close_window(state)
-    assert metrics.updated
-    exact = -window[0].sum() / (window[0] != 0).sum()
-    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
+    assert metrics.updated and metrics.num_tokens == (window[:2] != 0).sum()
+    np.testing.assert_allclose(state.params, -mean_of(window[:2]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_no_two_devices_or_micro_batches_share_a_key(way: str):
-    def loss_fn(w: Any, x: Any, rng: Any) -> Any:
-        return jnp.sum(w * x), (x.size, jax.random.bits(rng))
+def test_several_losses_of_the_first_micro_batches():
+    """They are divided by the counts of all devices."""
 
-    step = make_step(way, loss_fn, has_aux=True)
-    state, window, key = step.init(jnp.zeros(())), ragged(), jax.random.key(0)
-    if "window" in way:
-        bits = step(state, window, rng=key)[1].aux
-    else:
-        bits = []
-        for micro_batch in window:
-            state, metrics = step(state, micro_batch, rng=key)
-            bits.append(metrics.aux)
-    bits = np.stack(bits)
-    assert bits.shape == (3, DEVICES) and len(np.unique(bits)) == bits.size
-
-
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_aux_of_every_device_and_shared_arguments(way: str):
-    def loss_fn(w: Any, x: Any, frozen: Any, sign: str) -> Any:
-        loss = jnp.sum(w * x) * frozen * (-1 if sign == "minus" else 1)
-        return loss, (x.size, {"first": x[0], "sum": jnp.sum(x)})
-
-    step = make_step(way, loss_fn, has_aux=True)
-    window, kwargs = ragged(), {"frozen": jnp.float32(2), "sign": "minus"}
-    state, metrics = run(way, step, step.init(jnp.zeros(())), window, **kwargs)
-    aux, of = metrics.aux, window if "window" in way else window[-1]
-    np.testing.assert_array_equal(aux["first"], of)
-    np.testing.assert_array_equal(aux["sum"], of.sum(-1))
-    np.testing.assert_allclose(state.params, 2 * window.mean(), rtol=1e-6)
-
-
-def test_several_losses_are_divided_by_the_counts_of_all_devices():
     def losses(w: Any, x: Any) -> Any:
         return {"small": jnp.sum(w * x * (x < 4)), "all": jnp.sum(w * x)}
 
@@ -180,24 +150,20 @@ def test_several_losses_are_divided_by_the_counts_of_all_devices():
         return {"small": jnp.sum((x < 4) & (x > 0)), "all": jnp.sum(x > 0)}
 
     step, window = make_step("window", losses, count_fn=counts), ragged()
-    state, metrics = step(step.init(jnp.zeros(())), window)
-    small = window[(window < 4) & (window > 0)]
-    expected = small.mean() + window[window > 0].mean()
-    np.testing.assert_allclose(-state.params, expected, rtol=1e-6)
-    assert metrics.num_tokens["small"] == small.size
+    for number in (2, 3):
+        state = step.init(jnp.zeros(()))
+        state, metrics = step(state, window, num_micro_batches=number)
+        first = window[:number]
+        small = first[(first < 4) & (first > 0)]
+        expected = small.mean() + mean_of(first)
+        np.testing.assert_allclose(-state.params, expected, rtol=1e-6)
+        assert metrics.num_tokens["small"] == small.size
 
 
-def test_only_the_first_micro_batches():
-    step, window = make_step("window", loss_fn), ragged()
-    state, metrics = step(step.init(jnp.zeros(())), window, num_micro_batches=2)
-    exact = -window[:2].sum() / (window[:2] != 0).sum()
-    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
-
-
-@pytest.mark.parametrize("devices", [8, 4])
-def test_planned_window_is_shared_by_the_devices(devices: int):
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+def test_planned_window_is_shared_by_the_devices(shape: tuple[int, ...]):
     """Sequences of many lengths, in micro-batches of two shapes and 8 parts."""
-    rng = np.random.default_rng(0)
+    rng, devices = np.random.default_rng(0), shape[0]
     sequences = [
         {"x": rng.integers(1, 9, n).astype(np.float32), "weight": np.float32(n % 3)}
         for n in rng.integers(1, 17, 50)
@@ -209,16 +175,10 @@ def test_planned_window_is_shared_by_the_devices(devices: int):
 
     def loss_fn(w: Any, batch: Any) -> Any:
         weights = (batch["x"] != 0) * batch["weight"][:, None]
-        rows = batch["x"].shape[0]
-        assert rows in (8 // devices, 32 // devices)
+        assert batch["x"].shape[0] in (8 // devices, 32 // devices)
         return jnp.sum(w * batch["x"] * weights), jnp.sum(weights)
 
-    step = make_window_step(
-        loss_fn,
-        SGD,
-        mesh=make_mesh((devices,)) if devices == 8 else make_mesh((4, 2)),
-        data_axes="data",
-    )
+    step = make_window_step(loss_fn, SGD, mesh=make_mesh(shape), data_axes="data")
     state, metrics = step(step.init(jnp.zeros(())), window)
     total = sum(float(s["x"].sum() * s["weight"]) for s in sequences)
     tokens = sum(float(s["x"].size * s["weight"]) for s in sequences)
@@ -226,18 +186,18 @@ def test_planned_window_is_shared_by_the_devices(devices: int):
     np.testing.assert_allclose(state.params, -total / tokens, rtol=1e-6)
 
 
-def layouts() -> dict[str, Any]:
-    options = {"data_axes": "data"}
-    four, three = (Mesh(jax.devices()[:n], "data") for n in (4, 3))
-    return {
-        "8": options | {"mesh": make_mesh((8,))},
-        "4 x 2": options | {"mesh": make_mesh((4, 2))},
-        "4": options | {"mesh": four},
-        "3": options | {"mesh": three},
-        "sharded sums": options
-        | {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
-        "1": {"mesh": None, "data_axes": None},
-    }
+OTHERS: dict[str, Any] = {
+    "4 x 2": {"mesh": make_mesh((4, 2))},
+    "sharded sums": {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
+    "no mesh": {"mesh": None, "data_axes": None},
+}
+
+
+def step_on(devices: int | str, loss_fn: Any = loss_fn) -> Any:
+    options = OTHERS.get(str(devices))
+    if isinstance(devices, int):
+        options = {"mesh": Mesh(jax.devices()[:devices], "data")}
+    return make_step("two programs", loss_fn, **options or {})
 
 
 def as_dictionary(tree: Any) -> Any:
@@ -251,13 +211,20 @@ def as_dictionary(tree: Any) -> Any:
     return tree
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("8", "4"), ("8", "4 x 2"), ("4", "8"), ("8", "3"), ("8", "1"), ("1", "8")]
-    + [("8", "sharded sums"), ("sharded sums", "8"), ("8", "8")],
+    [
+        (8, "4 x 2"),
+        (4, 8),
+        (8, "no mesh"),
+        ("no mesh", 8),
+        ("sharded sums", 8),
+        (8, "sharded sums"),
+        (8, 3),
+        (8, 1),
+    ],
 )
-def test_open_window_goes_on_with_other_devices(before: str, after: str):
+def test_open_window_goes_on_with_other_devices(before: Any, after: Any):
     window = ragged(rows=24)
     params = {"w": 0.0, "unused": np.zeros((4, 8)), "empty": np.zeros((0, 4))}
     params = jax.tree.map(jnp.float32, params)
@@ -265,35 +232,43 @@ def test_open_window_goes_on_with_other_devices(before: str, after: str):
     def loss(params: Any, x: Any) -> Any:
         return loss_fn(params["w"], x)
 
-    steps = [make_step("two programs", loss, **layouts()[n]) for n in (before, after)]
+    steps = [step_on(devices, loss) for devices in (before, after)]
     state, _ = steps[0](steps[0].init(params), window[0])
     like = steps[1].init(params)
     saved = jax.device_get(state)  # as in a checkpoint
-    for held in (saved, as_dictionary(saved), state):
-        state = regroup_sums(held, like)
+
+    def in_jit(saved: Any, like: Any) -> Any:
+        return jax.jit(lambda saved: regroup_sums(saved, like))(saved)
+
+    for regroup, held in (
+        (regroup_sums, saved),
+        (regroup_sums, as_dictionary(saved)),
+        (in_jit, saved),
+        (regroup_sums, state),
+    ):
+        state = regroup(held, like)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, state, like)
-        assert all(jax.tree.leaves(same))
+        assert regroup is in_jit or all(jax.tree.leaves(same))
         assert state.opt_state.mini_step == 1
         for micro_batch in window[1:]:
             state, metrics = steps[1](state, micro_batch)
         assert metrics.updated and metrics.num_tokens == (window != 0).sum()
-        exact = -window.sum() / (window != 0).sum()
-        np.testing.assert_allclose(state.params["w"], exact, rtol=1e-6)
+        np.testing.assert_allclose(state.params["w"], -mean_of(window), rtol=1e-6)
 
 
 def test_same_devices_get_the_same_sums_bit_for_bit():
-    step, window = make_step("two programs", loss_fn), ragged()
-    state, _ = step(step.init(jnp.zeros(())), window[0])
+    step = step_on(8)
+    state, _ = step(step.init(jnp.zeros(())), ragged()[0])
     saved = jax.device_get(state)
-    chex.assert_trees_all_equal(regroup_sums(saved, state), jax.device_get(state))
+    chex.assert_trees_all_equal(regroup_sums(saved, state), saved)
 
 
 @pytest.mark.parametrize("saved_as", [jnp.bfloat16, float])
 def test_a_state_gets_the_dtypes_of_the_step_that_resumes(saved_as: Any):
     """Otherwise sums in bfloat16 go on in a step that adds up in float32."""
-    step, window = make_step("two programs", loss_fn), ragged()
+    step = step_on(8)
     like, expected = step.init(jnp.zeros(())), step.init(jnp.zeros(()))
-    expected, _ = step(expected, window[0])
+    expected, _ = step(expected, ragged()[0])
 
     def saved(x: Any) -> Any:
         x = jax.device_get(x)
@@ -307,35 +282,7 @@ def test_a_state_gets_the_dtypes_of_the_step_that_resumes(saved_as: Any):
     chex.assert_trees_all_equal(state, expected)  # whole numbers, exact in bfloat16
 
 
-@pytest.mark.parametrize("after", ["4", "1", "no mesh"])
-def test_regrouping_inside_of_a_jit(after: str):
-    window = ragged()
-    steps = make_step("two programs", loss_fn), make_train_step(loss_fn, SGD, 3)
-    if after != "no mesh":
-        mesh = make_mesh((int(after),))
-        steps = steps[0], make_step("two programs", loss_fn, mesh=mesh)
-    state, _ = steps[0](steps[0].init(jnp.zeros(())), window[0])
-    like = steps[1].init(jnp.zeros(()))
-    saved = jax.device_get(state)
-    state = jax.jit(lambda saved: regroup_sums(saved, like))(saved)
-    for micro_batch in window[1:]:
-        state, _ = steps[1](state, micro_batch)
-    exact = -window.sum() / (window != 0).sum()
-    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
-
-
 def test_sums_of_devices_in_a_step_without():
-    state = make_step("two programs", loss_fn).init(jnp.zeros(()))
+    state = step_on(8).init(jnp.zeros(()))
     with pytest.raises(ValueError, match=r"expected shape \(\), got \(8,\)"):
         make_train_step(loss_fn, SGD, 3)(state, ragged()[0])
-
-
-def test_nothing_is_lost_by_a_bad_batch():
-    step, window = make_step("two programs", loss_fn), ragged()
-    state, _ = step(step.init(jnp.zeros(())), window[0])
-    with pytest.raises(ValueError, match="multiple of the 8 devices"):
-        step(state, ragged(rows=9)[1])
-    for micro_batch in window[1:]:
-        state, metrics = step(state, micro_batch)
-    exact = -window.sum() / (window != 0).sum()
-    np.testing.assert_allclose(state.params, exact, rtol=1e-6)
