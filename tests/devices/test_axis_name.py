@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,13 +41,9 @@ from optax_tokenaccum import (
 
 DEVICES = 8
 SGD = optax.sgd(SCALE)
-SHAPES = {("data",): (8,), ("data", "model"): (4, 2)}
+DATA, BOTH = ("data",), ("data", "model")
 BATCH = make_batch(DEVICES)
 STATE = TokenAccumulationState(P(), P(), P(), P("data"), P(), P(), P(), P())
-
-
-def mesh(names: tuple[str, ...] = ("data",)) -> jax.sharding.Mesh:
-    return make_mesh(SHAPES[names])
 
 
 def varying(params: Any, names: Any) -> Any:
@@ -57,15 +52,22 @@ def varying(params: Any, names: Any) -> Any:
     return jax.lax.pvary(params, names)
 
 
-def gradient_of_each(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
+def on_this_device(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
+    """The gradient of this device's rows, unless `shard_map` reduces it by itself."""
+    return jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+
+
+def of_varying(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
     """The gradient of this device's rows, with no implicit reduction by `shard_map`."""
-    grad = jax.value_and_grad(loss_fn, has_aux=True)
-    return grad(varying(params, names), batch)
+    return on_this_device(loss_fn, varying(params, names), batch, names)
 
 
-def window(
-    optimizer: Any, names: tuple[str, ...], of: Callable[..., Any], loss_fn: Any
-) -> Any:
+def with_all_tokens(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
+    (loss, n), grads = on_this_device(loss_fn, params, batch, names)
+    return jax.lax.psum((loss, n), names), grads
+
+
+def window(optimizer: Any, names: Any, of: Any, loss_fn: Any) -> Any:
     """Return a function that runs a window on this device's rows."""
 
     def run(params: Any, micro_batches: Any) -> Any:
@@ -84,28 +86,32 @@ def window(
     return run
 
 
-def on_this_device(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
-    """The gradient of this device's rows, where autodiff inserts no reduction."""
-    return jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-
-
-@pytest.mark.parametrize("names", SHAPES, ids=len)
-@pytest.mark.parametrize("of", [gradient_of_each, on_this_device])
-@pytest.mark.parametrize("gradients", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("names", "of", "loss_fn", "check_vma"),
+    [
+        (DATA, of_varying, loss_sum_fn, True),
+        (BOTH, of_varying, loss_mean_fn, True),
+        (DATA, on_this_device, loss_mean_fn, False),
+        (BOTH, on_this_device, loss_sum_fn, False),
+        # `jax.grad` adds up the gradients of replicated parameters, which count once.
+        # The count with them is each device's own, or also already reduced.
+        (DATA, on_this_device, loss_sum_fn, True),
+        (DATA, with_all_tokens, loss_sum_fn, True),
+    ],
+)
 def test_window_is_that_of_the_whole_batch(
-    names: tuple[str, ...], of: Any, gradients: Any
+    names: Any, of: Any, loss_fn: Any, check_vma: bool
 ):
-    loss_fn = {"sum": loss_sum_fn, "mean": loss_mean_fn}[gradients]
+    gradients = "mean" if loss_fn is loss_mean_fn else "sum"
     optimizer = token_accumulation(SGD, K, gradients=gradients, axis_name=names)
     run = jax.shard_map(
         window(optimizer, names, of, loss_fn),
-        mesh=mesh(names),
+        mesh=make_mesh((8,) if names is DATA else (4, 2)),
         in_specs=(P(), P(None, names)),
         out_specs=P(),
-        check_vma=of is gradient_of_each,
+        check_vma=check_vma,
     )
-    params = init_params(0)
-    after, tokens = jax.jit(run)(params, stacked(BATCH))
+    after, tokens = jax.jit(run)(init_params(0), stacked(BATCH))
     assert relative_error(applied(after), exact(DEVICES)) < 2e-6
     assert tokens[-1] == BATCH["mask"].sum()
 
@@ -118,7 +124,7 @@ def test_beside_tensor_parallelism(kind: str):
     optimizer = token_accumulation(SGD, K, axis_name="data")
     is_explicit = kind == "explicit"
     run = jax.shard_map(
-        window(optimizer, ("data",), on_this_device, loss_sum_fn),
+        window(optimizer, DATA, on_this_device, loss_sum_fn),
         mesh=None if is_explicit else on,
         axis_names={"data"},
         in_specs=(P(), P(None, "data")),
@@ -136,67 +142,50 @@ def test_beside_tensor_parallelism(kind: str):
     assert tokens[-1] == batch["mask"].sum()
 
 
-def with_all_tokens(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
-    (loss, n), grads = on_this_device(loss_fn, params, batch, names)
-    return jax.lax.psum((loss, n), names), grads
-
-
-@pytest.mark.parametrize("of", [on_this_device, with_all_tokens])
-def test_gradients_that_were_reduced_already_count_once(of: Any):
-    """`jax.grad` adds up the gradients of replicated parameters.
-
-    The count that goes with them is each device's own, or also already reduced.
-    """
-    optimizer = token_accumulation(SGD, K, axis_name="data")
-    run = jax.shard_map(
-        window(optimizer, ("data",), of, loss_sum_fn),
-        mesh=mesh(),
-        in_specs=(P(), P(None, "data")),
-        out_specs=P(),
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_state_lives_between_calls_and_rejection_anywhere_is_everywhere(gradients: Any):
+    """With a scalar parameter, which has no axis to shard, and a token per device."""
+    optimizer = token_accumulation(
+        optax.sgd(1.0),
+        3,
+        gradients=gradients,
+        should_skip_update_fn=optax.skip_not_finite,
+        axis_name="data",
     )
-    params = init_params(0)
-    after, tokens = jax.jit(run)(params, stacked(BATCH))
-    assert relative_error(applied(after), exact(DEVICES)) < 2e-6
-    assert tokens[-1] == BATCH["mask"].sum()
-
-
-def test_state_lives_between_calls():
-    """With a scalar parameter, which has no axis to shard."""
-    optimizer = token_accumulation(optax.sgd(1.0), 3, axis_name="data")
-    over = functools.partial(jax.shard_map, mesh=mesh())
+    over = functools.partial(jax.shard_map, mesh=make_mesh((8,)))
 
     @jax.jit
-    @functools.partial(
-        over, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE, P())
-    )
+    @functools.partial(over, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE))
     def step(params: Any, state: Any, x: Any) -> Any:
         grads = jax.grad(lambda p: jnp.sum(p * x))(varying(params, "data"))
         n = jnp.sum(x != 0)
         updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        return optax.apply_updates(params, updates), state, state.has_updated
+        return optax.apply_updates(params, updates), state
 
     params = jnp.zeros(())
     state = jax.jit(over(optimizer.init, in_specs=P(), out_specs=STATE))(params)
     signature = signatures(state)
-    rows = np.array([[1, 0, 3, 0, 0, 7, 0, 2], [9] * 8, [0] * 8, [0, 5] + [0] * 6], "f")
-    for x in rows[:2]:
-        params, state, updated = step(params, state, x)
-        assert not updated and params == 0
+    first, second = np.array([[1, 0, 3, 0, 0, 7, 0, 2], [9] * 8], np.float32)
+    bad = np.where(np.arange(8) == 2, np.inf, first)
+    for x, mini_step in ((first, 1), (bad, 1), (second, 2)):
+        params, state = step(params, state, x)
+        assert not state.has_updated and params == 0 and state.mini_step == mini_step
+        assert state.skip_state["should_skip"] == (x is bad)
+        assert state.skip_state["num_not_finite"] == (x is bad)
         assert signatures(state) == signature
-    np.testing.assert_array_equal(state.acc_grads, rows[0] + rows[1])
-    params, state, updated = step(params, state, rows[2])
-    assert updated and params == -np.float32(13 + 72) / 12
-    params, state, _ = step(params, state, rows[3])
+    np.testing.assert_array_equal(state.acc_grads, first + second)
+    params, state = step(params, state, 0 * first)
+    assert state.has_updated and params == -np.float32(13 + 72) / 12
+    params, state = step(params, state, np.float32([0, 5] + [0] * 6))
     assert state.mini_step == 1 and state.acc_tokens == 1
-    closed = jax.jit(
-        over(
+    if gradients == "sum":
+        closed = over(
             lambda params, state: close_window(optimizer, state, params),
             in_specs=(P(), STATE),
             out_specs=(P(), STATE),
         )
-    )
-    updates, state = closed(params, state)
-    assert updates == -5 and state.mini_step == 0 and state.gradient_step == 2
+        updates, state = jax.jit(closed)(params, state)
+        assert updates == -5 and state.mini_step == 0 and state.gradient_step == 2
 
 
 def test_token_budget_counts_all_devices():
@@ -214,41 +203,6 @@ def test_token_budget_counts_all_devices():
     updated, counted = jax.vmap(run, axis_name="i")(tokens)
     np.testing.assert_array_equal(updated, [[False, True, True]] * 8)
     np.testing.assert_array_equal(counted, [[12, 24, 42]] * 8)
-
-
-@pytest.mark.parametrize("gradients", ["sum", "mean"])
-def test_rejection_anywhere_rejects_everywhere(gradients: Any):
-    optimizer = token_accumulation(
-        optax.sgd(1.0),
-        2,
-        gradients=gradients,
-        should_skip_update_fn=optax.skip_not_finite,
-        axis_name="data",
-    )
-    over = functools.partial(jax.shard_map, mesh=mesh())
-
-    @jax.jit
-    @functools.partial(over, in_specs=(P(), P(None, "data")), out_specs=(P(), P()))
-    def run(params: Any, rows: Any) -> Any:
-        def body(carry: Any, x: Any) -> Any:
-            params, state = carry
-            mean = jnp.mean if gradients == "mean" else jnp.sum
-            grads = jax.grad(lambda p: mean(p * x))(varying(params, "data"))
-            n = varying(jnp.float32(x.size), "data")
-            updates, state = optimizer.update(grads, state, params, num_tokens=n)
-            record = state.skip_state | {"mini_step": state.mini_step}
-            return (optax.apply_updates(params, updates), state), record
-
-        carry, records = jax.lax.scan(body, (params, optimizer.init(params)), rows)
-        return carry[0], records
-
-    rows = np.ones((3, 16), np.float32)
-    rows[1, 5] = np.inf  # only on device 2
-    params, records = run(jnp.zeros(()), rows)
-    np.testing.assert_array_equal(records["mini_step"], [1, 1, 0])
-    np.testing.assert_array_equal(records["should_skip"], [False, True, False])
-    np.testing.assert_array_equal(records["num_not_finite"], [0, 1, 0])
-    assert params == -1
 
 
 def test_pmap():
@@ -275,29 +229,23 @@ def test_pmap():
 
 def test_one_reduction_when_the_window_closes():
     optimizer = token_accumulation(optax.adamw(1e-3), K, axis_name="data")
-    params = init_params(0)
+    over = functools.partial(jax.shard_map, mesh=make_mesh((8,)))
+    params, init = init_params(0), over(optimizer.init, in_specs=P(), out_specs=STATE)
+    state = jax.eval_shape(init, params)
 
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        (_, n), grads = gradient_of_each(loss_sum_fn, params, batch, "data")
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        return optax.apply_updates(params, updates), state
+    def report(of: Any) -> Any:
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            (_, n), grads = of(loss_sum_fn, params, batch, "data")
+            updates, state = optimizer.update(grads, state, params, num_tokens=n)
+            return optax.apply_updates(params, updates), state
 
-    def naive(params: Any, state: Any, batch: Any) -> Any:
-        (_, n), grads = on_this_device(loss_sum_fn, params, batch, "data")
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        return optax.apply_updates(params, updates), state
-
-    def report(step: Any) -> Any:
-        over = functools.partial(jax.shard_map, mesh=mesh())
-        init = over(optimizer.init, in_specs=P(), out_specs=STATE)
         mapped = over(step, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE))
-        state = jax.eval_shape(init, params)
         return collectives(jax.jit(mapped).lower(params, state, BATCH).compile())
 
-    gradient = 4 * optax.tree.size(params)
-    assert report(step).bytes(path="conditional") == gradient
-    assert report(step).bytes(path="always") < 100
-    assert report(naive).bytes(path="always") > gradient
+    gradient, sent = 4 * optax.tree.size(params), report(of_varying)
+    assert sent.bytes(path="conditional") == gradient
+    assert sent.bytes(path="always") < 100
+    assert report(on_this_device).bytes(path="always") > gradient
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,24 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import nnx_ways
+import meshes
 import numpy as np
 import optax
 import pytest
 import ways_in
-from flax import nnx
 from helpers import count_compilations, relative_error, run_step, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import TYPES, make_mesh
+from meshes import make_mesh
 
-import optax_tokenaccum.nnx
-from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
-
-WAYS = ["two programs", "one program", "window"]
 # Rows 0 to 3 of every micro-batch have few tokens: devices differ.
 BATCHES = [ways_in.batch_of(i, [1.0] * (4 + i) + [9.0] * (4 - i)) for i in range(3)]
 MOMENTUM = optax.sgd(1.0, momentum=0.5)
 # What `equinox.partition` makes of a model, and a layer without a bias.
 PARAMS = {"w": ways_in.PARAMS["w"], "bias": None, "empty": {}, "rest": (None, None)}
+MASK: Any = {"w": True, "bias": None, "empty": {}, "rest": (None, None)}
+# The state of the second, unlike that of the first, has a leaf less than the tree.
+OPTIMIZERS = {"plain": MOMENTUM, "masked": optax.masked(MOMENTUM, MASK)}
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -32,16 +30,6 @@ def loss_fn(params: Any, batch: Any) -> Any:
     assert batch["positions"] is None
     loss_sum, num_tokens = ways_in.loss_fn(params, batch)
     return loss_sum, (num_tokens, {"tokens": num_tokens, "missing": None})
-
-
-def make_step(way: str, loss_fn: Any, optimizer: Any, **options: Any) -> Any:
-    options = {"data_axes": "data", "has_aux": True} | options
-    if way in nnx_ways.WAYS:
-        return nnx_ways.make_step(way, loss_fn, optimizer, 3, **options)
-    if way == "window":
-        return make_window_step(loss_fn, optimizer, **options)
-    schedule = 3 if way == "two programs" else lambda _: 3
-    return make_train_step(loss_fn, optimizer, schedule, **options)
 
 
 def two_windows(way: str) -> list[Any]:
@@ -64,35 +52,47 @@ def test_the_mean_of_means_is_another_gradient():
     assert relative_error(np.mean(means, 0), exact) > 1e-3
 
 
-MASK: Any = {"w": True, "bias": None, "empty": {}, "rest": (None, None)}
-# The state of the second, unlike that of the first, has a leaf less than the tree.
-OPTIMIZERS = [MOMENTUM, optax.masked(MOMENTUM, MASK)]
-
-
-@pytest.mark.parametrize("donate", [True, False], ids=["donated", "kept"])
-@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "kind", "reduce_every", "donate", "optimizer"),
+    [
+        ("two programs", "auto", "window", True, "masked"),
+        ("two programs", "explicit", "micro_batch", False, "plain"),
+        ("one program", "explicit", "window", False, "masked"),
+        ("one program", "auto", "micro_batch", True, "plain"),
+        ("window", "auto", "micro_batch", False, "masked"),
+        ("window", "explicit", "window", True, "plain"),
+        ("nnx two programs", "explicit", "window", True, "plain"),
+        ("nnx window", "auto", "micro_batch", True, "plain"),
+    ],
+)
 def test_parameters_without_some_leaves(
-    way: str, kind: str, reduce_every: Any, donate: bool
+    way: str, kind: str, reduce_every: str, donate: bool, optimizer: str
 ):
-    optimizer = OPTIMIZERS[donate]
-    options = {"mesh": make_mesh((8,), kind), "reduce_every": reduce_every}
-    step = make_step(way, loss_fn, optimizer, donate=donate, **options)
+    options: dict[str, Any] = {"reduce_every": reduce_every, "donate": donate}
+    options |= {"loss_fn": loss_fn, "k": 3, "has_aux": True}
+    mesh = make_mesh((8,), kind)
+    step = meshes.make_step(way, OPTIMIZERS[optimizer], mesh, **options)
     state = first = step.init(PARAMS)
+    before = first.params["w"]
     with count_compilations() as compilations:
         state, metrics = run_step(step, state, two_windows(way))
     assert len(compilations) == (2 if "two programs" in way else 1)
     assert relative_error(state.params["w"], expected()) < 1e-6
     assert jax.tree.structure(state) == jax.tree.structure(first)
-    assert first.params["w"].is_deleted() == donate
+    assert before.is_deleted() == donate
     assert metrics.aux["missing"] is None and metrics.updated
 
 
-@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_equinox_partitioned(way: str, kind: str, reduce_every: Any):
+@pytest.mark.parametrize(
+    ("way", "kind", "reduce_every"),
+    [
+        ("two programs", "auto", "window"),
+        ("one program", "explicit", "micro_batch"),
+        ("window", "auto", "micro_batch"),
+        ("window", "explicit", "window"),
+    ],
+)
+def test_a_model_that_equinox_partitioned(way: str, kind: str, reduce_every: str):
     mesh = make_mesh((4, 2), kind)
     layer = eqx.nn.Linear(4, "scalar", use_bias=False, key=jax.random.key(0))
     layer = eqx.tree_at(lambda x: x.weight, layer, ways_in.PARAMS["w"][None])
@@ -105,47 +105,17 @@ def test_a_model_that_equinox_partitioned(way: str, kind: str, reduce_every: Any
         losses = (jax.vmap(layer)(batch["x"]) - batch["y"]) ** 2
         return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
 
-    options = {"mesh": mesh, "reduce_every": reduce_every, "has_aux": False}
-    step = make_step(way, loss_fn, MOMENTUM, **options)
+    options = {"loss_fn": loss_fn, "k": 3, "reduce_every": reduce_every}
+    step = meshes.make_step(way, MOMENTUM, mesh, **options)
     state, _ = run_step(step, step.init(params), two_windows(way))
     assert relative_error(state.params.weight[0], expected()) < 1e-6
     assert state.params.weight.sharding.is_equivalent_to(place, 2)
 
 
-@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("way", ["nnx two programs", "nnx window"])
-def test_an_nnx_layer_without_a_bias(way: str, kind: str, reduce_every: Any):
-    model = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0))
-    model.kernel[...] = ways_in.PARAMS["w"][:, None]
-    options = {"mesh": make_mesh((8,), kind), "data_axes": "data"}
-    options |= {"reduce_every": reduce_every, "has_aux": True}
-    if way == "nnx window":
-        tx = MOMENTUM
-        step = optax_tokenaccum.nnx.make_window_step(model_loss_fn, **options)
-    else:
-        tx = token_accumulation(MOMENTUM, 3)
-        step = optax_tokenaccum.nnx.make_train_step(model_loss_fn, **options)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step.init(model, optimizer)
-    for batch in two_windows(way):
-        metrics = step(model, optimizer, batch)
-    assert relative_error(model.kernel[...][:, 0], expected()) < 1e-6
-    assert metrics.aux["missing"] is None and metrics.updated
-
-
-def model_loss_fn(model: nnx.Linear, batch: Any) -> Any:
-    losses = (model(batch["x"])[:, 0] - batch["y"]) ** 2
-    num_tokens = jnp.sum(batch["weights"])
-    aux = {"missing": model.bias, "positions": batch["positions"]}
-    return jnp.sum(losses * batch["weights"]), (num_tokens, aux)
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", meshes.WAYS)
 def test_a_mesh_of_one_device_with_explicit_axes(way: str):
-    mesh = jax.make_mesh(
-        (1,), ("data",), (TYPES["explicit"],), devices=jax.devices()[:1]
-    )
-    step = make_step(way, loss_fn, MOMENTUM, mesh=mesh)
+    types = (meshes.TYPES["explicit"],)
+    mesh = jax.make_mesh((1,), ("data",), types, devices=jax.devices()[:1])
+    step = meshes.make_step(way, MOMENTUM, mesh, loss_fn=loss_fn, k=3, has_aux=True)
     state, _ = run_step(step, step.init(PARAMS), two_windows(way))
     assert relative_error(state.params["w"], expected()) < 1e-6
