@@ -13,7 +13,7 @@ from helpers import relative_error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh
-from ragged_windows import CUT, PADS, ragged_window
+from ragged_windows import PADS, ragged_window
 from ways_in import PARAMS
 
 from optax_tokenaccum import (
@@ -81,12 +81,34 @@ def reduced(given: Any, name: str = "data") -> Any:
     return jax.tree.map(lambda x: jax.lax.psum(x, name), given)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_of_all_devices_get_the_gradient_over_all_rows(way: str, kind: str):
-    mesh = make_mesh((DEVICES,), kind)
-    f = mapped(WAYS[way](ways_in.loss_fn), mesh=mesh, in_specs=(P(), ROW_SPEC))
+@pytest.mark.parametrize(
+    ("way", "shape", "kind", "reduces"),
+    [
+        ("loss", (8,), "auto", False),
+        ("gradients", (8,), "explicit", False),
+        # Along the other axis everything is the same, and is not added up again.
+        ("loss", (4, 2), "explicit", False),
+        ("gradients", (4, 2), "auto", False),
+        ("loss", (8,), "auto", True),
+        ("gradients", (8,), "auto", True),
+    ],
+)
+def test_parameters_of_all_devices_get_the_gradient_over_all_rows(
+    way: str, shape: tuple[int, ...], kind: str, reduces: bool
+):
+    def loss_fn(params: Any, batch: Any) -> Any:
+        given = ways_in.loss_fn(params, batch)
+        return reduced(given) if reduces else given
+
+    mesh = make_mesh(shape, kind)
+    f = mapped(WAYS[way](loss_fn), mesh=mesh, in_specs=(P(), ROW_SPEC))
     check(f(PARAMS, jax.device_put(WINDOW, NamedSharding(mesh, ROW_SPEC))))
+
+
+def test_one_reduction_of_gradients_for_all_micro_batches():
+    f = mapped(window_value_and_grad(ways_in.loss_fn), in_specs=(P(), ROW_SPEC))
+    report = collectives(f.lower(PARAMS, WINDOW).compile())
+    assert report.bytes(kind="all-reduce") == 4 * 4 + 2 * 4
 
 
 def test_the_mean_over_devices_of_their_means_is_another_gradient():
@@ -94,19 +116,25 @@ def test_the_mean_over_devices_of_their_means_is_another_gradient():
     assert relative_error(np.mean(means, 0), EXACT["w"]) > 1e-2
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_of_each_device_get_the_gradient_over_its_rows(way: str):
+def test_parameters_of_each_device_get_the_gradient_over_its_rows(
+    way: str, check_vma: bool
+):
+    """Without marked types, results are those of each device, too."""
+
     def f(params: Any, window: Any) -> Any:
-        got = WAYS[way](ways_in.loss_fn)(own(params), window)
+        params = own(params) if check_vma else params
+        got = WAYS[way](ways_in.loss_fn)(params, window)
         (loss, (n, _)), gradient = got
         total = jax.lax.psum(n, "data")
         of_all = [jax.lax.psum(x * n, "data") / total for x in (loss, gradient["w"])]
         return jax.tree.map(lambda x: x[None], got), (of_all[0], total, of_all[1])
 
     specs = P("data"), P()
-    got, (loss, total, gradient) = mapped(f, in_specs=(P(), ROW_SPEC), out_specs=specs)(
-        PARAMS, WINDOW
-    )
+    options = {"out_specs": specs, "check_vma": check_vma}
+    over = mapped(f, in_specs=(P(), ROW_SPEC), **options)
+    got, (loss, total, gradient) = over(PARAMS, WINDOW)
     check(((loss, (total, None)), {"w": gradient}))
     (_, (tokens, _)), gradients = got
     for device in range(DEVICES):
@@ -117,17 +145,6 @@ def test_parameters_of_each_device_get_the_gradient_over_its_rows(way: str):
             assert relative_error(gradients["w"][device], expected) < 1e-6
         else:
             assert not gradients["w"][device].any()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_without_marked_types_results_are_those_of_each_device(way: str):
-    def f(params: Any, window: Any) -> Any:
-        (_, (n, _)), gradient = WAYS[way](ways_in.loss_fn)(params, window)
-        total = jax.lax.psum(n, "data")
-        return jax.tree.map(lambda g: jax.lax.psum(g * n, "data") / total, gradient)
-
-    over = mapped(f, in_specs=(P(), ROW_SPEC), check_vma=False)
-    assert relative_error(over(PARAMS, WINDOW), EXACT) < 1e-6
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -142,17 +159,12 @@ def test_everything_that_a_window_takes(way: str):
         return WAYS[way](loss_fn, has_aux=True)(params, window, **options)
 
     rows = {"rows": ROW_SPEC, "missing": None}
-    over = mapped(
-        f,
-        in_specs=(P(), ROW_SPEC, P(), P()),
-        out_specs=((P(), (P(), rows)), P()),
-    )
-    got = over(PARAMS, WINDOW, jax.random.key(0), jnp.asarray(K))
+    in_specs, out_specs = (P(), ROW_SPEC, P(), P()), ((P(), (P(), rows)), P())
+    over = mapped(f, in_specs=in_specs, out_specs=out_specs)
+    got = over(PARAMS, WINDOW, jax.random.key(0), K)
     check(got)
     np.testing.assert_array_equal(got[0][1][1]["rows"], WINDOW["x"][:, :, 0])
-    (_, (tokens, aux)), gradient = over(
-        PARAMS, WINDOW, jax.random.key(0), jnp.asarray(1)
-    )
+    (_, (tokens, aux)), gradient = over(PARAMS, WINDOW, jax.random.key(0), 1)
     first = jax.tree.map(lambda x: x[0], WINDOW)
     assert relative_error(gradient, ways_in.exact(PARAMS, first)) < 1e-6
     assert tokens == first["weights"].sum() and not aux["rows"][1:].any()
@@ -178,27 +190,18 @@ def test_several_losses_have_denominators_over_all_devices():
     np.testing.assert_allclose(loss, LOSS + squares, rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_planned_window(way: str):
+def test_a_planned_window():
     batch, sequences = ragged_window(0)
     params = helpers.init_params(0)
-    cut = CUT | {"max_tokens": 512, "batch_multiple": DEVICES}
+    cut = {"max_tokens": 512, "length_buckets": [24, 64], "batch_multiple": DEVICES}
     window = pad_window(sequences, pad_values=PADS, **cut)
     rows = jax.tree.map(lambda _: ROW_SPEC, window.micro_batches)
     specs = dataclasses.replace(window, micro_batches=rows, counts=P())
-    f = mapped(WAYS[way](helpers.loss_sum_fn), in_specs=(P(), specs))
+    f = mapped(window_value_and_grad(helpers.loss_sum_fn), in_specs=(P(), specs))
     (_, (num_tokens, _)), gradient = f(params, window)
     assert num_tokens == batch["mask"].sum()
     expected = helpers.float64_gradient(params, batch)
     assert relative_error(gradient, expected) < helpers.RTOL["float32"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loss_that_reduces_by_itself(way: str):
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return reduced(ways_in.loss_fn(params, batch))
-
-    check(mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW))
 
 
 @pytest.mark.parametrize("one", ["loss", "num_tokens"])
@@ -210,20 +213,18 @@ def test_only_one_of_loss_and_count_reduced_raises(way: str, one: str):
         return tuple(jax.lax.psum(x, "data") if n == one else x for n, x in pairs)
 
     with pytest.raises(ValueError, match=f"'data' and a {one} that does not"):
-        mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW)
+        mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC)).lower(PARAMS, WINDOW)
 
 
-@pytest.mark.parametrize("count", [len, None], ids=["Python number", "pcast"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_count_that_is_equal_on_all_devices(way: str, count: Any):
+@pytest.mark.parametrize(("way", "is_number"), [("loss", True), ("gradients", False)])
+def test_a_count_that_is_equal_on_all_devices(way: str, is_number: bool):
     def loss_fn(params: Any, batch: Any) -> Any:
         loss_sum, _ = ways_in.loss_fn(params, batch)
         rows = len(batch["x"])
-        return loss_sum, rows if count else own(jnp.asarray(rows))
+        return loss_sum, rows if is_number else own(jnp.asarray(rows))
 
-    (_, (num_tokens, _)), gradient = mapped(
-        WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC)
-    )(PARAMS, WINDOW)
+    f = mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC))
+    (_, (num_tokens, _)), gradient = f(PARAMS, WINDOW)
     assert num_tokens == K * ROWS
     expected = EXACT["w"] * (TOKENS / num_tokens)
     assert relative_error(gradient["w"], expected) < 1e-6
@@ -238,12 +239,9 @@ def test_parameters_of_which_each_device_has_some():
         return ways_in.loss_fn(params, batch)
 
     specs = {"w": P(), "own": P("data")}
-    f = mapped(
-        window_value_and_grad(loss_fn),
-        in_specs=(specs, ROW_SPEC),
-        out_specs=(P(), specs),
-    )
-    (_, (num_tokens, _)), gradient = f(params, WINDOW)
+    f = window_value_and_grad(loss_fn)
+    over = mapped(f, in_specs=(specs, ROW_SPEC), out_specs=(P(), specs))
+    (_, (num_tokens, _)), gradient = over(params, WINDOW)
     shifted = ALL_ROWS | {"y": ALL_ROWS["y"] - np.tile(np.repeat(params["own"], 2), K)}
     errors = shifted["x"] @ np.float64(PARAMS["w"]) - shifted["y"]
     per_row = (2 * errors * shifted["weights"]).reshape(K, DEVICES, 2)
@@ -275,14 +273,6 @@ def test_a_value_to_be_overwritten_becomes_the_maximum_over_all_devices():
     assert got["_overwrite_with_gradient"] == np.abs(with_tokens).max()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_axes_of_which_the_rows_use_one(way: str):
-    """Along the other axis everything is the same, and is not added up again."""
-    mesh = make_mesh((4, 2))
-    f = mapped(WAYS[way](ways_in.loss_fn), mesh=mesh, in_specs=(P(), ROW_SPEC))
-    check(f(PARAMS, WINDOW))
-
-
 def test_a_gradient_function_is_given_the_parameters_as_they_are():
     """What it clips is the gradient that it would have clipped without a window."""
 
@@ -306,13 +296,7 @@ def test_gradients_of_means_need_parameters_of_each_device():
     grad_fn = jax.value_and_grad(mean_fn, has_aux=True)
     window = accumulate_over_window(grad_fn, gradients="mean")
     with pytest.raises(ValueError, match="needs the gradients of each device"):
-        mapped(window, in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW)
-
-
-def test_one_reduction_of_gradients_for_all_micro_batches():
-    f = mapped(window_value_and_grad(ways_in.loss_fn), in_specs=(P(), ROW_SPEC))
-    report = collectives(f.lower(PARAMS, WINDOW).compile())
-    assert report.bytes(kind="all-reduce") == 4 * 4 + 2 * 4
+        mapped(window, in_specs=(P(), ROW_SPEC)).lower(PARAMS, WINDOW)
 
 
 def gathered(params: Any, batch: Any) -> Any:
@@ -321,20 +305,19 @@ def gathered(params: Any, batch: Any) -> Any:
     return ways_in.loss_fn({"w": whole}, batch)
 
 
-def gathered_and_reduced(params: Any, batch: Any) -> Any:
-    return reduced(gathered(params, batch), "model")
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_of_parameters_that_the_loss_gathers(way: str):
     parts, rows = {"w": P("model")}, P(None, "model")
     types = (TYPES["auto"],)
     mesh = jax.make_mesh((4,), ("model",), types, devices=jax.devices()[:4])
     specs = {"in_specs": (parts, rows), "out_specs": (WHOLE, parts)}
-    f = mapped(WAYS[way](gathered_and_reduced), mesh=mesh, **specs)
-    check(f(PARAMS, WINDOW))
+
+    def reduces(params: Any, batch: Any) -> Any:
+        return reduced(gathered(params, batch), "model")
+
+    check(mapped(WAYS[way](reduces), mesh=mesh, **specs)(PARAMS, WINDOW))
     with pytest.raises(ValueError, match="must reduce the loss and num_tokens"):
-        mapped(WAYS[way](gathered), mesh=mesh, **specs)(PARAMS, WINDOW)
+        mapped(WAYS[way](gathered), mesh=mesh, **specs).lower(PARAMS, WINDOW)
 
 
 def test_a_number_of_micro_batches_for_each_device():
