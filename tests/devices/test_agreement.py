@@ -1,28 +1,35 @@
-"""Two processes of 4 devices each that give a step different inputs."""
+"""Two processes of 4 devices each that give a step different inputs.
+
+Each runs this file: `python test_agreement.py PORT PROCESS`.
+"""
 
 import os
-import pathlib
 import socket
 import subprocess
 import sys
+from typing import Any
 
+import jax
+import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-pytestmark = pytest.mark.slow
+from optax_tokenaccum import make_train_step, make_window_step
+from optax_tokenaccum._devices import processes
 
 
-@pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    """Return what each process of one_of_two_processes.py prints, by name."""
+def said_by_two_processes() -> list[dict[str, str]]:
+    """Return what each process prints, by name."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-    script = pathlib.Path(__file__).parents[1] / "one_of_two_processes.py"
-    processes = [
+    pair = [
         subprocess.Popen(
-            [sys.executable, script, port, str(process)],
+            [sys.executable, __file__, port, str(process)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -31,9 +38,9 @@ def said() -> list[dict[str, str]]:
         for process in (0, 1)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=120) for process in pair]
     finally:
-        for process in processes:
+        for process in pair:
             process.kill()
     for out, error in outputs:
         assert "agree" in out, error[-3000:]
@@ -42,42 +49,101 @@ def said() -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["agree", "outer jit", "window in outer jit"])
-def test_rows_of_both_processes_are_one_batch(said: list[dict[str, str]], name: str):
+def test_two_processes():
+    said = said_by_two_processes()
+    # The rows of both are one batch.
     exact, mean_of_means = (2 + 8 * 10) / 9, (2 + 10) / 2
-    for process in said:
-        assert -float(process[name]) == pytest.approx(exact, rel=1e-6)
-        assert -float(process[name]) != pytest.approx(mean_of_means, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("name", "mine", "theirs"),
-    [
+    for name in ("agree", "outer jit", "window in outer jit"):
+        for process in said:
+            assert -float(process[name]) == pytest.approx(exact, rel=1e-6)
+            assert -float(process[name]) != pytest.approx(mean_of_means, rel=0.1)
+    # Disagreement is an error on both.
+    for name, mine, theirs in (
         ("another length", "float32[8, 3]", "float32[8, 4]"),
         ("another number, int", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
         ("another number, int64", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
-    ],
-)
-def test_disagreement_is_an_error_on_both(
-    said: list[dict[str, str]], name: str, mine: str, theirs: str
-):
-    for process in said:
-        error = process[name]
-        assert error.startswith("ValueError: All processes must give a step the same")
-        assert f"process 0 gave {mine}; process 1 gave {theirs}." in error
-
-
-def test_groups_of_processes_are_not_in_each_others_way(said: list[dict[str, str]]):
+    ):
+        for process in said:
+            error = process[name]
+            prefix = "ValueError: All processes must give a step the same"
+            assert error.startswith(prefix), error
+            assert f"process 0 gave {mine}; process 1 gave {theirs}." in error
+    # Groups of processes are not in each other's way.
     assert [process["apart"] for process in said] == ["0.0", "0.0"]
-
-
-def test_array_of_one_process_is_an_error(said: list[dict[str, str]]):
     for process in said:
         assert "make_array_from_process_local_data" in process["host array"]
-
-
-def test_process_that_does_not_come_to_a_shape_is_waited_for_in_bounded_time(
-    said: list[dict[str, str]],
-):
+    # One that does not come to a shape is waited for in bounded time.
     assert said[0]["alone"].startswith("TimeoutError: All processes must give")
-    assert "float32[8, 5], and process 1 did not in 3 s" in said[0]["alone"]
+    assert "float32[8, 5], and process 1 did not in 2 s" in said[0]["alone"]
+
+
+# What each of the two processes runs.
+
+
+def rows(numbers: np.ndarray, mesh: Any, *, micro_batches: int = 0) -> jax.Array:
+    """Return a global array, of which `numbers` is this process's half."""
+    spec = P(None, "data") if micro_batches else P("data")
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), numbers)
+
+
+def loss_fn(w: Any, x: Any) -> Any:
+    return (w * x).sum(), (x != 0).sum()
+
+
+def attempt(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        state, _ = call(*args, **kwargs)
+        print(f"{name}: {np.asarray(state.params)}", flush=True)
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {error}", flush=True)
+
+
+def compare_alone(state: Any, process: int) -> Any:
+    """Compare within a group of one process; process 1 compares twice."""
+    for _ in range(1 + process):
+        processes._compare((process,), "")
+    return state, None
+
+
+def main(port: int, process: int) -> None:
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        2,
+        process,
+        cluster_detection_method="deactivate",
+        initialization_timeout=60,
+    )
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = make_train_step(loss_fn, optax.sgd(1.0), 1, mesh=mesh, data_axes="data")
+    # Process 0 has one token of value 2, process 1 has eight of value 10.
+    mine = np.full((4, 2), 10 * process, np.float32)
+    mine[0, 0] += 2 * (1 - process)
+    state, batch = step.init(np.zeros((), np.float32)), rows(mine, mesh)
+    attempt("outer jit", jax.jit(step), state, batch)
+    attempt("agree", step, state, batch)
+    attempt("apart", compare_alone, step.init(np.zeros((), np.float32)), process)
+    attempt("host array", step, step.init(np.zeros((), np.float32)), mine)
+    other = np.ones((4, 3 + process), np.float32)
+    attempt(
+        "another length", step, step.init(np.zeros((), np.float32)), rows(other, mesh)
+    )
+    window = make_window_step(loss_fn, optax.sgd(1.0), mesh=mesh, data_axes="data")
+    state = window.init(np.zeros((), np.float32))
+    micro_batches = rows(np.stack([mine, mine]), mesh, micro_batches=2)
+    attempt("window in outer jit", jax.jit(window), state, micro_batches)
+    for integer in (int, np.int64):
+        attempt(
+            f"another number, {integer.__name__}",
+            window,
+            state,
+            micro_batches,
+            num_micro_batches=integer(1 + process),
+        )
+    state = step.init(np.zeros((), np.float32))
+    processes.TIMEOUT_SECONDS = 2
+    if process == 0:
+        attempt("alone", step, state, rows(np.ones((4, 5), np.float32), mesh))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
