@@ -1,5 +1,9 @@
-"""The NNX train step gives the full batch exactly, for models with state."""
+"""The NNX steps give the full batch exactly, for models with state, on devices too.
 
+And what they do with a model's variables: values, rollback, placement and aliasing.
+"""
+
+import contextlib
 from typing import Any
 
 import chex
@@ -8,107 +12,218 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 from optax_tokenaccum import (
     MultiSteps,
+    collectives,
+    pad_window,
+    regroup_sums,
     softmax_cross_entropy_sum,
     token_accumulation,
 )
-from optax_tokenaccum.nnx import make_train_step
+from optax_tokenaccum.nnx import make_train_step, make_window_step
 
-K = 4
+K, DEVICES = 4, 8
+MESH = make_mesh((DEVICES,))
+ONE_DEVICE: dict[str, Any] = {}
+ON_MESH = {"mesh": MESH, "data_axes": "data"}
+OF_ALL_ROWS = ON_MESH | {"reduce_every": "micro_batch"}
 SGD = optax.sgd(1.0, momentum=0.0)
+SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
+BATCH = helpers.ragged_batch(0, rows=64)
+MICRO_BATCHES = helpers.cut(BATCH, K)
+RTOL = helpers.RTOL["float32"]
+SLOW = pytest.mark.slow
+WAYS = [
+    "two programs",
+    *(pytest.param(x, marks=SLOW) for x in ("one program", "window")),
+]
+BOTH = pytest.mark.parametrize("options", [ONE_DEVICE, ON_MESH], ids=["one", "mesh"])
+# Newer versions of flax have modes in which modules are plain pytrees.
+MODES = {"graph": contextlib.nullcontext}
+if hasattr(nnx, "set_graph_mode"):
+    MODES["tree"] = lambda: nnx.set_graph_mode(False)
+    MODES["no updates"] = lambda: nnx.set_graph_updates(False)
 
 
 class Model(nnx.Module):
-    """Embedding, hidden layer, logits; optional dropout and batch statistics."""
+    """A model with statistics, dropout, a count of calls, a key and LoRA."""
 
-    def __init__(self, rngs: nnx.Rngs, dropout: float = 0.0, batch_norm: bool = False):
+    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0):
         size, width = helpers.VOCABULARY, helpers.WIDTH
         self.embed = nnx.Embed(size, width, rngs=rngs)
-        self.hidden = nnx.Linear(width, width, rngs=rngs)
-        self.norm = nnx.BatchNorm(width, rngs=rngs) if batch_norm else None
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.hidden = nnx.LoRALinear(width, width, lora_rank=2, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.calls = nnx.Variable(jnp.array(0))
+        self.key = nnx.Variable(jax.random.key(1))
         self.out = nnx.Linear(width, size, rngs=rngs)
+        lora = self.hidden.lora.lora_b
+        lora[...] = jax.random.normal(jax.random.key(2), lora.shape)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        self.key[...], _ = jax.random.split(self.key[...])
         x = self.hidden(self.embed(tokens))
-        if self.norm is not None:
-            x = self.norm(x)
+        self.norm(x)  # moves its statistics
         return self.out(self.dropout(nnx.tanh(x)))
 
 
-def loss_fn(model: Model, batch: Any) -> tuple[jax.Array, jax.Array]:
+def loss_fn(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     logits = model(batch["tokens"])
-    return softmax_cross_entropy_sum(logits, batch["labels"], batch["mask"])
+    loss, n = softmax_cross_entropy_sum(logits, batch["labels"], batch["mask"])
+    return loss * batch.get("scale", 1.0), n
 
 
-def mean_loss_fn(model: Model, batch: Any) -> jax.Array:
+def mean_loss_fn(model: Any, batch: Any) -> jax.Array:
     loss_sum, num_tokens = loss_fn(model, batch)
     return loss_sum / num_tokens
 
 
-def params_of(model: Model, wrt: Any = nnx.Param) -> Any:
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, wrt)))
+def masked_loss_fn(model: Model, batch: Any) -> Any:
+    loss_sum, n = loss_fn(model, batch)
+    return loss_sum, (n, model.dropout(jnp.ones(64)))
 
 
-def applied(optimizer: nnx.Optimizer) -> Any:
-    """Return the last gradient given to SGD; parameter differences are rounded."""
-    trace = optimizer.opt_state.inner_opt_state[0].trace
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(trace))
+def poisoning_loss_fn(model: Model, batch: Any) -> Any:
+    """Each device's rows have a scale, which the statistics take over."""
+    scale = jnp.mean(batch["scale"])
+    loss_sum, n = loss_fn(model, batch | {"scale": scale})
+    model.norm.mean[...] *= scale
+    return loss_sum, n
 
 
-def full_batch_gradient(model: Model, batch: Any, wrt: Any = nnx.Param) -> Any:
-    grads = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))(model, batch)
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(grads)))
+class Run:
+    """A model that is trained in one of the ways."""
+
+    def __init__(
+        self,
+        way: str,
+        loss_fn: Any = loss_fn,
+        inner: Any = SGD,
+        wrt: Any = nnx.Param,
+        rate: float = 0.0,
+        model: Any = None,
+        **options: Any,
+    ):
+        self.way, self.model = way, model or Model(nnx.Rngs(0), rate)
+        if way == "window":
+            self.step: Any = make_window_step(loss_fn, **options)
+        else:
+            own = {name: options.pop(name) for name in SKIPS if name in options}
+            self.step = make_train_step(loss_fn, **options)
+            k = K if way == "two programs" else lambda _: K
+            inner = token_accumulation(inner, k, **own)
+        self.optimizer = nnx.Optimizer(self.model, inner, wrt=wrt)
+
+    def window(self, batches: list[Any], **kwargs: Any) -> list[Any]:
+        if self.way == "window":
+            batches = [helpers.stack(batches)]
+        return [self.step(self.model, self.optimizer, b, **kwargs) for b in batches]
+
+    def held(self, kind: Any = ...) -> list[np.ndarray]:
+        return held(self.model, kind)
+
+    def given(self) -> list[np.ndarray]:
+        """The last gradient given to SGD; parameter differences are rounded."""
+        state = self.optimizer.opt_state
+        state = state if self.way == "window" else state.inner_opt_state
+        return [np.array(x) for x in jax.tree.leaves(state[0].trace)]
 
 
-def new(tx: Any, wrt: Any = nnx.Param, **options: Any) -> tuple[Model, nnx.Optimizer]:
-    model = Model(nnx.Rngs(0), **options)
-    return model, nnx.Optimizer(model, tx, wrt=wrt)
+def held(node: Any, kind: Any = ...) -> list[np.ndarray]:
+    """Return copies of the variables' values, with keys as numbers."""
+
+    def read(x: Any) -> np.ndarray:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.array(jax.random.key_data(x) if is_key else x)
+
+    return [read(x) for x in jax.tree.leaves(nnx.state(node, kind))]
 
 
-BATCH = helpers.ragged_batch(0)
+def full_gradient(model: Any, batch: Any = BATCH, wrt: Any = nnx.Param) -> list[Any]:
+    gradient = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))
+    return held(gradient(nnx.clone(model), batch))
 
 
-def test_two_windows_are_the_full_batches_and_optax_multi_steps_is_not():
-    model, optimizer = new(token_accumulation(SGD, K))
-    step = make_train_step(loss_fn)
-    for seed in (0, 1):
-        batch = helpers.ragged_batch(seed)
-        before, expected = params_of(model), full_batch_gradient(model, batch)
-        for i, micro_batch in enumerate(helpers.cut(batch, K)):
-            metrics = step(model, optimizer, micro_batch)
-            assert bool(metrics.updated) == (i == K - 1)
-            if i < K - 1:
-                chex.assert_trees_all_equal(params_of(model), before)
-        gradient = applied(optimizer)
-        assert helpers.relative_error(gradient, expected) < helpers.RTOL["float32"]
-        moved = jax.tree.map(np.subtract, before, gradient)
-        chex.assert_trees_all_equal(params_of(model), moved)
-        assert metrics.num_tokens == batch["mask"].sum()
-        norm = np.float32(optax.tree.norm(expected))
-        np.testing.assert_allclose(metrics.grad_norm, norm, helpers.RTOL["float32"])
-        assert metrics.gradient_step == seed + 1
-    assert optimizer.step[...] == 2 * K
+@pytest.mark.parametrize(
+    ("way", "options", "wrt"),
+    [
+        ("two programs", ONE_DEVICE, nnx.Param),
+        ("two programs", ON_MESH, nnx.LoRAParam),
+        ("window", ON_MESH, nnx.Param),
+        ("window", ONE_DEVICE, nnx.LoRAParam),
+        pytest.param("two programs", ONE_DEVICE, nnx.LoRAParam, marks=SLOW),
+        pytest.param("one program", ON_MESH, nnx.Param, marks=SLOW),
+    ],
+)
+def test_windows_are_the_full_batches(way: str, options: Any, wrt: Any):
+    run = Run(way, wrt=wrt, **options)
+    frozen = nnx.All(nnx.Param, nnx.Not(wrt))
+    rest, expected = run.held(frozen), full_gradient(run.model, wrt=wrt)
+    moved = statistics_of([[m] for m in MICRO_BATCHES])  # as without accumulation
+    run.step.init(run.model, run.optimizer)
+    compiled = []
+    for window in range(2):
+        before = run.held(wrt)
+        with helpers.count_compilations() as compilations:
+            metrics = run.window(MICRO_BATCHES)
+        compiled.append(len(compilations))
+        given = run.given()
+        after = jax.tree.map(np.subtract, before, given)
+        chex.assert_trees_all_equal(run.held(wrt), after)
+        assert [bool(m.updated) for m in metrics[:-1]] == [False] * len(metrics[1:])
+        assert metrics[-1].updated and metrics[-1].gradient_step == window + 1
+        assert metrics[-1].num_tokens == BATCH["mask"].sum()
+        if window == 0:
+            assert helpers.relative_error(given, expected) < RTOL
+            norm = np.float32(optax.tree.norm(expected))
+            np.testing.assert_allclose(metrics[-1].grad_norm, norm, rtol=RTOL)
+            got = run.held(nnx.BatchStat)
+            error = helpers.relative_error(got, moved)
+            assert error < RTOL if options is ONE_DEVICE else error > 100 * RTOL
+    assert compiled == [2 if way == "two programs" else 1, 0]
+    chex.assert_trees_all_equal(run.held(frozen), rest)
+    assert run.model.calls[...] == 2 * K
 
-    naive, optimizer = new(optax.MultiSteps(SGD, K).gradient_transformation())
-    before, expected = params_of(naive), full_batch_gradient(naive, BATCH)
-    for micro_batch in helpers.cut(BATCH, K):
-        optimizer.update(naive, nnx.grad(mean_loss_fn)(naive, micro_batch))
-    assert (
-        helpers.relative_error(helpers.difference(before, params_of(naive)), expected)
-        > 0.02
-    )
+
+def statistics_of(parts: list[list[Any]]) -> list[np.ndarray]:
+    """Move the statistics of a model with the means over parts of micro-batches."""
+    model = Model(nnx.Rngs(0))
+    for micro_batch in parts:
+        found = []
+        for part in micro_batch:
+            copy = nnx.clone(model)
+            copy(part["tokens"])
+            found.append(held(copy, nnx.BatchStat))
+        means = [np.mean(x, 0) for x in zip(*found, strict=True)]
+        _, structure = jax.tree.flatten(nnx.state(model, nnx.BatchStat))
+        nnx.update(model, jax.tree.unflatten(structure, map(jnp.asarray, means)))
+    return held(model, nnx.BatchStat)
+
+
+def test_optax_multi_steps_is_not_the_full_batch():
+    model, expected = Model(nnx.Rngs(0)), full_gradient(Model(nnx.Rngs(0)))
+    tx = optax.MultiSteps(SGD, K).gradient_transformation()
+    optimizer, before = nnx.Optimizer(model, tx, wrt=nnx.Param), held(model, nnx.Param)
+    for micro_batch in MICRO_BATCHES:
+        optimizer.update(model, nnx.grad(mean_loss_fn)(model, micro_batch))
+    got = helpers.difference(before, held(model, nnx.Param))
+    assert helpers.relative_error(got, expected) > 0.02
 
 
 @pytest.mark.parametrize("gradients", ["sum", "mean"])
 def test_plain_update_with_num_tokens(gradients: str):
+    run = Run("two programs")
     tx = token_accumulation(SGD, K, gradients=gradients)
-    model, optimizer = new(tx)
-    expected = full_batch_gradient(model, BATCH)
+    run.optimizer = nnx.Optimizer(run.model, tx, wrt=nnx.Param)
+    expected = full_gradient(run.model)
 
     def loss_of_form(model: Model, batch: Any) -> tuple[jax.Array, jax.Array]:
         loss_sum, n = loss_fn(model, batch)
@@ -119,140 +234,462 @@ def test_plain_update_with_num_tokens(gradients: str):
         grads, n = nnx.grad(loss_of_form, has_aux=True)(model, batch)
         optimizer.update(model, grads, num_tokens=n)
 
-    for micro_batch in helpers.cut(BATCH, K):
-        step(model, optimizer, micro_batch)
-    error = helpers.relative_error(applied(optimizer), expected)
-    assert error < helpers.RTOL["float32"]
+    for micro_batch in MICRO_BATCHES:
+        step(run.model, run.optimizer, micro_batch)
+    assert helpers.relative_error(run.given(), expected) < RTOL
 
 
-def test_a_partial_window_closes_with_its_own_denominator():
-    model, optimizer = new(token_accumulation(SGD, 99))
-    step = make_train_step(loss_fn)
-    metrics = step.close_window(model, optimizer)
-    assert not metrics.updated
-    expected = full_batch_gradient(model, BATCH)
-    for micro_batch in helpers.cut(BATCH, K):
-        step(model, optimizer, micro_batch)
-    metrics = step.close_window(model, optimizer)
-    assert metrics.updated and metrics.gradient_step == 1
-    assert metrics.num_tokens == BATCH["mask"].sum()
-    error = helpers.relative_error(applied(optimizer), expected)
-    assert error < helpers.RTOL["float32"]
-
-
-def test_no_two_micro_batches_share_a_dropout_mask():
-    seen = []
-
-    def aux_loss_fn(model: Model, batch: Any) -> Any:
-        loss_sum, n = loss_fn(model, batch)
-        return loss_sum, (n, model.dropout(jnp.ones(64)))
-
-    model, optimizer = new(token_accumulation(optax.sgd(0.0), 2), dropout=0.5)
-    step = make_train_step(aux_loss_fn, has_aux=True)
-    micro_batch = helpers.cut(BATCH, K)[0]
-    for _ in range(6):
-        seen.append(tuple(step(model, optimizer, micro_batch).aux.tolist()))
-    assert len(set(seen)) == 6
-
-
-def test_batch_statistics_move_in_every_micro_batch_as_without_accumulation():
-    model, optimizer = new(token_accumulation(SGD, K), batch_norm=True)
-    plain = Model(nnx.Rngs(0), batch_norm=True)
-    step = make_train_step(loss_fn)
-    for micro_batch in helpers.cut(BATCH, K):
-        step(model, optimizer, micro_batch)
-        loss_fn(plain, micro_batch)
-        got, expected = (params_of(m, nnx.BatchStat) for m in (model, plain))
-        assert helpers.relative_error(got, expected) < helpers.RTOL["float32"]
-
-
-def test_lora_alone_is_trained_and_kept():
-    def with_lora() -> Model:
-        model = Model(nnx.Rngs(0))
-        size = helpers.WIDTH
-        model.hidden = nnx.LoRALinear(size, size, lora_rank=2, rngs=nnx.Rngs(1))
-        lora = model.hidden.lora.lora_b
-        lora[...] = jax.random.normal(jax.random.key(2), lora.shape)
-        return model
-
-    model = with_lora()
-    tx = token_accumulation(SGD, K)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
-    frozen = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-    rest, before = params_of(model, frozen), params_of(model, nnx.LoRAParam)
-    expected = full_batch_gradient(model, BATCH, nnx.LoRAParam)
-    step = make_train_step(loss_fn)
-    for micro_batch in helpers.cut(BATCH, K):
-        step(model, optimizer, micro_batch)
-    got = applied(optimizer)
-    assert helpers.relative_error(got, expected) < helpers.RTOL["float32"]
-    chex.assert_trees_all_equal(params_of(model, frozen), rest)
-    sums = optimizer.opt_state.acc_grads
-    assert optax.tree.size(sums) == optax.tree.size(before)
-
-
-def test_rejected_and_empty_micro_batches():
-    tx = token_accumulation(SGD, 2, should_skip_update_fn=optax.skip_not_finite)
-
-    def scaled_loss_fn(model: Model, batch: Any) -> tuple[jax.Array, jax.Array]:
-        loss_sum, n = loss_fn(model, batch)
-        return loss_sum * batch["scale"], n
-
-    model, optimizer = new(tx)
-    step = make_train_step(scaled_loss_fn)
-    expected = full_batch_gradient(model, BATCH)
-    good = BATCH | {"scale": np.float32(1)}
-    bad = BATCH | {"scale": np.float32(np.nan)}
-    empty = BATCH | {"scale": np.float32(np.nan), "mask": np.zeros_like(BATCH["mask"])}
-    flags = [
-        (bool(m.skipped), int(m.mini_step))
-        for m in (step(model, optimizer, batch) for batch in (bad, empty, bad, good))
-    ]
-    assert flags == [(True, 0), (False, 1), (True, 1), (False, 0)]
-    error = helpers.relative_error(applied(optimizer), expected)
-    assert error < helpers.RTOL["float32"]
-
-
-def test_two_compilations_for_step_and_close_over_many_windows():
-    model, optimizer = new(token_accumulation(optax.adamw(0.1), 3))
-    step = make_train_step(loss_fn)
-    micro_batch = helpers.cut(BATCH, K)[0]
-    with helpers.count_compilations() as compilations:
-        for _ in range(10):
-            metrics = step(model, optimizer, micro_batch)
-        step.close_window(model, optimizer)
-    assert metrics.gradient_step == 3
-    assert len(compilations) == 2
-
-
-@pytest.mark.parametrize("form", ["class", "transformation"])
-def test_multi_steps_of_sums_does_what_token_accumulation_does(form: str):
-    multi_steps = MultiSteps(SGD, K, gradients="sum")
-    forms = {
-        "class": multi_steps,
-        "transformation": multi_steps.gradient_transformation(),
-    }
+def test_partial_windows_and_forms_of_the_optimizer():
+    """Their steps have one program; `MultiSteps` of sums does what it wraps does."""
     step, trained = make_train_step(loss_fn), []
-    for tx in (forms[form], token_accumulation(SGD, K)):
-        model, optimizer = new(tx)
-        for micro_batch in helpers.cut(BATCH, K):
-            metrics = step(model, optimizer, micro_batch)
-        assert metrics.updated
-        trained.append(params_of(model))
+    multi_steps = MultiSteps(SGD, 99, gradients="sum")
+    for tx in (
+        token_accumulation(SGD, 99),
+        multi_steps,
+        multi_steps.gradient_transformation(),
+    ):
+        run = Run("two programs")
+        run.step, run.optimizer = step, nnx.Optimizer(run.model, tx, wrt=nnx.Param)
+        assert not step.close_window(run.model, run.optimizer).updated
+        expected = full_gradient(run.model)
+        run.window(MICRO_BATCHES)
+        metrics = step.close_window(run.model, run.optimizer)
+        assert metrics.updated and metrics.gradient_step == 1
+        assert metrics.num_tokens == BATCH["mask"].sum()
+        assert helpers.relative_error(run.given(), expected) < RTOL
+        trained.append(run.held())
     chex.assert_trees_all_equal(*trained)
 
 
-def test_an_optimizer_without_a_schedule_says_so():
-    model, optimizer = new(token_accumulation(SGD))
+def test_what_the_step_refuses():
+    run = Run("two programs")
+    tx = token_accumulation(SGD)
+    optimizer = nnx.Optimizer(run.model, tx, wrt=nnx.Param)
     with pytest.raises(ValueError, match="rule that closes it"):
-        make_train_step(loss_fn)(model, optimizer, BATCH)
-    assert params_of(model)
-
-
-def test_loss_fn_that_does_not_fit():
+        run.step(run.model, optimizer, BATCH)
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         make_train_step(None)
-    model, optimizer = new(token_accumulation(SGD, 2))
     with pytest.raises(TypeError, match="must return"):
-        make_train_step(mean_loss_fn)(model, optimizer, BATCH)
-    assert params_of(model)
+        Run("two programs", mean_loss_fn).window(MICRO_BATCHES)
+    assert run.held()
+
+
+# Statistics, random streams and other variables.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
+def test_statistics_are_means_over_devices(way: str, reduce_every: str):
+    run = Run(way, **ON_MESH | {"reduce_every": reduce_every})
+    run.window(MICRO_BATCHES)
+    of_devices = statistics_of([helpers.cut(m, DEVICES) for m in MICRO_BATCHES])
+    of_rows = statistics_of([[m] for m in MICRO_BATCHES])
+    expected, other = of_devices, of_rows
+    if reduce_every == "micro_batch":
+        expected, other = of_rows, of_devices
+    got = run.held(nnx.BatchStat)
+    assert helpers.relative_error(got, expected) < RTOL
+    assert helpers.relative_error(got, other) > 100 * RTOL
+    first = statistics_of([helpers.cut(m, DEVICES)[:1] for m in MICRO_BATCHES])
+    assert helpers.relative_error(got, first) > 100 * RTOL
+    for x in jax.tree.leaves(nnx.state(run.model)):
+        assert len(x.sharding.device_set) == DEVICES
+        assert x.is_fully_replicated
+    assert run.model.calls[...] == K
+
+
+@BOTH
+def test_the_ways_move_variables_alike(options: Any):
+    """And no two devices or micro-batches share a dropout mask."""
+    devices, moved = DEVICES if options else 1, []
+    for way in ("two programs", "window"):
+        run = Run(way, masked_loss_fn, has_aux=True, rate=0.5, **options)
+        keys, seen = run.held(nnx.RngKey), []
+        for _ in range(2):
+            seen += [m.aux.reshape(-1, 64) for m in run.window(MICRO_BATCHES)]
+        masks = np.concatenate(seen)
+        assert masks.shape == (2 * K * devices, 64)
+        assert len({mask.tobytes() for mask in masks}) == len(masks)
+        chex.assert_trees_all_equal(run.held(nnx.RngKey), keys)
+        assert run.model.dropout.rngs.count[...] == 2 * 2 * K  # the loss asks twice
+        kinds = nnx.Any(nnx.BatchStat, nnx.RngCount, nnx.Param)
+        moved.append([masks, *run.held(kinds)])
+    assert helpers.relative_error(*moved) < RTOL
+
+
+@pytest.mark.parametrize(
+    ("mode", "way", "options"),
+    [
+        *((mode, "two programs", ONE_DEVICE) for mode in MODES),
+        ("graph", "two programs", ON_MESH),
+        ("graph", "window", OF_ALL_ROWS),
+        pytest.param("graph", "one program", OF_ALL_ROWS, marks=SLOW),
+        pytest.param("graph", "window", ON_MESH, marks=SLOW),
+    ],
+)
+def test_a_rejected_micro_batch_moves_nothing(mode: str, way: str, options: Any):
+    """One of the devices rejects it."""
+    good = [m | {"scale": np.ones(16, np.float32)} for m in MICRO_BATCHES]
+    bad = good[1] | {"scale": np.where(np.arange(16) == 5, np.float32(np.nan), 1)}
+    with MODES[mode]():
+        got = Run(way, poisoning_loss_fn, rate=0.5, **options | SKIPS)
+        metrics = got.window([bad, good[0], bad, *good[1:]])
+        expected = Run(way, poisoning_loss_fn, rate=0.5, **options | SKIPS)
+        expected.step = got.step
+        expected.window([good[0], *good[1:]] if way != "window" else good)
+    if way != "window":
+        skipped = [bool(m.skipped) for m in metrics]
+        assert skipped == [True, False, True, False, False, False]
+    for x, y in zip(got.held(), expected.held(), strict=True):
+        chex.assert_trees_all_close(x, y, rtol=RTOL, atol=0)
+    chex.assert_tree_all_finite(got.held())
+    if options is ONE_DEVICE:
+        naive = Run(way, poisoning_loss_fn, **options)
+        naive.window([bad, *good[1:]])
+        assert np.isnan(naive.held(nnx.BatchStat)[0]).any()
+
+
+def test_a_micro_batch_without_tokens_moves_statistics_as_its_rows_are_real():
+    run, plain = Run("two programs", **SKIPS), Model(nnx.Rngs(0))
+    before = run.held(nnx.BatchStat)
+    empty = MICRO_BATCHES[0] | {"mask": np.zeros_like(MICRO_BATCHES[0]["mask"])}
+    [metrics] = run.window([empty | {"scale": np.float32(np.nan)}])
+    assert not metrics.skipped and metrics.mini_step == 1
+    plain(empty["tokens"])
+    got, expected = run.held(nnx.BatchStat), held(plain, nnx.BatchStat)
+    assert helpers.relative_error(got, expected) < RTOL
+    assert helpers.relative_error(before, expected) > 100 * RTOL
+    assert run.model.calls[...] == 1
+
+
+def test_whole_numbers_may_depend_on_rows_where_all_are_seen():
+    def counting_loss_fn(model: Model, batch: Any) -> Any:
+        model.calls[...] += jnp.sum(batch["mask"])
+        return loss_fn(model, batch)
+
+    run = Run("two programs", counting_loss_fn, **ON_MESH)
+    with pytest.raises(ValueError, match=r"calls must be the same on all devices"):
+        run.window(MICRO_BATCHES)
+    run = Run("two programs", counting_loss_fn, **OF_ALL_ROWS)
+    run.window(MICRO_BATCHES)
+    assert run.model.calls[...] == K + BATCH["mask"].sum()
+
+
+@BOTH
+def test_a_model_may_change_between_micro_batches(options: Any):
+    """For example its mode; the window goes on."""
+    run = Run("two programs", masked_loss_fn, has_aux=True, rate=0.5, **options)
+    masks = []
+    for i, micro_batch in enumerate(MICRO_BATCHES):
+        run.model.train() if i % 2 else run.model.eval()
+        [metrics] = run.window([micro_batch])
+        masks.append(np.unique(metrics.aux).tolist())
+        assert metrics.updated == (i % K == K - 1)
+    assert masks == [[1], [0, 2]] * (K // 2)
+
+
+def test_new_variables_stay_in_a_model_on_one_device_and_are_refused_elsewhere():
+    def sowing_loss_fn(model: Model, batch: Any) -> Any:
+        loss_sum, n = loss_fn(model, batch)
+        model.tokens = nnx.Intermediate(n)
+        return loss_sum, n
+
+    run = Run("two programs", sowing_loss_fn)
+    for micro_batch in MICRO_BATCHES[:2]:
+        run.window([micro_batch])
+        assert run.model.tokens[...] == micro_batch["mask"].sum()
+    for way, options in (("window", ONE_DEVICE), ("two programs", ON_MESH)):
+        run = Run(way, sowing_loss_fn, **options)
+        with pytest.raises(ValueError, match=r"change at tokens.*nnx\.pop"):
+            run.window(MICRO_BATCHES)
+
+    def popping_loss_fn(model: Model, batch: Any) -> Any:
+        loss_sum, n = sowing_loss_fn(model, batch)
+        return loss_sum, (n, jax.tree.leaves(nnx.pop(model, nnx.Intermediate)))
+
+    run = Run("window", popping_loss_fn, has_aux=True, **ON_MESH)
+    [metrics] = run.window(MICRO_BATCHES)
+    assert np.sum(metrics.aux) == BATCH["mask"].sum()
+
+
+class Scaled(nnx.Param):
+    """Reads as a tenth of its stored value, like a parameter with a scale."""
+
+    def get_value(self, **index: Any) -> Any:
+        return super().get_value(**index) / 10
+
+
+class Stored(Scaled):
+    """Reads like `Scaled`, and its setter undoes the scale."""
+
+    def set_value(self, value: Any, **index: Any) -> None:
+        super().set_value(value * 10, **index)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_variables_that_read_as_something_else_keep_what_they_hold(mode: str):
+    model = Model(nnx.Rngs(0))
+    for layer, kind in ((model.hidden, Scaled), (model.out, Stored)):
+        layer.kernel = kind(10 * layer.kernel[...])
+        naive = layer.kernel[...]
+        assert np.abs(naive - layer.kernel.get_raw_value()).max() > 0.1
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    expected = jax.jit(
+        jax.grad(lambda p: mean_loss_fn(nnx.merge(graphdef, p, rest, copy=True), BATCH))
+    )(params)
+    with MODES[mode]():
+        run = Run("two programs", model=model)
+        before = run.held(nnx.Param)
+        for micro_batch in MICRO_BATCHES:
+            chex.assert_trees_all_equal(run.held(nnx.Param), before)
+            run.window([micro_batch])
+    expected = [np.array(g) for g in jax.tree.leaves(expected)]
+    assert helpers.relative_error(run.given(), expected) < RTOL
+    got = helpers.difference(before, run.held(nnx.Param))
+    # Parameters are 10,000 times the gradient, so their difference is rounded.
+    assert helpers.relative_error(got, expected) < 1e-3
+
+
+class Cyclic(nnx.Module):
+    """Has a cycle, which flax allows but jax does not, and arrays in no variable."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = Model(rngs)
+        self.inner.parent = self
+        self.plain = nnx.data(jnp.ones(3))
+        self.constants = nnx.data((jnp.ones(3), nnx.Variable(jnp.ones(3))))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        self.plain = self.plain * 2
+        self.constants[1][...] *= 2
+        return self.inner(tokens)
+
+
+def test_modules_that_hold_each_other_and_arrays_in_no_variable():
+    run = Run("two programs", model=Cyclic(nnx.Rngs(0)), **SKIPS)
+    scales = np.asarray([1, np.nan, 1], np.float32)
+    metrics = run.window([MICRO_BATCHES[0] | {"scale": scale} for scale in scales])
+    assert [bool(m.skipped) for m in metrics] == [False, True, False]
+    assert run.model.inner.calls[...] == 2
+    for doubled in (run.model.plain, run.model.constants[1][...]):
+        chex.assert_trees_all_equal(doubled, jnp.full(3, 4.0))
+
+
+# Donation.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_clones_outlive_a_step_that_does_not_donate_or_copies_of_their_own(mode: str):
+    def trained(**options: Any) -> Any:
+        run = Run("two programs", rate=0.5, **options)
+        shared, (graphdef, state) = nnx.clone(run.model), nnx.split(run.model)
+        copied = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
+        run.window(MICRO_BATCHES)
+        return run.held(), shared, copied
+
+    with MODES[mode]():
+        fresh = held(Model(nnx.Rngs(0), 0.5))
+        kept, shared, copied = trained(donate=False)
+        chex.assert_trees_all_equal(held(shared), fresh)
+        donated, shared, copied = trained()
+        chex.assert_trees_all_equal(held(copied), fresh)
+        chex.assert_trees_all_equal(donated, kept)
+        with pytest.raises(RuntimeError, match="Array has been deleted"):
+            held(shared)
+
+
+@pytest.mark.parametrize("where", ["model and optimizer", "batch", "keywords"])
+def test_an_array_that_stands_twice_is_donated_once(where: str):
+    def with_reference(model: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(model, batch["inner"])
+        reference, tokens = batch["reference"], batch["inner"]["tokens"]
+        return loss_sum + jnp.sum(reference.out(reference.embed(tokens))), n
+
+    def with_keywords(model: Any, batch: Any, *, bias: Any, step: Any) -> Any:
+        loss_sum, n = loss_fn(model, batch)
+        return (loss_sum + jnp.sum(bias)) / (1 + step), n
+
+    losses = {"batch": with_reference, "keywords": with_keywords}
+
+    def trained(donate: bool) -> Any:
+        loss = losses.get(where, loss_fn)
+        run = Run("two programs", loss, optax.adam(0.1), donate=donate)
+        model, optimizer, batch, kwargs = run.model, run.optimizer, MICRO_BATCHES[0], {}
+        if where == "model and optimizer":
+            model.hidden.bias.set_raw_value(model.norm.bias.get_raw_value())
+            sums = optimizer.opt_state.acc_grads.hidden.kernel
+            sums.set_raw_value(model.hidden.kernel.get_raw_value())
+        if where == "batch":
+            batch = {"reference": nnx.clone(model), "inner": batch}
+        seen = []
+        for _ in range(2 * K):
+            if where == "keywords":
+                kwargs = {"bias": model.hidden.bias[...], "step": optimizer.step[...]}
+            seen += [m.loss for m in run.window([batch], **kwargs)]
+        return run.held(), seen
+
+    chex.assert_trees_all_equal(trained(True), trained(False))
+
+
+def test_keywords_of_a_window_may_be_arrays_of_the_model():
+    def scaled(model: Any, batch: Any, *, bias: Any) -> Any:
+        loss_sum, n = loss_fn(model, batch)
+        return loss_sum + jnp.sum(bias), n
+
+    def trained(donate: bool) -> Any:
+        run = Run("window", scaled, optax.adam(0.1), donate=donate)
+        for _ in range(2):
+            run.window(MICRO_BATCHES, bias=run.model.hidden.bias[...])
+        return run.held()
+
+    chex.assert_trees_all_equal(trained(True), trained(False))
+
+
+# Devices.
+
+
+@pytest.mark.parametrize(
+    ("spec", "inner", "late"),
+    [
+        (P(), optax.adam(0.1), False),
+        (P("data"), optax.adafactor(0.1), False),
+        (P("data"), optax.adam(0.1), True),
+    ],
+    ids=["replicated", "fsdp", "fsdp, optimizer first"],
+)
+def test_on_a_mesh_each_program_is_compiled_once(spec: P, inner: Any, late: bool):
+    """Without a mesh of its own, a step takes arrays where they are."""
+    model, tx = Model(nnx.Rngs(0)), token_accumulation(inner, K)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param) if late else None
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        where = NamedSharding(MESH, P() if "lora" in path else spec)
+        param.set_raw_value(jax.device_put(param.get_raw_value(), where))
+    optimizer = optimizer or nnx.Optimizer(model, tx, wrt=nnx.Param)
+    micro_batch = jax.device_put(MICRO_BATCHES[0], NamedSharding(MESH, P("data")))
+    step = make_train_step(loss_fn)
+    step.init(model, optimizer)
+    with helpers.count_compilations() as compilations:
+        for _ in range(2 * K + 1):
+            step(model, optimizer, micro_batch)
+        for _ in range(2):
+            metrics = step.close_window(model, optimizer)
+    assert metrics.gradient_step == 3
+    assert len(compilations) == 2
+    kernel = model.hidden.kernel.get_raw_value()
+    sums = optimizer.opt_state.acc_grads.hidden.kernel.get_raw_value()
+    for x in (kernel, sums):
+        assert x.sharding.is_equivalent_to(NamedSharding(MESH, spec), x.ndim)
+
+
+def test_gradients_are_sent_once_a_window_and_frozen_parameters_never():
+    run = Run("two programs", inner=optax.adamw(1e-3), **ON_MESH)
+    size = sum(x.nbytes for x in run.held(nnx.Param))
+    statistics = sum(x.nbytes for x in run.held(nnx.BatchStat))
+
+    def sent(part: Any, run: Any, *batch: Any) -> float:
+        lowered = part.lower(run.model, run.optimizer, *batch)
+        return collectives(lowered.compile()).bytes(axes="data")
+
+    assert sent(run.step.accumulate, run, MICRO_BATCHES[0]) < 0.1 * size  # statistics
+    assert size <= sent(run.step.close_window, run) < 1.01 * size
+    window = Run("window", inner=optax.adamw(1e-3), **ON_MESH)
+    of_window = sent(window.step, window, helpers.stacked(BATCH, K)) - size
+    assert K * statistics <= of_window < K * (statistics + 32)
+    lora = Run("two programs", nnx.remat(loss_fn), wrt=nnx.LoRAParam, **ON_MESH)
+    of_lora = sent(lora.step.accumulate, lora, MICRO_BATCHES[0])
+    assert statistics <= of_lora < 2 * statistics
+
+
+def test_init_lays_out_and_may_be_called_again():
+    run = Run("two programs", **ON_MESH)
+    run.step.init(run.model, run.optimizer)
+    shapes = [x.shape for x in run.held(nnx.Param)]
+    sums = held(run.optimizer.opt_state.acc_grads)
+    assert [x.shape for x in sums] == [(DEVICES, *shape) for shape in shapes]
+    first, *others = MICRO_BATCHES
+    run.window([first])
+    sums = held(run.optimizer.opt_state.acc_grads)
+    assert any(x.any() for x in sums)
+    run.step.init(run.model, run.optimizer)
+    chex.assert_trees_all_equal(held(run.optimizer.opt_state.acc_grads), sums)
+    alone = make_train_step(loss_fn)
+    with pytest.raises(ValueError, match="window must be closed before"):
+        alone.init(run.model, run.optimizer)
+    run.window(others)
+    alone.init(run.model, run.optimizer)
+    assert [x.shape for x in held(run.optimizer.opt_state.acc_grads)] == shapes
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_open"),
+    [
+        (8, 8, True),
+        (8, 4, True),
+        pytest.param(1, 1, True, marks=SLOW),
+        pytest.param(4, 8, False, marks=SLOW),
+        pytest.param(8, 1, True, marks=SLOW),
+        pytest.param(8, 1, False, marks=SLOW),
+        pytest.param(4, 8, True, marks=SLOW),
+    ],
+)
+def test_checkpoints_of_a_window(before: int, after: int, is_open: bool, tmp_path: Any):
+    """On the same devices with random streams, or on others."""
+
+    def new(devices: int) -> Run:
+        mesh = {"mesh": Mesh(jax.devices()[:devices], "data"), "data_axes": "data"}
+        rate = 0.5 if before == after else 0.0
+        options = mesh if devices > 1 else {}
+        return Run("two programs", inner=optax.adamw(0.1), rate=rate, **options)
+
+    first = MICRO_BATCHES[: K // 2 if is_open else K]
+    rest = MICRO_BATCHES[len(first) :] + MICRO_BATCHES
+    straight, resumed = new(before), new(after)
+    straight.window(first)
+    resumed.step.init(resumed.model, resumed.optimizer)
+    target = nnx.state((resumed.model, resumed.optimizer))
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = nnx.state((straight.model, straight.optimizer))
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        if before == after:
+            saved = checkpointer.restore(tmp_path / "state", target)
+        else:
+            saved = regroup_sums(checkpointer.restore(tmp_path / "state"), target)
+    nnx.update((resumed.model, resumed.optimizer), saved)
+    straight.window(rest)
+    resumed.window(rest)
+    if before == after:
+        chex.assert_trees_all_equal(resumed.held(), straight.held())
+        assert resumed.optimizer.step[...] == len(first + rest)
+    pair = [run.held(nnx.Param) for run in (straight, resumed)]
+    chex.assert_trees_all_close(*pair, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [ON_MESH, pytest.param(ONE_DEVICE, marks=SLOW)])
+def test_sequences_of_many_lengths_keys_and_keywords(options: Any):
+    lengths = BATCH["mask"].sum(1)
+    sequences = [
+        {name: BATCH[name][i, :n] for name in ("tokens", "labels", "mask")}
+        for i, n in enumerate(lengths)
+    ]
+    window = pad_window(
+        sequences,
+        pad_values={"tokens": 0, "labels": 0, "mask": False},
+        max_tokens=1024,
+        length_buckets=[16, 64],
+        batch_multiple=DEVICES if options else 1,
+    )
+
+    def scaled_loss_fn(model: Model, batch: Any, rng: Any, scale: Any) -> Any:
+        loss_sum, n = loss_fn(model, batch)
+        return scale * loss_sum + 0 * jax.random.uniform(rng), n
+
+    run = Run("window", scaled_loss_fn, **options)
+    kwargs = {"rng": jax.random.key(0), "scale": 2.0}
+    run.step.compile(run.model, run.optimizer, [window], **kwargs)
+    run.step.init(run.model, run.optimizer)
+    expected = [2 * x for x in full_gradient(run.model)]
+    with helpers.count_compilations() as compilations:
+        metrics = run.step(run.model, run.optimizer, window, **kwargs)
+    assert not compilations and metrics.num_tokens == lengths.sum()
+    assert helpers.relative_error(run.given(), expected) < RTOL
