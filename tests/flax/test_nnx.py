@@ -149,7 +149,7 @@ def held(node: Any, kind: Any = ...) -> list[np.ndarray]:
 
 def full_gradient(model: Any, batch: Any = BATCH, wrt: Any = nnx.Param) -> list[Any]:
     gradient = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))
-    return held(gradient(nnx.clone(model), batch))
+    return held(nnx.jit(gradient)(nnx.clone(model), batch))
 
 
 @pytest.mark.parametrize(

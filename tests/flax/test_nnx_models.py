@@ -1,34 +1,35 @@
 """NNX models as large ones are written: scanned layers, tied, sharded, in any mesh."""
 
 import contextlib
-import functools
 from typing import Any
 
 import chex
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
+from test_nnx import (
+    MESH,
+    MICRO_BATCHES,
+    ON_MESH,
+    RTOL,
+    SGD,
+    SLOW,
+    K,
+    Run,
+    full_gradient,
+    loss_fn,
+)
 
-import optax_tokenaccum
-from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
-from optax_tokenaccum.nnx import make_train_step, make_window_step
+from optax_tokenaccum import make_train_step as core_train_step
+from optax_tokenaccum import token_accumulation
+from optax_tokenaccum.nnx import make_train_step
 
-K, LAYERS = 4, 3
-SGD = optax.sgd(1.0, momentum=0.0)
-BATCH = helpers.ragged_batch(0, rows=64)
-MICRO_BATCHES = helpers.cut(BATCH, K)
-RTOL = helpers.RTOL["float32"]
-SLOW = pytest.mark.slow
-
-
-AUTO, EXPLICIT = make_mesh((8,)), make_mesh((8,), "explicit")
-ON_MESH = {"mesh": AUTO, "data_axes": "data"}
+LAYERS, EXPLICIT = 3, make_mesh((8,), "explicit")
 
 
 class Block(nnx.Module):
@@ -47,7 +48,8 @@ class Scanned(nnx.Module):
     """Stacked layers in a scan between the ends of one embedding."""
 
     def __init__(self, spec: P | None = None, remat: bool = False, axis: int = 0):
-        self.remat, self.axes = remat, nnx.StateAxes({nnx.Param: axis, ...: 0})
+        self.remat, self.axis = remat, axis
+        self.axes = nnx.StateAxes({nnx.Param: axis, ...: 0})
         rngs, init = nnx.Rngs(0), nnx.initializers.normal(0.3)
         if spec is not None:
             init = nnx.with_partitioning(init, spec)
@@ -70,63 +72,33 @@ class Scanned(nnx.Module):
         return self.embed.attend(run(self.embed(tokens), self.blocks))
 
 
-def loss_fn(model: Scanned, batch: Any) -> tuple[jax.Array, jax.Array]:
-    logits = model(batch["tokens"])
-    return softmax_cross_entropy_sum(logits, batch["labels"], batch["mask"])
-
-
-def mean_loss_fn(model: Scanned) -> jax.Array:
-    loss_sum, num_tokens = loss_fn(model, BATCH)
-    return loss_sum / num_tokens
-
-
-@functools.cache
-def expected(wrt: Any = nnx.Param, axis: int = 0) -> Any:
-    gradient = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))
-    return jax.tree.leaves(nnx.state(nnx.jit(gradient)(Scanned(axis=axis))))
-
-
-def given(optimizer: nnx.Optimizer) -> Any:
-    """The last gradient given to SGD; parameter differences are rounded."""
-    state = optimizer.opt_state
-    return jax.tree.leaves(getattr(state, "inner_opt_state", state)[0].trace)
-
-
 def check(
     model: Scanned,
     way: str,
     loss_fn: Any = loss_fn,
-    right: Any = None,
     wrt: Any = nnx.Param,
     **options: Any,
 ) -> None:
     """Train for two windows; the first gradient is that of the full batch."""
-    if way == "window":
-        tx, batches = SGD, [helpers.stack(MICRO_BATCHES)]
-        step: Any = make_window_step(loss_fn, **options)
-    else:
-        tx, batches = token_accumulation(SGD, K), MICRO_BATCHES
-        step = make_train_step(loss_fn, **options)
-    optimizer = nnx.Optimizer(model, tx, wrt=wrt)
-    step.init(model, optimizer)
+    expected = full_gradient(Scanned(axis=model.axis), wrt=wrt)
+    run = Run(way, loss_fn, model=model, wrt=wrt, **options)
+    run.step.init(model, run.optimizer)
     with helpers.count_compilations() as compilations:
-        for batch in batches:
-            metrics = step(model, optimizer, batch)
-        first = [np.asarray(x) for x in given(optimizer)]
-        for batch in batches:
-            step(model, optimizer, batch)
+        *_, metrics = run.window(MICRO_BATCHES)
+        given = run.given()
+        run.window(MICRO_BATCHES)
     assert metrics.updated and len(compilations) == (1 if way == "window" else 2)
-    assert helpers.relative_error(first, right or expected()) < RTOL
+    assert helpers.relative_error(given, expected) < RTOL
 
 
 @pytest.mark.parametrize(
     ("way", "mesh", "reduce_every"),
     [
-        ("train", None, "window"),
+        ("two programs", None, "window"),
         ("window", None, "window"),
-        pytest.param("train", AUTO, "micro_batch", marks=SLOW),
+        pytest.param("two programs", MESH, "micro_batch", marks=SLOW),
         pytest.param("window", EXPLICIT, "micro_batch", marks=SLOW),
-        pytest.param("train", EXPLICIT, "window", marks=SLOW),
+        pytest.param("two programs", EXPLICIT, "window", marks=SLOW),
         pytest.param("window", make_mesh((4, 2)), "window", marks=SLOW),
     ],
 )
@@ -135,28 +107,28 @@ def test_scanned_layers_and_a_tied_embedding(way: str, mesh: Any, reduce_every: 
         check(Scanned(), way)
         return
     options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
-    is_set = mesh is EXPLICIT and way == "train"
+    is_set = mesh is EXPLICIT and way == "two programs"
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         check(Scanned(), way, **options)
 
 
-@pytest.mark.parametrize("way", ["train", pytest.param("window", marks=SLOW)])
+@pytest.mark.parametrize("way", ["two programs", pytest.param("window", marks=SLOW)])
 def test_parameters_that_were_made_on_a_mesh_stay_there(way: str):
-    with jax.set_mesh(AUTO):
+    with jax.set_mesh(MESH):
         model = Scanned(P("data"))
-        check(model, way, mesh=AUTO, data_axes="data")
+        check(model, way, mesh=MESH, data_axes="data")
     sharding = model.embed.embedding.get_raw_value().sharding
-    assert sharding.is_equivalent_to(jax.NamedSharding(AUTO, P("data")), 2)
+    assert sharding.is_equivalent_to(jax.NamedSharding(MESH, P("data")), 2)
 
 
 @pytest.mark.parametrize(
     ("way", "wrap", "remat", "options"),
     [
-        ("train", nnx.remat, False, {}),
-        ("train", nnx.jit, True, {}),
+        ("two programs", nnx.remat, False, {}),
+        ("two programs", nnx.jit, True, {}),
         pytest.param("window", nnx.remat, True, {}, marks=SLOW),
         pytest.param("window", nnx.jit, False, ON_MESH, marks=SLOW),
-        pytest.param("train", nnx.remat, True, ON_MESH, marks=SLOW),
+        pytest.param("two programs", nnx.remat, True, ON_MESH, marks=SLOW),
     ],
 )
 def test_transformations_that_write_parameters_back(
@@ -167,41 +139,27 @@ def test_transformations_that_write_parameters_back(
 
 def test_a_part_of_the_parameters_that_are_stacked_along_another_axis():
     wrt = nnx.All(nnx.Param, nnx.PathContains("blocks"))
-    check(Scanned(axis=1, remat=True), "train", right=expected(wrt, 1), wrt=wrt)
+    check(Scanned(axis=1, remat=True), "two programs", wrt=wrt)
 
 
 class Pair(nnx.Module):
     def __init__(self):
         self.a, self.b = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.ones(3))
 
-    def swap(self) -> None:
-        a, b = self.a[...], self.b[...]
-        self.a.set_value(b)
-        self.b.set_value(a)
 
-
-def swap_in_remat(pair: Pair, batch: Any) -> None:
-    nnx.remat(Pair.swap)(pair)
-
-
-def swap_in_a_scan(pair: Pair, batch: Any) -> None:
-    def body(pair: Pair, _: Any) -> tuple[Pair, Any]:
-        pair.swap()
-        return pair, 0.0
-
-    nnx.scan(body)(pair, batch)
-
-
-def swap_in_remat_of_a_scan(pair: Pair, batch: Any) -> None:
-    nnx.remat(swap_in_a_scan)(pair, batch)
+def swap(pair: Pair, _: Any = None) -> tuple[Pair, Any]:
+    a, b = pair.a[...], pair.b[...]
+    pair.a.set_value(b)
+    pair.b.set_value(a)
+    return pair, 0.0
 
 
 @pytest.mark.parametrize(
-    "swap", [swap_in_remat, swap_in_a_scan, swap_in_remat_of_a_scan]
+    "swapping", [nnx.remat(swap), nnx.scan(swap), nnx.remat(nnx.scan(swap))]
 )
-def test_parameters_that_change_places_are_refused(swap: Any):
+def test_parameters_that_change_places_are_refused(swapping: Any):
     def swapping_loss_fn(pair: Pair, batch: Any) -> Any:
-        swap(pair, batch)
+        swapping(pair, batch)
         return jnp.sum(pair.a[...] * batch), len(batch)
 
     model, step = Pair(), make_train_step(swapping_loss_fn)
@@ -225,14 +183,15 @@ def test_inside_of_nnx_jit_and_between_evaluations():
         model.train()
         metrics = (outer if i % 2 else step)(model, optimizer, batch)
     assert metrics.updated and optimizer.step[...] == K
-    assert helpers.relative_error(given(optimizer), expected()) < RTOL
+    given = jax.tree.leaves(optimizer.opt_state.inner_opt_state[0].trace)
+    assert helpers.relative_error(given, full_gradient(Scanned())) < RTOL
 
 
 class Weight(nnx.Variable):
     """A type that a user chose to train, with `wrt=Weight`."""
 
 
-class TiedWeight(nnx.Module):
+class Product(nnx.Module):
     def __init__(self, kind: type[nnx.Variable] = nnx.Param, tied: bool = True):
         self.a = kind(jnp.arange(1.0, 4.0))
         self.b = self.a if tied else kind(jnp.arange(1.0, 4.0))
@@ -243,31 +202,23 @@ class TiedWeight(nnx.Module):
 
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.LoRAParam, Weight])
 def test_the_core_takes_the_trained_variables_of_a_model(kind: Any):
-    graphdef, params = nnx.split(TiedWeight(kind), kind)
+    def trained(params: Any, batches: Any, call: Any) -> Any:
+        def loss_fn(params: Any, x: jax.Array) -> tuple[jax.Array, int]:
+            return jnp.sum(call(params)(x)), len(x)
 
-    def state_loss_fn(params: nnx.State, x: jax.Array) -> tuple[jax.Array, int]:
-        return jnp.sum(nnx.merge(graphdef, params)(x)), len(x)
+        step = core_train_step(loss_fn, optax.sgd(0.1), len(batches))
+        return helpers.run_step(step, step.init(params), batches)[0].params
 
-    batches, expected = [jnp.ones((1, 3)), jnp.full((3, 3), 2.0)], 2 * 7 / 4
-    step = optax_tokenaccum.make_train_step(state_loss_fn, optax.sgd(0.1), 2)
-    state = step.init(params)
-    for x in batches:
-        state, _ = step(state, x)
-    right = jnp.arange(1.0, 4.0) * (1 - 0.1 * expected)
-    chex.assert_trees_all_close(state.params["a"][...], right, rtol=1e-6)
-
-    # As a tree of arrays, the two places of the model go ways of their own.
-    grads = jax.grad(lambda model: sum(jnp.sum(model(x)) for x in batches) / 4)(
-        TiedWeight(kind)
-    )
+    weights = jnp.arange(1.0, 4.0)
+    graphdef, params = nnx.split(Product(kind), kind)
+    batches = [jnp.ones((1, 3)), jnp.full((3, 3), 2.0)]  # their mean is 7 / 4
+    got = trained(params, batches, lambda params: nnx.merge(graphdef, params))
+    right = weights * (1 - 0.1 * 2 * 7 / 4)
+    chex.assert_trees_all_close(got["a"][...], right, rtol=1e-6)
+    # A model of parameters alone is a tree of arrays. Then the two places of one
+    # variable would go ways of their own, each with its half of the gradient.
+    got = trained(Product(tied=False), batches[:1], lambda model: model)
+    chex.assert_trees_all_close(got.b[...], 0.9 * weights)
+    grads = jax.grad(lambda model: jnp.sum(model(batches[0])))(Product(kind))
     assert grads.a is not grads.b
-    chex.assert_trees_all_close(grads.a[...], expected / 2 * jnp.arange(1.0, 4.0))
-
-
-def test_the_core_takes_a_model_of_parameters_alone():
-    def loss_fn(model: TiedWeight, x: jax.Array) -> tuple[jax.Array, int]:
-        return jnp.sum(model(x)), len(x)
-
-    step = optax_tokenaccum.make_train_step(loss_fn, optax.sgd(0.1), 1)
-    state, _ = step(step.init(TiedWeight(tied=False)), jnp.ones((1, 3)))
-    chex.assert_trees_all_close(state.params.b[...], 0.9 * jnp.arange(1.0, 4.0))
+    chex.assert_trees_all_close(grads.a[...], weights)
