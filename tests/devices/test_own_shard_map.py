@@ -154,33 +154,36 @@ def test_everything_that_a_window_takes(way: str):
         loss_sum += 0 * jax.random.uniform(rng)
         return scale * loss_sum, (n, {"rows": batch["x"][:, 0], "missing": None})
 
-    def f(params: Any, window: Any, rng: Any, number: Any) -> Any:
-        options = {"rng": rng, "num_micro_batches": number, "scale": jnp.ones(())}
+    def f(params: Any, window: Any, rng: Any, numbers: Any) -> Any:
+        options = {"rng": rng, "num_micro_batches": numbers[0], "scale": jnp.ones(())}
         return WAYS[way](loss_fn, has_aux=True)(params, window, **options)
 
-    rows = {"rows": ROW_SPEC, "missing": None}
-    in_specs, out_specs = (P(), ROW_SPEC, P(), P()), ((P(), (P(), rows)), P())
+    seen = {"rows": ROW_SPEC, "missing": None}
+    in_specs, out_specs = (P(), ROW_SPEC, P(), P("data")), ((P(), (P(), seen)), P())
     over = mapped(f, in_specs=in_specs, out_specs=out_specs)
-    got = over(PARAMS, WINDOW, jax.random.key(0), K)
-    check(got)
-    np.testing.assert_array_equal(got[0][1][1]["rows"], WINDOW["x"][:, :, 0])
-    (_, (tokens, aux)), gradient = over(PARAMS, WINDOW, jax.random.key(0), 1)
-    first = jax.tree.map(lambda x: x[0], WINDOW)
-    assert relative_error(gradient, ways_in.exact(PARAMS, first)) < 1e-6
-    assert tokens == first["weights"].sum() and not aux["rows"][1:].any()
-
-
-def two_losses(params: Any, batch: Any) -> Any:
-    loss_sum, _ = ways_in.loss_fn(params, batch)
-    return {"a": loss_sum, "b": jnp.sum((batch["x"] @ params["w"]) ** 2)}
-
-
-def counts_of(batch: Any) -> Any:
-    return {"a": jnp.sum(batch["weights"]), "b": len(batch["x"])}
+    # Where gradients wait for the end of the window, devices may have other numbers.
+    others = [3, 3, 1, 0, 2, 3, 1, 3] if way == "loss" else [1] * DEVICES
+    for numbers in map(np.asarray, ([K] * DEVICES, others)):
+        got = over(PARAMS, WINDOW, jax.random.key(0), numbers)
+        (_, (num_tokens, aux)), gradient = got
+        runs = np.arange(K)[:, None] < np.repeat(numbers, 2)
+        rows = ALL_ROWS | {"weights": (WINDOW["weights"] * runs).ravel()}
+        assert num_tokens == rows["weights"].sum()
+        assert relative_error(gradient, ways_in.exact(PARAMS, rows)) < 1e-6
+        np.testing.assert_array_equal(aux["rows"], WINDOW["x"][:, :, 0] * runs)
+        if runs.all():
+            check(got)
 
 
 def test_several_losses_have_denominators_over_all_devices():
-    f = window_value_and_grad(two_losses, count_fn=counts_of)
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss_sum, _ = ways_in.loss_fn(params, batch)
+        return {"a": loss_sum, "b": jnp.sum((batch["x"] @ params["w"]) ** 2)}
+
+    def count_fn(batch: Any) -> Any:
+        return {"a": jnp.sum(batch["weights"]), "b": len(batch["x"])}
+
+    f = window_value_and_grad(loss_fn, count_fn=count_fn)
     (loss, (counts, _)), gradient = mapped(f, in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW)
     ones = ALL_ROWS | {"y": 0 * ALL_ROWS["y"], "weights": np.ones(K * ROWS)}
     second = ways_in.exact(PARAMS, ones)["w"]
@@ -230,26 +233,6 @@ def test_a_count_that_is_equal_on_all_devices(way: str, is_number: bool):
     assert relative_error(gradient["w"], expected) < 1e-6
 
 
-def test_parameters_of_which_each_device_has_some():
-    """All are divided by the tokens of all devices: one gradient of one mean."""
-    params = PARAMS | {"own": np.arange(DEVICES, dtype=np.float32)}
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        batch = batch | {"y": batch["y"] - params["own"]}
-        return ways_in.loss_fn(params, batch)
-
-    specs = {"w": P(), "own": P("data")}
-    f = window_value_and_grad(loss_fn)
-    over = mapped(f, in_specs=(specs, ROW_SPEC), out_specs=(P(), specs))
-    (_, (num_tokens, _)), gradient = over(params, WINDOW)
-    shifted = ALL_ROWS | {"y": ALL_ROWS["y"] - np.tile(np.repeat(params["own"], 2), K)}
-    errors = shifted["x"] @ np.float64(PARAMS["w"]) - shifted["y"]
-    per_row = (2 * errors * shifted["weights"]).reshape(K, DEVICES, 2)
-    assert num_tokens == TOKENS
-    assert relative_error(gradient["w"], ways_in.exact(PARAMS, shifted)["w"]) < 1e-6
-    assert relative_error(gradient["own"], per_row.sum((0, 2)) / TOKENS) < 1e-6
-
-
 @jax.custom_vjp
 def scaled(x: Any, largest: Any) -> Any:
     """Returns `x`; the "gradient" of `largest` is its next value."""
@@ -259,18 +242,27 @@ def scaled(x: Any, largest: Any) -> Any:
 scaled.defvjp(lambda x, _: (x, jnp.abs(x).max()), lambda res, g: (g, res))
 
 
-def test_a_value_to_be_overwritten_becomes_the_maximum_over_all_devices():
-    params = {"w": PARAMS["w"], "_overwrite_with_gradient": jnp.zeros(())}
+def test_parameters_of_which_each_device_has_some_and_a_value_to_be_overwritten():
+    """All are divided by the tokens of all devices; of the value there is one."""
+    own, name = np.arange(DEVICES, dtype=np.float32), "_overwrite_with_gradient"
+    params = PARAMS | {"own": own, name: jnp.zeros(())}
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        x = scaled(batch["x"], params["_overwrite_with_gradient"])
-        return ways_in.loss_fn(params, batch | {"x": x})
+        x, y = scaled(batch["x"], params[name]), batch["y"] - params["own"]
+        return ways_in.loss_fn(params, batch | {"x": x, "y": y})
 
-    f = mapped(window_value_and_grad(loss_fn), in_specs=(WHOLE, ROW_SPEC))
-    _, got = f(params, WINDOW)
-    assert relative_error(got["w"], EXACT["w"]) < 1e-6
+    specs = {"w": P(), "own": P("data"), name: P()}
+    f = window_value_and_grad(loss_fn)
+    over = mapped(f, in_specs=(specs, ROW_SPEC), out_specs=(P(), specs))
+    (_, (num_tokens, _)), gradient = over(params, WINDOW)
+    shifted = ALL_ROWS | {"y": ALL_ROWS["y"] - np.tile(np.repeat(own, 2), K)}
+    errors = shifted["x"] @ np.float64(PARAMS["w"]) - shifted["y"]
+    per_row = (2 * errors * shifted["weights"]).reshape(K, DEVICES, 2)
+    assert num_tokens == TOKENS
+    assert relative_error(gradient["w"], ways_in.exact(PARAMS, shifted)["w"]) < 1e-6
+    assert relative_error(gradient["own"], per_row.sum((0, 2)) / TOKENS) < 1e-6
     with_tokens = WINDOW["x"][[0, 2]]  # the second micro-batch has none
-    assert got["_overwrite_with_gradient"] == np.abs(with_tokens).max()
+    assert gradient[name] == np.abs(with_tokens).max()  # over all devices
 
 
 def test_a_gradient_function_is_given_the_parameters_as_they_are():
@@ -318,17 +310,3 @@ def test_parts_of_parameters_that_the_loss_gathers(way: str):
     check(mapped(WAYS[way](reduces), mesh=mesh, **specs)(PARAMS, WINDOW))
     with pytest.raises(ValueError, match="must reduce the loss and num_tokens"):
         mapped(WAYS[way](gathered), mesh=mesh, **specs).lower(PARAMS, WINDOW)
-
-
-def test_a_number_of_micro_batches_for_each_device():
-    def f(params: Any, window: Any, numbers: Any) -> Any:
-        f = window_value_and_grad(ways_in.loss_fn)
-        return f(params, window, num_micro_batches=numbers[0])
-
-    numbers = np.array([3, 3, 1, 0, 2, 3, 1, 3])
-    over = mapped(f, in_specs=(WHOLE, ROW_SPEC, P("data")))
-    (_, (num_tokens, _)), gradient = over(PARAMS, WINDOW, numbers)
-    runs = np.arange(K)[:, None] < np.repeat(numbers, 2)
-    rows = ALL_ROWS | {"weights": (WINDOW["weights"] * runs).ravel()}
-    assert num_tokens == rows["weights"].sum()
-    assert relative_error(gradient, ways_in.exact(PARAMS, rows)) < 1e-6
