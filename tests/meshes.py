@@ -8,14 +8,12 @@ import jax
 import nnx_ways
 import pytest
 from helpers import (
-    cut,
     difference,
     float64_gradient,
     init_params,
     loss_sum_fn,
     new_train_step,
     ragged_batch,
-    run_step,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -76,12 +74,6 @@ def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
 
 def stacked(batch: Any) -> Any:
     return helpers.stacked(batch, K)
-
-
-def run(way: str, step: Any, state: Any, batch: Any, **kwargs: Any) -> Any:
-    """Run one window."""
-    batches = [stacked(batch)] if "window" in way else cut(batch, K)
-    return run_step(step, state, batches, **kwargs)
 
 
 @functools.cache

@@ -512,8 +512,8 @@ def test_an_array_that_stands_twice_is_donated_once(where: str):
     losses = {"batch": with_reference, "keywords": with_keywords}
 
     def trained(donate: bool) -> Any:
-        loss = losses.get(where, loss_fn)
-        run = Run("two programs", loss, optax.adam(0.1), donate=donate)
+        way = "window" if where == "keywords" else "two programs"
+        run = Run(way, losses.get(where, loss_fn), optax.adam(0.1), donate=donate)
         model, optimizer, batch, kwargs = run.model, run.optimizer, MICRO_BATCHES[0], {}
         if where == "model and optimizer":
             model.hidden.bias.set_raw_value(model.norm.bias.get_raw_value())
@@ -527,20 +527,6 @@ def test_an_array_that_stands_twice_is_donated_once(where: str):
                 kwargs = {"bias": model.hidden.bias[...], "step": optimizer.step[...]}
             seen += [m.loss for m in run.window([batch], **kwargs)]
         return run.held(), seen
-
-    chex.assert_trees_all_equal(trained(True), trained(False))
-
-
-def test_keywords_of_a_window_may_be_arrays_of_the_model():
-    def scaled(model: Any, batch: Any, *, bias: Any) -> Any:
-        loss_sum, n = loss_fn(model, batch)
-        return loss_sum + jnp.sum(bias), n
-
-    def trained(donate: bool) -> Any:
-        run = Run("window", scaled, optax.adam(0.1), donate=donate)
-        for _ in range(2):
-            run.window(MICRO_BATCHES, bias=run.model.hidden.bias[...])
-        return run.held()
 
     chex.assert_trees_all_equal(trained(True), trained(False))
 
