@@ -2,17 +2,13 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import meshes
 import numpy as np
 import optax
 import pytest
 import ways_in
 from helpers import count_compilations, relative_error, run_step, stack
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 # Rows 0 to 3 of every micro-batch have few tokens: devices differ.
@@ -81,35 +77,6 @@ def test_parameters_without_some_leaves(
     assert jax.tree.structure(state) == jax.tree.structure(first)
     assert before.is_deleted() == donate
     assert metrics.aux["missing"] is None and metrics.updated
-
-
-@pytest.mark.parametrize(
-    ("way", "kind", "reduce_every"),
-    [
-        ("two programs", "auto", "window"),
-        ("one program", "explicit", "micro_batch"),
-        ("window", "auto", "micro_batch"),
-        ("window", "explicit", "window"),
-    ],
-)
-def test_a_model_that_equinox_partitioned(way: str, kind: str, reduce_every: str):
-    mesh = make_mesh((4, 2), kind)
-    layer = eqx.nn.Linear(4, "scalar", use_bias=False, key=jax.random.key(0))
-    layer = eqx.tree_at(lambda x: x.weight, layer, ways_in.PARAMS["w"][None])
-    params, static = eqx.partition(layer, eqx.is_inexact_array)
-    place = NamedSharding(mesh, P(None, "model"))
-    params = jax.tree.map(lambda x: jax.device_put(x, place), params)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        layer = eqx.combine(params, static)
-        losses = (jax.vmap(layer)(batch["x"]) - batch["y"]) ** 2
-        return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
-
-    options = {"loss_fn": loss_fn, "k": 3, "reduce_every": reduce_every}
-    step = meshes.make_step(way, MOMENTUM, mesh, **options)
-    state, _ = run_step(step, step.init(params), two_windows(way))
-    assert relative_error(state.params.weight[0], expected()) < 1e-6
-    assert state.params.weight.sharding.is_equivalent_to(place, 2)
 
 
 @pytest.mark.parametrize("way", meshes.WAYS)

@@ -611,7 +611,6 @@ def test_init_lays_out_and_may_be_called_again():
     [
         (8, 8, True),
         (8, 4, True),
-        pytest.param(1, 1, True, marks=SLOW),
         pytest.param(4, 8, False, marks=SLOW),
         pytest.param(8, 1, True, marks=SLOW),
         pytest.param(8, 1, False, marks=SLOW),
