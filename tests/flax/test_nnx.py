@@ -4,6 +4,7 @@ And what they do with a model's variables: values, rollback, placement and alias
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import chex
@@ -35,6 +36,7 @@ ONE_DEVICE: dict[str, Any] = {}
 ON_MESH = {"mesh": MESH, "data_axes": "data"}
 OF_ALL_ROWS = ON_MESH | {"reduce_every": "micro_batch"}
 SGD = optax.sgd(1.0, momentum=0.0)
+MULTI_STEPS = MultiSteps(SGD, K, gradients="sum")
 SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
 BATCH = helpers.ragged_batch(0, rows=64)
 MICRO_BATCHES = helpers.cut(BATCH, K)
@@ -44,12 +46,20 @@ WAYS = [
     "two programs",
     *(pytest.param(x, marks=SLOW) for x in ("one program", "window")),
 ]
-BOTH = pytest.mark.parametrize("options", [ONE_DEVICE, ON_MESH], ids=["one", "mesh"])
+BOTH = pytest.mark.parametrize(
+    "options", [ON_MESH, pytest.param(ONE_DEVICE, marks=SLOW)], ids=["mesh", "one"]
+)
 # Newer versions of flax have modes in which modules are plain pytrees.
 MODES = {"graph": contextlib.nullcontext}
 if hasattr(nnx, "set_graph_mode"):
     MODES["tree"] = lambda: nnx.set_graph_mode(False)
     MODES["no updates"] = lambda: nnx.set_graph_updates(False)
+
+
+def modes(*unmarked: str) -> list[Any]:
+    """Return the modes of flax, those beside graph mode and `unmarked` as slow."""
+    fast = {"graph", *unmarked}
+    return [pytest.param(x, marks=[] if x in fast else SLOW) for x in MODES]
 
 
 class Model(nnx.Module):
@@ -110,6 +120,7 @@ class Run:
         wrt: Any = nnx.Param,
         rate: float = 0.0,
         model: Any = None,
+        tx: Any = None,
         **options: Any,
     ):
         self.way, self.model = way, model or Model(nnx.Rngs(0), rate)
@@ -120,7 +131,7 @@ class Run:
             self.step = make_train_step(loss_fn, **options)
             k = K if way == "two programs" else lambda _: K
             inner = token_accumulation(inner, k, **own)
-        self.optimizer = nnx.Optimizer(self.model, inner, wrt=wrt)
+        self.optimizer = nnx.Optimizer(self.model, tx or inner, wrt=wrt)
 
     def window(self, batches: list[Any], **kwargs: Any) -> list[Any]:
         if self.way == "window":
@@ -147,24 +158,28 @@ def held(node: Any, kind: Any = ...) -> list[np.ndarray]:
     return [read(x) for x in jax.tree.leaves(nnx.state(node, kind))]
 
 
-def full_gradient(model: Any, batch: Any = BATCH, wrt: Any = nnx.Param) -> list[Any]:
-    gradient = nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt))
-    return held(nnx.jit(gradient)(nnx.clone(model), batch))
+@functools.cache
+def gradient_fn(wrt: Any) -> Any:
+    return nnx.jit(nnx.grad(mean_loss_fn, argnums=nnx.DiffState(0, wrt)))
+
+
+def full_gradient(model: Any, wrt: Any = nnx.Param) -> list[Any]:
+    return held(gradient_fn(wrt)(nnx.clone(model), BATCH))
 
 
 @pytest.mark.parametrize(
-    ("way", "options", "wrt"),
+    ("way", "options", "wrt", "tx"),
     [
-        ("two programs", ONE_DEVICE, nnx.Param),
-        ("two programs", ON_MESH, nnx.LoRAParam),
-        ("window", ON_MESH, nnx.Param),
-        ("window", ONE_DEVICE, nnx.LoRAParam),
-        pytest.param("two programs", ONE_DEVICE, nnx.LoRAParam, marks=SLOW),
-        pytest.param("one program", ON_MESH, nnx.Param, marks=SLOW),
+        ("two programs", ONE_DEVICE, nnx.Param, None),
+        ("two programs", ON_MESH, nnx.LoRAParam, MULTI_STEPS.gradient_transformation()),
+        ("window", ON_MESH, nnx.Param, None),
+        pytest.param("window", ONE_DEVICE, nnx.LoRAParam, None, marks=SLOW),
+        pytest.param("two programs", ONE_DEVICE, nnx.LoRAParam, None, marks=SLOW),
+        pytest.param("one program", ON_MESH, nnx.Param, None, marks=SLOW),
     ],
 )
-def test_windows_are_the_full_batches(way: str, options: Any, wrt: Any):
-    run = Run(way, wrt=wrt, **options)
+def test_windows_are_the_full_batches(way: str, options: Any, wrt: Any, tx: Any):
+    run = Run(way, wrt=wrt, tx=tx, **options)
     frozen = nnx.All(nnx.Param, nnx.Not(wrt))
     rest, expected = run.held(frozen), full_gradient(run.model, wrt=wrt)
     moved = statistics_of([[m] for m in MICRO_BATCHES])  # as without accumulation
@@ -209,20 +224,23 @@ def statistics_of(parts: list[list[Any]]) -> list[np.ndarray]:
 
 
 def test_optax_multi_steps_is_not_the_full_batch():
-    model, expected = Model(nnx.Rngs(0)), full_gradient(Model(nnx.Rngs(0)))
     tx = optax.MultiSteps(SGD, K).gradient_transformation()
-    optimizer, before = nnx.Optimizer(model, tx, wrt=nnx.Param), held(model, nnx.Param)
+    run = Run("two programs", tx=tx)
+    before, expected = run.held(nnx.Param), full_gradient(run.model)
+
+    @nnx.jit
+    def step(model: Model, optimizer: nnx.Optimizer, batch: Any) -> None:
+        optimizer.update(model, nnx.grad(mean_loss_fn)(model, batch))
+
     for micro_batch in MICRO_BATCHES:
-        optimizer.update(model, nnx.grad(mean_loss_fn)(model, micro_batch))
-    got = helpers.difference(before, held(model, nnx.Param))
+        step(run.model, run.optimizer, micro_batch)
+    got = helpers.difference(before, run.held(nnx.Param))
     assert helpers.relative_error(got, expected) > 0.02
 
 
-@pytest.mark.parametrize("gradients", ["sum", "mean"])
+@pytest.mark.parametrize("gradients", ["mean", pytest.param("sum", marks=SLOW)])
 def test_plain_update_with_num_tokens(gradients: str):
-    run = Run("two programs")
-    tx = token_accumulation(SGD, K, gradients=gradients)
-    run.optimizer = nnx.Optimizer(run.model, tx, wrt=nnx.Param)
+    run = Run("two programs", tx=token_accumulation(SGD, K, gradients=gradients))
     expected = full_gradient(run.model)
 
     def loss_of_form(model: Model, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -239,34 +257,21 @@ def test_plain_update_with_num_tokens(gradients: str):
     assert helpers.relative_error(run.given(), expected) < RTOL
 
 
-def test_partial_windows_and_forms_of_the_optimizer():
-    """Their steps have one program; `MultiSteps` of sums does what it wraps does."""
-    step, trained = make_train_step(loss_fn), []
-    multi_steps = MultiSteps(SGD, 99, gradients="sum")
-    for tx in (
-        token_accumulation(SGD, 99),
-        multi_steps,
-        multi_steps.gradient_transformation(),
-    ):
-        run = Run("two programs")
-        run.step, run.optimizer = step, nnx.Optimizer(run.model, tx, wrt=nnx.Param)
-        assert not step.close_window(run.model, run.optimizer).updated
-        expected = full_gradient(run.model)
-        run.window(MICRO_BATCHES)
-        metrics = step.close_window(run.model, run.optimizer)
-        assert metrics.updated and metrics.gradient_step == 1
-        assert metrics.num_tokens == BATCH["mask"].sum()
-        assert helpers.relative_error(run.given(), expected) < RTOL
-        trained.append(run.held())
-    chex.assert_trees_all_equal(*trained)
+def test_a_partial_window_closes_with_its_own_denominator():
+    run = Run("two programs", tx=MultiSteps(SGD, 99, gradients="sum"))
+    assert not run.step.close_window(run.model, run.optimizer).updated
+    expected = full_gradient(run.model)
+    run.window(MICRO_BATCHES)
+    metrics = run.step.close_window(run.model, run.optimizer)
+    assert metrics.updated and metrics.gradient_step == 1
+    assert metrics.num_tokens == BATCH["mask"].sum()
+    assert helpers.relative_error(run.given(), expected) < RTOL
 
 
 def test_what_the_step_refuses():
     run = Run("two programs")
-    tx = token_accumulation(SGD)
-    optimizer = nnx.Optimizer(run.model, tx, wrt=nnx.Param)
     with pytest.raises(ValueError, match="rule that closes it"):
-        run.step(run.model, optimizer, BATCH)
+        Run("two programs", tx=token_accumulation(SGD)).window(MICRO_BATCHES)
     with pytest.raises(TypeError, match="loss_fn must be a function"):
         make_train_step(None)
     with pytest.raises(TypeError, match="must return"):
@@ -320,11 +325,14 @@ def test_the_ways_move_variables_alike(options: Any):
 @pytest.mark.parametrize(
     ("mode", "way", "options"),
     [
-        *((mode, "two programs", ONE_DEVICE) for mode in MODES),
-        ("graph", "two programs", ON_MESH),
-        ("graph", "window", OF_ALL_ROWS),
+        *[
+            pytest.param(mode.values[0], "two programs", ONE_DEVICE, marks=mode.marks)
+            for mode in modes("tree")
+        ],
+        ("graph", "window", ON_MESH),
+        pytest.param("graph", "two programs", ON_MESH, marks=SLOW),
         pytest.param("graph", "one program", OF_ALL_ROWS, marks=SLOW),
-        pytest.param("graph", "window", ON_MESH, marks=SLOW),
+        pytest.param("graph", "window", OF_ALL_ROWS, marks=SLOW),
     ],
 )
 def test_a_rejected_micro_batch_moves_nothing(mode: str, way: str, options: Any):
@@ -343,7 +351,7 @@ def test_a_rejected_micro_batch_moves_nothing(mode: str, way: str, options: Any)
     for x, y in zip(got.held(), expected.held(), strict=True):
         chex.assert_trees_all_close(x, y, rtol=RTOL, atol=0)
     chex.assert_tree_all_finite(got.held())
-    if options is ONE_DEVICE:
+    if options is ONE_DEVICE and mode == "graph":
         naive = Run(way, poisoning_loss_fn, **options)
         naive.window([bad, *good[1:]])
         assert np.isnan(naive.held(nnx.BatchStat)[0]).any()
@@ -426,7 +434,7 @@ class Stored(Scaled):
         super().set_value(value * 10, **index)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", modes())
 def test_variables_that_read_as_something_else_keep_what_they_hold(mode: str):
     model = Model(nnx.Rngs(0))
     for layer, kind in ((model.hidden, Scaled), (model.out, Stored)):
@@ -478,7 +486,7 @@ def test_modules_that_hold_each_other_and_arrays_in_no_variable():
 # Donation.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", modes("no updates"))
 def test_clones_outlive_a_step_that_does_not_donate_or_copies_of_their_own(mode: str):
     def trained(**options: Any) -> Any:
         run = Run("two programs", rate=0.5, **options)
@@ -537,11 +545,11 @@ def test_an_array_that_stands_twice_is_donated_once(where: str):
 @pytest.mark.parametrize(
     ("spec", "inner", "late"),
     [
-        (P(), optax.adam(0.1), False),
         (P("data"), optax.adafactor(0.1), False),
-        (P("data"), optax.adam(0.1), True),
+        pytest.param(P(), optax.adam(0.1), False, marks=SLOW),
+        pytest.param(P("data"), optax.adam(0.1), True, marks=SLOW),
     ],
-    ids=["replicated", "fsdp", "fsdp, optimizer first"],
+    ids=["fsdp", "replicated", "fsdp, optimizer first"],
 )
 def test_on_a_mesh_each_program_is_compiled_once(spec: P, inner: Any, late: bool):
     """Without a mesh of its own, a step takes arrays where they are."""
