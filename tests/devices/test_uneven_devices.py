@@ -276,10 +276,12 @@ def test_a_state_gets_the_dtypes_of_the_step_that_resumes(saved_as: Any):
             return x.astype(saved_as) if x.dtype == jnp.float32 else x
         return x if x.ndim else x.item()
 
-    state = regroup_sums(jax.tree.map(saved, expected), like)
-    types = [[*map(jax.typeof, jax.tree.leaves(x))] for x in (state, expected)]
-    assert types[0] == types[1]  # weak types, too
-    chex.assert_trees_all_equal(state, expected)  # whole numbers, exact in bfloat16
+    held = jax.tree.map(saved, expected)
+    for given in (held, jax.tree.map(jnp.asarray, held)):
+        state = regroup_sums(given, like)
+        types = [[*map(jax.typeof, jax.tree.leaves(x))] for x in (state, expected)]
+        assert types[0] == types[1]  # weak types, too
+        chex.assert_trees_all_equal(state, expected)  # whole numbers, exact in bfloat16
 
 
 def test_sums_of_devices_in_a_step_without():
