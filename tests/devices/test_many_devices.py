@@ -51,24 +51,30 @@ SGD_BESIDE_A_FACTORED_STATE = optax.GradientTransformation(FACTORED.init, update
 CASES: list[Any] = [
     ("data parallel", "auto", "two programs", "window", True),
     ("data parallel", "explicit", "one program", "window", False),
-    ("data parallel", "explicit", "window", "micro_batch", True),
-    ("data parallel", "auto", "one program", "no mesh", False),
-    ("tensor parallel", "explicit", "two programs", "window", False),
     ("tensor parallel", "auto", "one program", "micro_batch", True),
     ("tensor parallel", "auto explicit", "window", "window", False),
     ("tensor parallel", "auto", "two programs", "no mesh", False),
     ("fsdp", "explicit", "two programs", "micro_batch", True),
-    ("fsdp", "auto", "one program", "micro_batch", False),
     ("fsdp", "auto", "window", "window", False),
     ("fsdp and tensor parallel", "auto", "two programs", "window", False),
     ("fsdp and tensor parallel", "explicit auto", "one program", "window", True),
-    ("fsdp and tensor parallel", "auto explicit", "two programs", "micro_batch", False),
     ("fsdp and tensor parallel", "explicit", "window", "micro_batch", False),
     ("data parallel", "auto", "nnx two programs", "window", True),
     ("fsdp", "auto", "nnx window", "window", False),
     *(
         pytest.param(*case, marks=SLOW)
         for case in [
+            ("data parallel", "explicit", "window", "micro_batch", True),
+            ("tensor parallel", "explicit", "two programs", "window", False),
+            ("data parallel", "auto", "one program", "no mesh", False),
+            ("fsdp", "auto", "one program", "micro_batch", False),
+            (
+                "fsdp and tensor parallel",
+                "auto explicit",
+                "two programs",
+                "micro_batch",
+                False,
+            ),
             ("tensor parallel", "auto", "window", "no mesh", False),
             ("fsdp", "explicit", "nnx two programs", "micro_batch", False),
             ("tensor parallel", "auto explicit", "nnx two programs", "window", True),
@@ -134,11 +140,11 @@ def test_mean_over_devices_of_means_is_another_gradient(devices: int):
     ("layout", "kind", "reduce_every"),
     [
         ("data parallel", "auto", "window"),
-        ("tensor parallel", "explicit", "window"),
-        ("fsdp", "auto", "window"),
         ("fsdp and tensor parallel", "auto", "window"),
         ("data parallel", "auto", "micro_batch"),
-        ("fsdp", "auto", "micro_batch"),
+        pytest.param("tensor parallel", "explicit", "window", marks=SLOW),
+        pytest.param("fsdp", "auto", "window", marks=SLOW),
+        pytest.param("fsdp", "auto", "micro_batch", marks=SLOW),
     ],
 )
 def test_what_is_sent_and_what_a_device_holds(

@@ -215,13 +215,18 @@ def as_dictionary(tree: Any) -> Any:
     ("before", "after"),
     [
         (8, "4 x 2"),
-        (4, 8),
-        (8, "no mesh"),
-        ("no mesh", 8),
-        ("sharded sums", 8),
-        (8, "sharded sums"),
         (8, 3),
-        (8, 1),
+        ("no mesh", 8),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in [
+                (4, 8),
+                (8, "no mesh"),
+                ("sharded sums", 8),
+                (8, "sharded sums"),
+                (8, 1),
+            ]
+        ),
     ],
 )
 def test_open_window_goes_on_with_other_devices(before: Any, after: Any):

@@ -56,10 +56,9 @@ if hasattr(nnx, "set_graph_mode"):
     MODES["no updates"] = lambda: nnx.set_graph_updates(False)
 
 
-def modes(*unmarked: str) -> list[Any]:
-    """Return the modes of flax, those beside graph mode and `unmarked` as slow."""
-    fast = {"graph", *unmarked}
-    return [pytest.param(x, marks=[] if x in fast else SLOW) for x in MODES]
+def modes() -> list[Any]:
+    """Return the modes of flax, those beside graph mode as slow."""
+    return [pytest.param(x, marks=[] if x == "graph" else SLOW) for x in MODES]
 
 
 class Model(nnx.Module):
@@ -327,7 +326,7 @@ def test_the_ways_move_variables_alike(options: Any):
     [
         *[
             pytest.param(mode.values[0], "two programs", ONE_DEVICE, marks=mode.marks)
-            for mode in modes("tree")
+            for mode in modes()
         ],
         ("graph", "window", ON_MESH),
         pytest.param("graph", "two programs", ON_MESH, marks=SLOW),
@@ -383,7 +382,8 @@ def test_whole_numbers_may_depend_on_rows_where_all_are_seen():
     assert run.model.calls[...] == K + BATCH["mask"].sum()
 
 
-@BOTH
+@SLOW
+@pytest.mark.parametrize("options", [ON_MESH, ONE_DEVICE])
 def test_a_model_may_change_between_micro_batches(options: Any):
     """For example its mode; the window goes on."""
     run = Run("two programs", masked_loss_fn, has_aux=True, rate=0.5, **options)
@@ -486,7 +486,7 @@ def test_modules_that_hold_each_other_and_arrays_in_no_variable():
 # Donation.
 
 
-@pytest.mark.parametrize("mode", modes("no updates"))
+@pytest.mark.parametrize("mode", modes())
 def test_clones_outlive_a_step_that_does_not_donate_or_copies_of_their_own(mode: str):
     def trained(**options: Any) -> Any:
         run = Run("two programs", rate=0.5, **options)
@@ -658,7 +658,8 @@ def test_checkpoints_of_a_window(before: int, after: int, is_open: bool, tmp_pat
     chex.assert_trees_all_close(*pair, rtol=0.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [ON_MESH, pytest.param(ONE_DEVICE, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("options", [ON_MESH, ONE_DEVICE])
 def test_sequences_of_many_lengths_keys_and_keywords(options: Any):
     lengths = BATCH["mask"].sum(1)
     sequences = [
