@@ -6,7 +6,7 @@ stated otherwise.
 
 import pytest
 
-from optax_tokenaccum._compiled.replica_groups import axes_of, connected_by
+from optax_tokenaccum._compiled.replica_groups import connected_by
 from optax_tokenaccum._compiled.text import Operation, Program
 
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
@@ -86,10 +86,6 @@ dynamic-slice(%all-reduce.12, %multiply.14, %constant.193), \
 dynamic_slice_sizes={128,1024}
 }
 
-%add.1.clone (x: f32[], y: f32[]) -> f32[] {
-  ROOT %add.34 = f32[]{:T(128)} add(%x.3, %y.3)
-}
-
 ENTRY %main_spmd (param.4: f32[1024,1024]) -> f32[128,1024] {
   ROOT %fusion.53 = f32[128,1024]{1,0:T(8,128)S(1)} fusion(%param.4), kind=kCustom, \
 calls=%all-reduce-scatter.clone.1
@@ -121,16 +117,10 @@ COMPUTATIONS = {
         "f32[32]{0} all-gather(%p), channel_id=3, replica_groups=[2,4]<=[4,2]T(1,0), "
         "use_global_device_ids=true"
     ],
-    "reduces": [f"f32[16]{{0}} all-reduce(%p), channel_id=4, {EVERYWHERE}"],
     "twice": ["f32[16]{0} call(%p), to_apply=%small"] * 2,
     "loop": [f"f32[2]{{0}} while(%p), condition=%nothing, body=%small, {TRIPS}"],
     "tests": [f"f32[2]{{0}} while(%p), condition=%small, body=%nothing, {TRIPS}"],
     "unknown": ["f32[2]{0} while(%p), condition=%nothing, body=%small"],
-    "unknown.large": ["f32[2]{0} while(%p), condition=%nothing, body=%large"],
-    "gathers.and.reduces": [
-        "f32[16]{0} call(%p), to_apply=%small",
-        "f32[16]{0} call(%p), to_apply=%reduces",
-    ],
     "nested": [
         "f32[16]{0} call(%p), to_apply=%small",
         "f32[16]{0} conditional(%i, %p, %p), branch_computations={%small, %twice}",
@@ -139,25 +129,18 @@ COMPUTATIONS = {
 SMALL = Operation("all-gather", ALL, 64, 1, True)
 LARGE = SMALL._replace(num_bytes=256)
 HALF = Operation("all-gather", STRIDED, 128, 1, True)
-REDUCES = Operation("all-reduce", ALL, 64, 1, True)
-IN_LOOP, UNKNOWN = SMALL._replace(times=3), SMALL._replace(times=None)
+IN_LOOP = SMALL._replace(times=3)
 # The branches of a conditional, and the operations that count.
 CONDITIONALS = {
     "nothing small nothing": [SMALL],
-    "small small": [SMALL],
-    "large small": [LARGE],
-    "small small large": [LARGE],
+    "small large small": [LARGE],
     "small twice": [SMALL, SMALL],
-    "twice half twice": [SMALL, SMALL, HALF],
-    "twice loop": [IN_LOOP],
     "large loop": [LARGE],
+    "twice loop": [IN_LOOP],
     "tests nothing": [SMALL._replace(times=4)],
-    "gathers.and.reduces large": [LARGE, REDUCES],
     "small half": [SMALL, HALF],
-    "large nested": [LARGE],
     "twice nested small": [SMALL] * 3,
-    "large unknown": [LARGE, UNKNOWN],
-    "unknown unknown.large": [LARGE._replace(times=None)],
+    "large unknown": [LARGE, SMALL._replace(times=None)],
 }
 
 
@@ -167,10 +150,13 @@ def of_branches(names: str) -> str:
     for name, results in COMPUTATIONS.items():
         lines = [f"  %x.{i} = {result}\n" for i, result in enumerate(results)]
         text += f"\n%{name} (p: f32[2]) -> f32[2] {{\n{''.join(lines)}}}\n"
-    branches = ", ".join(f"%{name}" for name in names.split())
+    called = [f"%{name}" for name in names.split()]
+    branches = f"branch_computations={{{', '.join(called)}}}"
+    if len(called) == 2:
+        branches = "true_computation={}, false_computation={}".format(*called)
     return f"""{text}
 ENTRY %main (p: f32[2], i: s32[]) -> f32[2] {{
-  ROOT %c = f32[2] conditional(%i, %p), branch_computations={{{branches}}}
+  ROOT %c = f32[2] conditional(%i, %p), {branches}
 }}
 """
 
@@ -178,26 +164,6 @@ ENTRY %main (p: f32[2], i: s32[]) -> f32[2] {{
 @pytest.mark.parametrize(("names", "expected"), CONDITIONALS.items(), ids=CONDITIONALS)
 def test_one_branch_of_a_conditional_counts(names: str, expected: list[Operation]):
     assert Program(of_branches(names)).operations() == expected
-
-
-def test_two_conditionals_add_up_and_loop():
-    text = of_branches("small large").replace(
-        "  ROOT %c =",
-        "  %b = f32[2] conditional(%i, %p), "
-        "true_computation=%small, false_computation=%loop\n  ROOT %c =",
-    )
-    assert Program(text).operations() == [IN_LOOP, LARGE]
-    text = (
-        text.replace("ENTRY %main", "%body")
-        + """
-ENTRY %main (p: f32[2]) -> f32[2] {
-  ROOT %w = f32[2]{0} while(%p), condition=%nothing, body=%body, \
-backend_config={"known_trip_count":{"n":"5"}}
-}
-"""
-    )
-    expected = [IN_LOOP._replace(times=15), LARGE._replace(times=5)]
-    assert Program(text).operations() == expected
 
 
 def one_line(line: str, header: str = "num_partitions=8") -> list[Operation]:
@@ -213,10 +179,8 @@ GLOBAL = (
 ASYNCHRONOUS = {
     "all-reduce": "f32[6,4]{1,0} all-reduce",
     "all-reduce of several": "(f32[4,4]{1,0}, f32[8]{0}) all-reduce",
-    "all-gather": "(f32[2,3]{1,0}, f32[8,3]{1,0}) all-gather",
     "all-gather of several": "((f32[4], f32[2]), (f32[16], f32[8])) all-gather",
     "reduce-scatter": "((f32[24]{0}), f32[6]{0}, u32[]) reduce-scatter",
-    "all-to-all": "((f32[3,8]{1,0}), f32[3,8]{1,0}) all-to-all",
     "ragged-all-to-all": "((s32[3], f32[2]), f32[24]) ragged-all-to-all",
 }
 
@@ -256,9 +220,7 @@ SIZES = {
     "f32[]": 4,
     "pred[3]": 3,
     "bf16[2,3]{1,0:T(8,128)(2,1)S(1)}": 12,
-    "f8e4m3fn[5]{0}": 5,
     "s4[3]{0:E(4)}": 2,
-    "c128[2]{0}": 32,
     "u32[<=4]{0}": 16,
     "f32[0,3]{1,0}": 0,
     "(f32[2]{0}, s8[3]{0}, /*index=5*/token[])": 11,
@@ -280,16 +242,14 @@ def test_a_reduce_scatter_and_a_program_of_replicas():
     assert operation.groups == ((0, 1, 2, 3),)
 
 
-UNREADABLE = {
-    "a type with spaces": "%r = f32 [4] all-reduce(%x), replica_groups={}",
-    "an instruction without a name": "f32[4]{0} all-gather-start(%x), channel_id=1",
-    "groups of another kind": f"%r = f32[4] all-reduce(%x), {GLOBAL}".replace(
-        "{{", "<"
-    ),
-}
-
-
-@pytest.mark.parametrize("line", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%r = f32 [4] all-reduce(%x), replica_groups={}",
+        "f32[4]{0} all-gather-start(%x), channel_id=1",
+        "%r = f32[4] all-reduce(%x), channel_id=1, replica_groups=<0,1>",
+    ],
+)
 def test_what_cannot_be_read_is_not_passed_over(line: str):
     with pytest.raises(ValueError, match="that is known.*please report it"):
         one_line(line)
@@ -305,25 +265,16 @@ def test_text_that_is_no_program():
 # Spellings and their groups; mesh spellings come from XLA's own tests.
 SPELLINGS = {
     "{{0,1},{2,3},{4,5},{6,7}}": PAIRS,
-    "{{0,2,4,6},{1,3,5,7}}": STRIDED,
     "{}": ALL,
     "{{0},{1},{2,3}}": ((2, 3),),
-    "[1,8]<=[8]": ALL,
     "[4,2]<=[8]": PAIRS,
-    "[2,4]<=[4,2]T(1,0)": STRIDED,
     "[2,4]<=[2,2,2]T(1,0,2)": ENDS,
-    "mesh['axis_0'=8] {'axis_0'}": ALL,
     "mesh['axis_0'=8,'axis_1'=1] {'axis_0'}": ALL,
     "mesh['axis_0'=4,'axis_1'=2] {'axis_0'}": STRIDED,
-    "mesh['axis_0'=4,'axis_1'=2] {'axis_1'}": PAIRS,
     "mesh['axis_0'=4,'axis_1'=2] {'axis_1','axis_0'}": ALL,
     "mesh['x'=4,'y'=1,'z'=2], device_ids=([2,2,2]T(0,2,1)) {'x'}": ENDS,
     "mesh['x'=4,'y'=2], device_ids=(0,4,1,5,2,6,3,7) {'y'}": FAR,
-    "mesh['a'=8] {'a':(1)2}": FAR,
-    "mesh['a'=8] {'a':(1)4}": STRIDED,
     "mesh['a'=8] {'a':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
-    "mesh['a'=8] {'a':(2)4}": HALVES,
-    "mesh['a'=8] {'a':(4)2}": PAIRS,
     "mesh['a'=8] {'a':(1)2,'a':(4)2}": ENDS,
     "mesh[a=2,b=4] {a}": FAR,
     "mesh['a'=8] {}": (),
@@ -338,46 +289,21 @@ def test_groups(spelled: str, expected: tuple[tuple[int, ...], ...]):
 
 
 # Numbers in groups are replicas, partitions or devices; 2 replicas of 4 partitions.
-MEANINGS = {
-    "replicas": ("all-reduce", "{{0,1}}", FAR),
-    "all replicas": ("all-reduce", "{}", FAR),
-    "replicas of a permutation": (
-        "collective-permute",
-        "{{1,0}}",
-        ((4, 0), (5, 1), (6, 2), (7, 3)),
-    ),
-    "partitions": ("all-to-all, channel_id=1", "{{0,1},{2,3}}", PAIRS),
-    "all partitions": ("all-to-all, channel_id=1", "{}", HALVES),
-    "replicas and all partitions": ("all-reduce, channel_id=1", "{{0},{1}}", HALVES),
-    "all replicas and partitions": ("all-gather, channel_id=1", "{}", ALL),
-    "devices": (
-        "all-reduce, channel_id=1, use_global_device_ids=true",
-        "{{0,2,4,6},{1,3,5,7}}",
-        STRIDED,
-    ),
-}
+DEVICES = "all-reduce, channel_id=1, use_global_device_ids=true"
+MEANINGS = [
+    ("all-reduce", "{{0,1}}", FAR),
+    ("all-reduce", "{}", FAR),
+    ("collective-permute", "{{1,0}}", ((4, 0), (5, 1), (6, 2), (7, 3))),
+    ("all-to-all, channel_id=1", "{{0,1},{2,3}}", PAIRS),
+    ("all-to-all, channel_id=1", "{}", HALVES),
+    ("all-reduce, channel_id=1", "{{0},{1}}", HALVES),
+    ("all-gather, channel_id=1", "{}", ALL),
+    (DEVICES, "{{0,2,4,6},{1,3,5,7}}", STRIDED),
+]
 
 
-@pytest.mark.parametrize(
-    ("attributes", "spelled", "expected"), MEANINGS.values(), ids=MEANINGS
-)
+@pytest.mark.parametrize(("attributes", "spelled", "expected"), MEANINGS)
 def test_what_numbers_in_groups_mean(attributes: str, spelled: str, expected: object):
     kind = attributes.split(",")[0]
     key = "source_target_pairs" if "permute" in kind else "replica_groups"
     assert connected_by(kind, f"{attributes}, {key}={spelled}", 2, 4) == expected
-
-
-@pytest.mark.parametrize(
-    ("groups", "mesh", "names"),
-    [
-        (STRIDED, {"data": 4, "one": 1, "model": 2}, "data"),
-        (PAIRS, {"data": 4, "one": 1, "model": 2}, "model"),
-        (ALL, {"data": 4, "one": 1, "model": 2}, "data model"),
-        ((), {"data": 4, "model": 2}, ""),
-        (((6, 0), (2, 4)), {"data": 4, "model": 2}, "data"),
-        (HALVES, {"data": 8}, "data"),
-        (((0, 1, 4, 5), (2, 3, 6, 7)), dict.fromkeys("abc", 2), "a c"),
-    ],
-)
-def test_axes(groups: tuple[tuple[int, ...], ...], mesh: dict[str, int], names: str):
-    assert axes_of(groups, mesh) == tuple(names.split())
