@@ -1,6 +1,5 @@
 """Planned micro-batches and windows hold their sequences, and padding."""
 
-import functools
 from typing import Any
 
 import chex
@@ -104,14 +103,7 @@ def test_every_sequence_stands_once_and_the_rest_is_padding(
 
 @pytest.mark.parametrize(
     ("dtype", "x64"),
-    [
-        ("int64", False),
-        ("int64", True),
-        ("float64", False),
-        ("float64", True),
-        ("bool", False),
-        ("bfloat16", True),
-    ],
+    [("int64", False), ("float64", True), ("bfloat16", True)],
 )
 def test_dtypes_are_those_that_jax_keeps(dtype: str, x64: bool):
     sequences = [np.ones(n, jnp.dtype(dtype)) for n in (2, 4)]
@@ -128,13 +120,6 @@ def test_python_numbers_and_jax_arrays_are_leaves():
     assert ids.tolist() == [[0, 1, 2, 3], [0, 1, 9, 9], [9] * 4]
     assert (number.dtype, number.tolist()) == (np.int32, [5, 3, -1])
     assert (flag.dtype, flag.tolist()) == (np.bool_, [False, True, True])
-
-
-def test_a_plan_without_sequences_has_the_shapes_of_its_micro_batch():
-    plan = MicroBatchPlan(np.array([], int), 2, 8)
-    batch = pad_micro_batch(sequences_of([9]), plan, pad_values=PAD_VALUES)
-    assert batch["ids"].shape == (2, 8)
-    assert not batch["deep"][1]["mask"].any()
 
 
 def test_there_is_room_for_the_plan_that_needs_most():
@@ -159,81 +144,36 @@ def test_the_window_is_a_tree_whose_shapes_do_not_depend_on_the_plan():
     on_device = jax.device_put(windows[0])
     assert isinstance(on_device, PlannedWindow)
     chex.assert_trees_all_equal(on_device, windows[0])
-    other = pad_window(
-        ragged_window(0)[1], pad_values=PADS, max_tokens=128, length_buckets=[64]
-    )
-    assert jax.tree.structure(other) != jax.tree.structure(windows[0])
 
 
 def pad(sequences: Any, pad_values: Any = 0) -> Any:
     return pad_micro_batch(sequences, PLAN, pad_values=pad_values)
 
 
-IDS = [{"ids": np.arange(n)} for n in (2, 4)]
-window_of = functools.partial(pad_window, pad_values=0, max_tokens=8)
-
-
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
+    ("error", "message", "pad_values"),
     [
-        (TypeError, "list of sequences.*got map", lambda: pad(map(int, "12"))),
-        (
-            ValueError,
-            r"at \['ids'\] expected int32\[length\], got float64 of shape \(4,\) at "
-            "index 1",
-            lambda: pad([IDS[0], {"ids": np.ones(4)}]),
-        ),
-        (
-            ValueError,
-            r"at \['n'\] expected int32, got float64 of shape \(1,\) at index 1",
-            lambda: pad([IDS[0] | {"n": 1}, IDS[0] | {"n": np.ones(1)}]),
-        ),
-        (
-            ValueError,
-            r"the leaves \['ids'\], and pad_values for \['mask'\]",
-            lambda: pad(IDS, {"mask": 0}),
-        ),
-        (
-            TypeError,
-            "must be a number.*'ids'",
-            lambda: pad(IDS, {"ids": np.zeros(2)}),
-        ),
-        (ValueError, "pad_values must be", lambda: pad(IDS, None)),
-        (
-            TypeError,
-            "max_sequences must be an integer",
-            lambda: window_of([np.ones(1)], max_sequences=2.0),
-        ),
-        (
-            ValueError,
-            "one of 9 tokens at index 1",
-            lambda: window_of([np.ones(1), np.ones(9)]),
-        ),
-        (ValueError, "at least 1: got 0 at index 0", lambda: window_of([np.ones(0)])),
+        (ValueError, "pad_values must be", None),
+        (TypeError, "must be a number.*'ids'", {"ids": np.zeros(2)}),
     ],
-    ids=range(9),
+    ids=["none", "an array"],
 )
-def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
+def test_pad_values_are_numbers(error: type, message: str, pad_values: Any):
     with pytest.raises(error, match=message):
-        call()
+        pad([{"ids": np.arange(n)} for n in (2, 4)], pad_values)
 
 
 @pytest.mark.parametrize(
     ("dtype", "value", "fits"),
     [
         ("bool", 1.0, True),
-        ("bool", -100, False),
         ("uint8", -1, False),
-        ("uint8", 255, True),
-        ("int32", 2**31, False),
         ("int32", 0.5, False),
         ("int32", np.nan, False),
         ("int32", -100.0, True),
         ("float32", -np.inf, True),
         ("float32", 1e39, False),
-        ("float32", 1j, False),
         ("bfloat16", -1e9, True),
-        ("float16", 1e5, False),
         ("complex64", 1j, True),
     ],
     ids=str,

@@ -139,22 +139,15 @@ plan = functools.partial(plan_window, max_tokens=64)
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (ValueError, "one of 65 tokens at index 1", lambda: plan([3, 65])),
-        (
-            ValueError,
-            "one of 40 tokens at index 0, the longest bucket has 32",
-            lambda: plan([40], length_buckets=[32]),
-        ),
         (ValueError, "at least one sequence", lambda: plan([])),
         (ValueError, "got 0 at index 2", lambda: plan([3, 1, 0])),
         (TypeError, "must be integers", lambda: plan([1.5])),
         (ValueError, "max_tokens", lambda: plan_window([1], max_tokens=0)),
-        (ValueError, "room for batch_multiple", lambda: plan([1], length_buckets=[65])),
         (ValueError, "room for batch_multiple", lambda: plan([1], batch_multiple=65)),
         (ValueError, "got -1 at index 0", lambda: choose_length_buckets([-1], 2)),
         (ValueError, "n must be", lambda: choose_length_buckets([1], 0)),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
     with pytest.raises(error, match=message):
