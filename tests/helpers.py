@@ -16,7 +16,15 @@ from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 # Relative error of a gradient after one window, by the dtype of the computation.
 RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
 
+# Two parameters, for gradients that have one number in every entry.
+PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)}
+
 VOCABULARY, WIDTH, ROWS, MAX_LENGTH = 32, 16, 32, 64
+
+
+def grads(scale: Any) -> Any:
+    """Return a gradient of `PARAMS`, with this number in every entry."""
+    return jax.tree.map(lambda p: jnp.full_like(p, scale), PARAMS)
 
 
 def ragged_batch(seed: int, rows: int = ROWS) -> dict[str, np.ndarray]:

@@ -18,60 +18,50 @@ MASK = np.arange(5) < np.array([2, 5, 0])[:, None]
 LOSSES = np.asarray(
     optax.losses.softmax_cross_entropy_with_integer_labels(LOGITS, LABELS), np.float64
 )
+IN_JIT = jax.jit(softmax_cross_entropy_sum, static_argnames="ignore_index")
+IGNORED = np.where(np.arange(5) % 2 == 0, LABELS, -100)
 
 
 @pytest.mark.parametrize(
-    ("mask", "weights"),
+    ("mask", "labels", "weights"),
     [
-        (None, np.ones((3, 5))),
-        (MASK, MASK),
-        (MASK.astype(np.int32), MASK),
-        (0.25 * MASK, 0.25 * MASK),
-        (np.where(MASK, 1.5, -2.0), 1.5 * MASK),
+        (None, LABELS, np.ones((3, 5))),
+        (MASK, LABELS, MASK),
+        (MASK.astype(np.int32), LABELS, MASK),
+        (0.25 * MASK, LABELS, 0.25 * MASK),
+        (np.where(MASK, 1.5, -2.0), LABELS, 1.5 * MASK),
+        (MASK, IGNORED, MASK & (IGNORED != -100)),
+        (0 * MASK, LABELS, 0 * MASK),
     ],
-    ids=["none", "bool", "int", "weights", "negative is none"],
+    ids=["none", "bool", "int", "weights", "negative is none", "ignored", "all masked"],
 )
-def test_sum_and_count_come_from_one_mask(mask: Any, weights: Any):
-    for function in (softmax_cross_entropy_sum, jax.jit(softmax_cross_entropy_sum)):
-        loss_sum, num_tokens = function(LOGITS, LABELS, mask)
+def test_sum_and_count_come_from_one_mask(mask: Any, labels: Any, weights: Any):
+    for function in (softmax_cross_entropy_sum, IN_JIT):
+        options = {} if labels is LABELS else {"ignore_index": -100}
+        loss_sum, num_tokens = function(LOGITS, labels, mask, **options)
         assert float(num_tokens) == weights.sum()
         np.testing.assert_allclose(loss_sum, (weights * LOSSES).sum(), rtol=1e-6)
 
 
-def test_ignore_index_and_mask_both_apply():
-    labels = np.where(np.arange(5) % 2 == 0, LABELS, -100)
-    counts = MASK & (labels != -100)
-    loss_sum, num_tokens = softmax_cross_entropy_sum(
-        LOGITS, labels, MASK, ignore_index=-100
-    )
-    assert float(num_tokens) == counts.sum() == 4
-    np.testing.assert_allclose(loss_sum, (counts * LOSSES).sum(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
-def test_logits_that_do_not_count_never_matter(bad: float):
-    logits = np.where(MASK[..., None], LOGITS, bad)
-    labels = np.where(MASK, LABELS, 10**6)
-
+def test_logits_that_do_not_count_never_matter():
+    @jax.jit
+    @jax.value_and_grad
     def loss(logits: Any) -> Any:
+        labels = np.where(MASK, LABELS, 10**6)
         return softmax_cross_entropy_sum(logits, labels, MASK)[0]
 
-    value, gradient = jax.value_and_grad(loss)(logits)
-    np.testing.assert_allclose(value, (MASK * LOSSES).sum(), rtol=1e-6)
-    assert np.isfinite(gradient).all()
-    assert not np.asarray(gradient)[~MASK].any()
+    for bad in (np.nan, np.inf, -np.inf):
+        value, gradient = loss(np.where(MASK[..., None], LOGITS, np.float32(bad)))
+        np.testing.assert_allclose(value, (MASK * LOSSES).sum(), rtol=1e-6)
+        assert np.isfinite(gradient).all()
+        assert not np.asarray(gradient)[~MASK].any()
 
 
-def test_everything_masked_is_zero_over_zero_tokens():
-    loss_sum, num_tokens = softmax_cross_entropy_sum(LOGITS, LABELS, np.zeros((3, 5)))
-    assert (float(loss_sum), float(num_tokens)) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("label", [-1, -100, 7])
-def test_label_outside_the_vocabulary_is_loud_where_it_counts(label: int):
-    labels = LABELS.copy()
-    labels[1, 1] = label
-    assert np.isnan(softmax_cross_entropy_sum(LOGITS, labels)[0])
+def test_label_outside_the_vocabulary_is_loud_where_it_counts():
+    for label in (-1, -100, 7):
+        labels = LABELS.copy()
+        labels[1, 1] = label
+        assert np.isnan(softmax_cross_entropy_sum(LOGITS, labels)[0])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

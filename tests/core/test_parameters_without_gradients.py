@@ -27,23 +27,29 @@ def mixed_loss(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return loss, jnp.float32(2)
 
 
-def test_integer_parameters_are_left_alone_even_by_weight_decay():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every_k_schedule": 2},
+        {"every_k_schedule": lambda _: 2},
+        {"every_k_schedule": 2, "should_skip_update_fn": optax.skip_not_finite},
+        None,
+    ],
+    ids=["two programs", "one program", "skip function", "window"],
+)
+def test_integer_parameters_are_left_alone_even_by_weight_decay(options: Any):
     inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
-    for step in (
-        make_train_step(mixed_loss, inner, 2),
-        make_train_step(mixed_loss, inner, lambda _: 2),
-        make_train_step(
-            mixed_loss, inner, 2, should_skip_update_fn=optax.skip_not_finite
-        ),
-    ):
+    batches = jnp.array([[1.0] * 3, [3.0] * 3])
+    if options is None:
+        step = make_window_step(mixed_loss, inner)
+        state, metrics = step(step.init(MIXED), batches)
+    else:
+        step = make_train_step(mixed_loss, inner, **options)
         state = step.init(MIXED)
-        for scale in (1.0, 3.0):
-            state, metrics = step(state, jnp.full(3, scale))
-        chex.assert_trees_all_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
-        assert not metrics.skipped
-    step = make_window_step(mixed_loss, inner)
-    state, _ = step(step.init(MIXED), jnp.array([[1.0] * 3, [3.0] * 3]))
+        for batch in batches:
+            state, metrics = step(state, batch)
     chex.assert_trees_all_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
+    assert not metrics.skipped
     decayed = optax.apply_updates(MIXED["index"], -0.5 * MIXED["index"])
     assert (decayed != MIXED["index"]).any()
 
@@ -73,10 +79,17 @@ def test_window_value_and_grad_gives_integers_zeros():
 
 
 def test_float0_reaches_inner_as_it_would_without_accumulation(maybe_jit: Any):
-    labels = {"w": "train", "index": "freeze", "flag": "freeze"}
+    def see(updates: Any, state: Any, params: Any = None) -> Any:
+        for leaf in jax.tree.leaves(updates):
+            assert leaf.dtype in (jax.dtypes.float0, jnp.int32, jnp.bool_)
+        return updates, state
+
     inner = optax.partition(
-        {"train": optax.sgd(1.0), "freeze": optax.GradientTransformation(*_seen())},
-        labels,
+        {
+            "train": optax.sgd(1.0),
+            "freeze": optax.GradientTransformation(lambda _: (), see),
+        },
+        {name: "train" if name == "w" else "freeze" for name in MIXED},
     )
     optimizer = token_accumulation(
         inner, 2, should_skip_update_fn=optax.skip_not_finite
@@ -98,15 +111,6 @@ def test_float0_reaches_inner_as_it_would_without_accumulation(maybe_jit: Any):
     _, state = update(state, jnp.ones(3))
     updates, _ = close_window(optimizer, state, MIXED)
     chex.assert_trees_all_equal(updates["w"], jnp.full(3, -0.5))
-
-
-def _seen() -> tuple[Any, Any]:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        for leaf in jax.tree.leaves(updates):
-            assert leaf.dtype in (jax.dtypes.float0, jnp.int32, jnp.bool_)
-        return updates, state
-
-    return lambda _: (), update
 
 
 def test_a_key_among_the_parameters_is_named():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from constant_gradients import PARAMS, grads
+from helpers import PARAMS, grads
 
 from optax_tokenaccum import (
     TokenAccumulationState,
@@ -18,6 +18,8 @@ from optax_tokenaccum import (
     has_updated,
     token_accumulation,
 )
+
+SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
 
 
 def new(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -35,16 +37,6 @@ def test_window_divides_the_sum_once_and_the_mean_of_means_differs(maybe_jit: An
     chex.assert_trees_all_equal(closed, grads(-9.2))  # figures from torchtitan
     assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
     assert abs((2.0 / 1 + 90.0 / 9) / 2 - 9.2) > 0.01 * 9.2
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_jit_and_eager_agree_over_several_windows(k: int):
-    micro_batches = [(grads(float(i * i - 7)), i % 4 + 1) for i in range(3 * k)]
-    optimizer, state = new(optax.adam(0.1), k)
-    eager = helpers.run_window(optimizer.update, state, PARAMS, micro_batches)
-    jitted = helpers.run_window(jax.jit(optimizer.update), state, PARAMS, micro_batches)
-    assert helpers.relative_error(jitted[0], eager[0]) < helpers.RTOL["float32"]
-    assert int(jitted[1].gradient_step) == int(eager[1].gradient_step) == 3
 
 
 def test_k_of_1_is_the_bare_optimizer():
@@ -70,20 +62,52 @@ def test_first_micro_batch_overwrites_what_the_last_window_left():
     chex.assert_trees_all_equal(updates, grads(-3.0))
 
 
-def test_inner_optimizer_does_not_run_on_an_open_window():
-    runs: list[int] = []
+def spy() -> tuple[Any, list[Any]]:
+    """An inner optimizer that counts its runs, and what it was given in each of them.
 
-    def count(updates: Any, state: Any, params: Any = None) -> Any:
-        jax.debug.callback(lambda: runs.append(1))
+    In this order: the gradient of the bias, and the extra arguments `value` and `grad`.
+    """
+    seen: list[Any] = []
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        assert extra.keys() <= {"value", "grad", "other"}
+        assert extra.get("other", "as it is") == "as it is"
+        given = updates["b"], extra.get("value"), extra.get("grad", {}).get("b")
+        jax.debug.callback(lambda *given: seen.append(jax.device_get(given)), *given)
         return updates, state + 1
 
-    inner = optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), count)
-    optimizer, state = new(inner, 4)
-    update = jax.jit(optimizer.update)
-    for i in range(12):
-        _, state = update(grads(1.0), state, PARAMS, num_tokens=1)
-        jax.effects_barrier()
-        assert len(runs) == int(state.inner_opt_state) == (i + 1) // 4
+    def init(params: Any) -> Any:
+        return jnp.zeros((), jnp.int32)
+
+    return optax.GradientTransformationExtraArgs(init, update), seen
+
+
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_inner_runs_once_a_window_on_its_means(gradients: Any):
+    """`value` and `grad` are a sum or a mean like the gradients, for line searches."""
+    inner, seen = spy()
+    optimizer, state = new(inner, 2, gradients=gradients)
+    for runs in range(3):
+        for mean, n in [(2.0, 1), (10.0, 9)]:
+            assert len(seen) == int(state.inner_opt_state) == runs
+            given = mean * n if gradients == "sum" else mean
+            _, state = optimizer.update(
+                grads(given),
+                state,
+                PARAMS,
+                num_tokens=n,
+                value=2 * given,
+                grad=grads(given),
+                other="as it is",
+            )
+            jax.effects_barrier()
+    np.testing.assert_allclose(seen, [(9.2, 18.4, 9.2)] * 3, rtol=1e-6)
+    # A window that is closed early has the value of its micro-batches.
+    given = 3.0 if gradients == "mean" else 12.0
+    _, state = optimizer.update(grads(given), state, PARAMS, num_tokens=4, value=given)
+    close_window(optimizer, state, PARAMS)
+    jax.effects_barrier()
+    assert seen[-1][:2] == (3.0, 3.0)
 
 
 def test_schedule_of_k_follows_gradient_step():
@@ -98,53 +122,13 @@ def test_schedule_of_k_follows_gradient_step():
 
 def test_windows_that_never_close_by_themselves(maybe_jit: Any):
     for schedule in ({"every_k_schedule": sys.maxsize}, {"every_n_tokens": 10**12}):
-        optimizer = token_accumulation(optax.sgd(1.0), **schedule)
-        update, state = maybe_jit(optimizer.update), optimizer.init(PARAMS)
+        optimizer, state = new(optax.sgd(1.0), **schedule)
+        update = maybe_jit(optimizer.update)
         for mini_step in (1, 2):
             _, state = update(grads(1.0), state, PARAMS, num_tokens=1e9)
             assert state.mini_step == mini_step
         _, state = close_window(optimizer, state, PARAMS)
         assert has_updated(state)
-
-
-def test_line_search_is_given_the_gradient_of_the_window():
-    """`grad` is the micro-batch's gradient, like the gradients and `value`."""
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        errors = (params * batch[0] - batch[1]) ** 2
-        return jnp.sum(errors), errors.size
-
-    def mean_fn(params: Any) -> Any:
-        loss_sum, n = loss_fn(params, full)
-        return loss_sum / n
-
-    search = optax.scale_by_backtracking_linesearch(
-        20, decrease_factor=0.9, slope_rtol=0.3
-    )
-    inner = optax.chain(optax.sgd(1.0), search)
-    rng = np.random.default_rng(0)
-    batches = [np.float32(rng.normal(size=(2, n))) + 2 for n in (1, 9, 2, 4)]
-    full, params = np.concatenate(batches, axis=1), jnp.float32(0.0)
-    value, grad = jax.value_and_grad(mean_fn)(params)
-    given = {"value": value, "grad": grad, "value_fn": mean_fn}
-    expected, _ = inner.update(grad, inner.init(params), params, **given)
-
-    def last_update(optimizer: Any, gives_count: bool) -> Any:
-        state = optimizer.init(params)
-        for batch in batches:
-            (value, n), grad = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-            if gives_count:
-                given = {"num_tokens": n}
-            else:
-                value, grad, given = value / n, grad / n, {}
-            given |= {"value": value, "grad": grad, "value_fn": mean_fn}
-            update, state = optimizer.update(grad, state, params, **given)
-        return update
-
-    got = last_update(token_accumulation(inner, len(batches)), True)
-    np.testing.assert_allclose(got, expected, rtol=helpers.RTOL["float32"])
-    naive = last_update(optax.MultiSteps(inner, len(batches)), False)
-    assert abs(naive / expected - 1) > 0.01
 
 
 @pytest.mark.parametrize("budget", [10, np.int64(10), lambda _: 10], ids=type)
@@ -163,9 +147,7 @@ def test_token_budget_closes_on_the_micro_batch_that_reaches_it(
 
 def test_token_budget_does_not_close_on_the_tokens_of_the_last_window():
     """A rejection at the start of a window finds stale sums of over 10 tokens."""
-    optimizer, state = new(
-        optax.sgd(1.0), every_n_tokens=10, should_skip_update_fn=optax.skip_not_finite
-    )
+    optimizer, state = new(optax.sgd(1.0), every_n_tokens=10, **SKIPS)
     _, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=12)
     updates, state = optimizer.update(grads(np.nan), state, PARAMS, num_tokens=3)
     assert (int(state.gradient_step), bool(has_updated(state))) == (1, False)
@@ -173,12 +155,11 @@ def test_token_budget_does_not_close_on_the_tokens_of_the_last_window():
 
 
 @pytest.mark.parametrize("flag", [bool, jnp.asarray], ids=["python", "traced"])
-def test_close_window_closes_and_its_false_never_postpones(flag: Any, maybe_jit: Any):
+def test_close_window_closes_and_its_false_never_postpones(flag: Any):
     optimizer, state = new(optax.sgd(1.0), 2)
-    update = maybe_jit(optimizer.update) if flag is jnp.asarray else optimizer.update
-    asked = [False, False, True, False, False]
+    update = jax.jit(optimizer.update) if flag is jnp.asarray else optimizer.update
     closed = []
-    for ask in asked:
+    for ask in [False, False, True, False, False]:
         updates, state = update(
             grads(6.0), state, PARAMS, num_tokens=3, close_window=flag(ask)
         )
@@ -198,75 +179,61 @@ def test_without_a_schedule_the_caller_closes():
         optimizer.update(grads(4.0), state, PARAMS, num_tokens=2)
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
-@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf], ids=str)
-def test_micro_batch_without_tokens_counts_and_adds_nothing(
-    position: int, bad: float, maybe_jit: Any
-):
-    optimizer, state = new(optax.sgd(1.0), 3, gradients="mean")
-    micro_batches = [(grads(2.0), 1), (grads(10.0), 9)]
-    micro_batches.insert(position, (grads(bad), 0))
-    params, state = helpers.run_window(
-        maybe_jit(optimizer.update), state, PARAMS, micro_batches
-    )
+def test_micro_batch_without_tokens_counts_and_adds_nothing(maybe_jit: Any):
+    optimizer, start = new(optax.sgd(1.0), 3, gradients="mean")
+    update = maybe_jit(optimizer.update)
     expected = jax.tree.map(lambda p: p - np.float32(9.2), PARAMS)
-    chex.assert_trees_all_equal(params, expected)
-    assert int(state.gradient_step) == 1
+    for position in range(3):
+        for bad in (0.0, np.nan, np.inf):
+            micro_batches = [(grads(2.0), 1), (grads(10.0), 9)]
+            micro_batches.insert(position, (grads(bad), 0))
+            params, state = helpers.run_window(update, start, PARAMS, micro_batches)
+            chex.assert_trees_all_equal(params, expected)
+            assert int(state.gradient_step) == 1
 
 
-@pytest.mark.parametrize("count", [-1, np.nan, np.inf, -np.inf, 1e39], ids=str)
-def test_impossible_count_raises_concrete_and_adds_nothing_traced(count: float):
-    optimizer, state = new(optax.sgd(1.0), 3)
-    with pytest.raises(ValueError, match="must be finite, in float32, and at least 0"):
-        optimizer.update(grads(1.0), state, PARAMS, num_tokens=count)
-    micro_batches = [(grads(2.0), 1.0), (grads(7.0), float(count)), (grads(4.0), 2.0)]
-    params, state = helpers.run_window(
-        jax.jit(optimizer.update), state, PARAMS, micro_batches
-    )
-    chex.assert_trees_all_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
+def test_impossible_count_raises_concrete_and_adds_nothing_traced():
+    optimizer, start = new(optax.sgd(1.0), 3)
+    update = jax.jit(optimizer.update)
+    for count in (-1, np.nan, np.inf, -np.inf, 1e39):
+        with pytest.raises(ValueError, match="be finite, in float32, and at least 0"):
+            optimizer.update(grads(1.0), start, PARAMS, num_tokens=count)
+        counts = 1.0, float(count), 2.0
+        micro_batches = list(zip(map(grads, (2.0, 7.0, 4.0)), counts, strict=True))
+        params, _ = helpers.run_window(update, start, PARAMS, micro_batches)
+        chex.assert_trees_all_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
 
 
 def test_window_without_tokens_closes_without_an_update(maybe_jit: Any):
-    optimizer, state = new(optax.adamw(0.1), 2)
+    optimizer, start = new(optax.adamw(0.1), 2)
     update = maybe_jit(optimizer.update)
-    params, state = helpers.run_window(
-        update, state, PARAMS, [(grads(np.nan), 0), (grads(np.nan), 0)]
-    )
+    nothing = [(grads(np.nan), 0)] * 2
+    params, state = helpers.run_window(update, start, PARAMS, nothing)
     chex.assert_trees_all_equal(params, PARAMS)
-    chex.assert_trees_all_equal(
-        state.inner_opt_state, optimizer.init(PARAMS).inner_opt_state
-    )
+    chex.assert_trees_all_equal(state.inner_opt_state, start.inner_opt_state)
     assert (int(state.mini_step), int(state.gradient_step)) == (0, 0)
     assert not has_updated(state)
-    params, state = helpers.run_window(
-        update, state, params, [(grads(1.0), 1), (grads(1.0), 1)]
-    )
+    something = [(grads(1.0), 1)] * 2
+    params, state = helpers.run_window(update, state, params, something)
     chex.assert_tree_all_finite((params, state))
     assert int(state.gradient_step) == 1
 
 
-@pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize("gradients", ["sum", "mean"])
-def test_rejected_micro_batch_never_happened(
-    position: int, gradients: Any, maybe_jit: Any
-):
-    optimizer, state = new(
-        optax.adam(0.1),
-        2,
-        gradients=gradients,
-        should_skip_update_fn=optax.skip_not_finite,
-    )
+def test_rejected_micro_batch_never_happened(gradients: Any, maybe_jit: Any):
+    optimizer, start = new(optax.adam(0.1), 2, gradients=gradients, **SKIPS)
     update = maybe_jit(optimizer.update)
     good = [(grads(float(i + 1)), i + 1) for i in range(4)]
-    clean = helpers.run_window(update, state, PARAMS, good)
-    spoilt = list(good)
-    spoilt.insert(position, (grads(np.nan), 5))
-    params, state = helpers.run_window(update, state, PARAMS, spoilt)
-    chex.assert_trees_all_equal(params, clean[0])
+    clean = helpers.run_window(update, start, PARAMS, good)
     of_last_call = {"skip_state": (), "has_updated": ()}
-    chex.assert_trees_all_equal(
-        state._replace(**of_last_call), clean[1]._replace(**of_last_call)
-    )
+    for position in range(5):
+        spoilt = list(good)
+        spoilt.insert(position, (grads(np.nan), 5))
+        params, state = helpers.run_window(update, start, PARAMS, spoilt)
+        chex.assert_trees_all_equal(params, clean[0])
+        chex.assert_trees_all_equal(
+            state._replace(**of_last_call), clean[1]._replace(**of_last_call)
+        )
 
 
 def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
@@ -286,48 +253,13 @@ def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
 
 
 def test_close_window_on_a_rejected_micro_batch_closes_with_what_is_there():
-    optimizer, state = new(
-        optax.sgd(1.0), 4, should_skip_update_fn=optax.skip_not_finite
-    )
+    optimizer, state = new(optax.sgd(1.0), 4, **SKIPS)
     _, state = optimizer.update(grads(6.0), state, PARAMS, num_tokens=3)
     updates, state = optimizer.update(
         grads(np.nan), state, PARAMS, num_tokens=3, close_window=True
     )
     chex.assert_trees_all_equal(updates, grads(-2.0))
     assert has_updated(state)
-
-
-@pytest.mark.parametrize("gradients", ["sum", "mean"])
-def test_value_reaches_inner_as_the_token_mean_of_the_window(gradients: Any):
-    seen: list[float] = []
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        assert extra.keys() == {"value", "other"} and extra["other"] == "as it is"
-        jax.debug.callback(lambda value: seen.append(float(value)), extra["value"])
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    optimizer, state = new(inner, 2, gradients=gradients)
-    for mean, n in [(2.0, 1), (10.0, 9)]:
-        value = mean * n if gradients == "sum" else mean
-        _, state = optimizer.update(
-            grads(1.0), state, PARAMS, num_tokens=n, value=value, other="as it is"
-        )
-    jax.effects_barrier()
-    assert seen == [pytest.approx(9.2)]
-
-
-def test_polyak_sgd_takes_the_step_of_the_full_batch():
-    inner = optax.polyak_sgd(max_learning_rate=10.0)
-    optimizer, state = new(inner, 2)
-    for scale, n, loss_sum in [(2.0, 1, 4.0), (30.0, 15, 60.0)]:
-        updates, state = jax.jit(optimizer.update)(
-            grads(scale), state, PARAMS, num_tokens=n, value=loss_sum
-        )
-    expected, _ = inner.update(grads(2.0), inner.init(PARAMS), PARAMS, value=4.0)
-    assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
-    with pytest.raises(TypeError, match="value"):
-        optimizer.update(grads(1.0), state, PARAMS, num_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -352,45 +284,22 @@ def test_close_window_uses_the_denominator_of_the_partial_window(
     chex.assert_trees_all_equal(updates, grads(-2.0))
 
 
-def test_close_window_gives_inner_the_value_of_the_micro_batches():
-    inner = optax.polyak_sgd(max_learning_rate=10.0)
-    optimizer, state = new(inner, 8)
-    _, state = optimizer.update(grads(8.0), state, PARAMS, num_tokens=4, value=12.0)
-    updates, _ = close_window(optimizer, state, PARAMS)
-    expected, _ = inner.update(grads(2.0), inner.init(PARAMS), PARAMS, value=3.0)
-    assert helpers.relative_error(updates, expected) < helpers.RTOL["float32"]
-
-
-def test_clipping_inside_sees_the_window():
-    optimizer, state = new(optax.chain(optax.clip(1.0), optax.sgd(1.0)), 2)
-    for scale in (-30.0, 32.0):
-        updates, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=1)
-    chex.assert_trees_all_equal(updates, grads(-1.0))  # clipped before: 0
-
-
 def test_counts_may_be_any_kind_of_number():
     optimizer, state = new(optax.sgd(1.0), 1)
-    update = jax.jit(optimizer.update)
     for n in (3, 3.0, np.int64(3), np.float32(3), jnp.asarray(3), jnp.asarray(3.0)):
-        updates, _ = optimizer.update(grads(6.0), state, PARAMS, num_tokens=n)
-        chex.assert_trees_all_equal(updates, grads(-2.0))
-        updates, _ = update(grads(6.0), state, PARAMS, num_tokens=n)
-        chex.assert_trees_all_equal(updates, grads(-2.0))
+        for update in (optimizer.update, jax.jit(optimizer.update)):
+            updates, _ = update(grads(6.0), state, PARAMS, num_tokens=n)
+            chex.assert_trees_all_equal(updates, grads(-2.0))
 
 
 def test_state_fields_are_those_of_multi_steps_where_they_mean_the_same():
     fields = TokenAccumulationState._fields
-    assert fields == (
-        "mini_step",
-        "gradient_step",
-        "inner_opt_state",
-        "acc_grads",
+    assert set(optax.MultiStepsState._fields) < set(fields)
+    assert set(fields) - set(optax.MultiStepsState._fields) == {
         "acc_tokens",
         "acc_value",
         "has_updated",
-        "skip_state",
-    )
-    assert set(optax.MultiStepsState._fields) < set(fields)
+    }
 
 
 def test_has_updated_finds_the_accumulation_however_deep():

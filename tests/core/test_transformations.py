@@ -11,9 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from constant_gradients import PARAMS, grads
+import ways_in
+from helpers import PARAMS, grads
 
-from optax_tokenaccum import has_updated, token_accumulation
+from optax_tokenaccum import (
+    close_window,
+    has_updated,
+    make_train_step,
+    token_accumulation,
+)
 
 SCALES = jnp.asarray([2.0, 90.0, 5.0, 7.0, -3.0, 1.0])
 COUNTS = jnp.asarray([1.0, 9.0, 2.0, 0.0, 3.0, 4.0])
@@ -26,50 +32,41 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=SCHEDULES.values(), ids=SCHEDULES.keys())
-def optimizer(request: pytest.FixtureRequest) -> Any:
-    return token_accumulation(optax.adam(0.1), **request.param)
-
-
-def test_state_goes_through_scan(optimizer: Any):
-    def body(carry: Any, x: Any) -> Any:
-        params, state = carry
-        updates, state = optimizer.update(grads(x[0]), state, params, num_tokens=x[1])
-        return (optax.apply_updates(params, updates), state), has_updated(state)
-
-    start = (PARAMS, optimizer.init(PARAMS))
-    (params, state), updated = jax.jit(lambda carry, xs: jax.lax.scan(body, carry, xs))(
-        start, (SCALES, COUNTS)
-    )
-    expected = helpers.run_window(
-        optimizer.update,
-        start[1],
-        PARAMS,
-        [(grads(s), n) for s, n in zip(SCALES, COUNTS, strict=True)],
-    )
-    assert helpers.relative_error(params, expected[0]) < helpers.RTOL["float32"]
-    assert int(state.gradient_step) == int(updated.sum()) > 0
-
-
-def test_one_trace_and_in_place_over_many_windows(optimizer: Any):
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_one_trace_and_in_place_and_through_scan(schedule: Any):
+    optimizer = token_accumulation(optax.adam(0.1), **schedule)
     chex.clear_trace_counter()
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=0)
     @chex.assert_max_traces(n=1)
-    def step(params: Any, state: Any, scale: Any, n: Any) -> Any:
+    def step(carry: Any, x: Any) -> Any:
+        (params, state), (scale, n) = carry, x
         updates, state = optimizer.update(grads(scale), state, params, num_tokens=n)
-        return optax.apply_updates(params, updates), state
+        return (optax.apply_updates(params, updates), state), has_updated(state)
 
-    params, state = jax.tree.map(jnp.copy, PARAMS), optimizer.init(PARAMS)
+    state = optimizer.init(PARAMS)
     before = helpers.signatures(state)
+    assert helpers.signatures(jax.jit(optimizer.init)(PARAMS)) == before
+    shapes = jax.eval_shape(optimizer.init, PARAMS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
+
+    carry = jax.tree.map(jnp.copy, (PARAMS, state))
+    micro_batches = list(zip(SCALES, COUNTS, strict=True))
     with helpers.count_compilations() as compilations:
-        for i in range(20):
-            old = state
-            params, state = step(params, state, float(i), i % 5)
-            assert old.acc_grads["w"].is_deleted()
-    assert helpers.signatures(state) == before
+        for x in micro_batches:
+            old = carry
+            carry, _ = step(carry, x)
+            assert old[1].acc_grads["w"].is_deleted()
+            assert helpers.signatures(carry[1]) == before
     assert len(compilations) == 1
-    assert int(state.gradient_step) > 2
+    ((scanned, after), updated) = jax.lax.scan(step, (PARAMS, state), (SCALES, COUNTS))
+    eager = helpers.run_window(
+        optimizer.update, state, PARAMS, [(grads(s), n) for s, n in micro_batches]
+    )
+    for params in (carry[0], scanned):
+        assert helpers.relative_error(params, eager[0]) < helpers.RTOL["float32"]
+    assert int(after.gradient_step) == int(eager[1].gradient_step) > 0
+    assert int(updated.sum()) == int(carry[1].gradient_step) == int(after.gradient_step)
 
 
 def test_init_is_stable_for_numbers_weak_types_and_numpy():
@@ -91,13 +88,8 @@ def test_init_is_stable_for_numbers_weak_types_and_numpy():
         assert helpers.signatures(state) == before
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [optax.contrib.mechanize(optax.sgd(0.1)), optax.contrib.prodigy(0.1)],
-    ids=["mechanize", "prodigy"],
-)
-def test_state_can_be_donated_with_parameters_that_inner_keeps(inner: Any):
-    optimizer = token_accumulation(inner, 2)
+def test_state_can_be_donated_with_parameters_that_inner_keeps():
+    optimizer = token_accumulation(optax.contrib.prodigy(0.1), 2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any) -> Any:
@@ -117,19 +109,16 @@ def test_vmap_with_counts_of_its_own_in_every_lane():
     counts = jnp.stack([COUNTS, COUNTS[::-1], 0 * COUNTS])
 
     def run(scales: Any, counts: Any) -> Any:
-        params, state = PARAMS, optimizer.init(PARAMS)
-        for scale, n in zip(scales, counts, strict=True):
-            updates, state = optimizer.update(grads(scale), state, params, num_tokens=n)
-            params = optax.apply_updates(params, updates)
-        return params, state.gradient_step
+        micro_batches = [(grads(s), n) for s, n in zip(scales, counts, strict=True)]
+        state = optimizer.init(PARAMS)
+        return helpers.run_window(optimizer.update, state, PARAMS, micro_batches)
 
-    params, steps = jax.jit(jax.vmap(run))(scales, counts)
+    params, state = jax.jit(jax.vmap(run))(scales, counts)
     for lane in range(3):
-        expected, expected_steps = run(scales[lane], counts[lane])
+        expected, _ = run(scales[lane], counts[lane])
         got = jax.tree.map(operator.itemgetter(lane), params)
         assert helpers.relative_error(got, expected) < helpers.RTOL["float32"]
-        assert int(steps[lane]) == int(expected_steps)
-    assert steps.tolist() == [1, 1, 0]
+    assert state.gradient_step.tolist() == [1, 1, 0]
     chex.assert_tree_all_finite(params)
 
 
@@ -139,24 +128,11 @@ def test_reverse_mode_goes_through_a_window():
     @jax.jit
     @jax.grad
     def sensitivity(scale: Any) -> Any:
-        params, _ = helpers.run_window(
-            optimizer.update,
-            optimizer.init(PARAMS),
-            PARAMS,
-            [(grads(scale), 1), (grads(2 * scale), 3)],
-        )
-        return params["b"]
+        window = [(grads(scale), 1), (grads(2 * scale), 3)]
+        state = optimizer.init(PARAMS)
+        return helpers.run_window(optimizer.update, state, PARAMS, window)[0]["b"]
 
     np.testing.assert_allclose(sensitivity(1.0), -(1 + 2) / 4, rtol=1e-6)
-
-
-def test_init_can_be_traced_and_shaped(optimizer: Any):
-    state = optimizer.init(PARAMS)
-    assert helpers.signatures(jax.jit(optimizer.init)(PARAMS)) == helpers.signatures(
-        state
-    )
-    shapes = jax.eval_shape(optimizer.init, PARAMS)
-    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
 
 
 def test_debug_nans_finds_none_in_windows_without_tokens():
@@ -168,3 +144,61 @@ def test_debug_nans_finds_none_in_windows_without_tokens():
             state = optimizer.init(PARAMS)
             for _ in range(4):
                 _, state = update(grads(0.0), state, PARAMS, num_tokens=0, value=0.0)
+
+
+# Values that are known inside a trace: captured arrays, constant counts.
+K, N, TWICE_N = jnp.int32(2), jnp.float32(4), jnp.float32(8)
+
+
+@pytest.mark.parametrize("way", ways_in.WAYS, ids=lambda way: way.__name__)
+def test_a_count_that_is_an_array_closed_over(way: Any):
+    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        return ways_in.loss_fn(params, batch)[0], N
+
+    windows = [[ways_in.batch_of(i, [1, 1, 1, 1]) for i in range(2)]]
+    got = way(loss_fn, ways_in.SGD, 2)(ways_in.PARAMS, windows)
+    traced = ways_in.program(way)(ways_in.PARAMS, windows)
+    chex.assert_trees_all_equal(got, traced)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"every_k_schedule": lambda _: jnp.int32(2)},
+        {"every_k_schedule": lambda _: K},
+        {"every_n_tokens": lambda _: TWICE_N},
+    ],
+    ids=["k", "k, made before", "tokens"],
+)
+def test_a_schedule_that_returns_an_array_closed_over(schedule: Any):
+    step = make_train_step(
+        lambda p, b: (jnp.sum(p["w"] * b), N), optax.sgd(1.0), **schedule
+    )
+    state, updated = step.init(PARAMS), []
+    for _ in range(2):
+        state, metrics = step(state, jnp.ones(3))
+        updated.append(bool(metrics.updated))
+    assert updated == [False, True]
+
+
+def test_apply_if_finite_outside_of_jit():
+    tx = optax.apply_if_finite(token_accumulation(optax.sgd(1.0), 1), 3)
+    updates, _ = tx.update(grads(8.0), tx.init(PARAMS), PARAMS, num_tokens=N)
+    chex.assert_trees_all_equal(updates, grads(-2.0))
+
+
+def test_everything_known_and_still_traced():
+    tx = token_accumulation(optax.sgd(1.0), 2)
+    state = tx.init(PARAMS)
+
+    @jax.jit
+    def window() -> Any:
+        arguments = grads(8.0), state, PARAMS
+        _, opened = tx.update(*arguments, num_tokens=N, value=N)
+        return close_window(tx, opened, PARAMS)[0]
+
+    chex.assert_trees_all_equal(window(), grads(-2.0))
+    for bad in map(jnp.float32, (-1.0, np.inf, np.nan)):
+        update = functools.partial(tx.update, PARAMS, num_tokens=bad)
+        with pytest.raises(ValueError, match="num_tokens must be finite"):
+            jax.eval_shape(update, state, PARAMS)
