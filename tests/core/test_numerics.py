@@ -200,37 +200,6 @@ def test_trees_with_little_in_them(way: Any):
         chex.assert_trees_all_equal(got, jax.tree.map(lambda x: x / 2, x))
 
 
-def test_a_typed_key_in_the_inner_state_advances_once_a_window():
-    inner = optax.add_noise(0.1, 0.5, jax.random.key(7))
-    params, x = jnp.zeros(3), np.float32(numbers(12)).reshape(4, 3)
-    batches = [(jnp.asarray(row), jnp.float32(2)) for row in x]
-
-    bare = inner.init(params)
-    expected = params
-    for pair in (x[:2], x[2:]):
-        updates, bare = inner.update(pair.sum(0) / 4, bare, expected)
-        expected = optax.apply_updates(expected, updates)
-    assert helpers.relative_error(expected, x.sum(0) / 4) > 0.01
-
-    step = make_train_step(loss_fn, inner, 2)
-    state, _ = helpers.run_step(step, step.init(params), batches)
-    error = helpers.relative_error(state.params, expected)
-    assert error < helpers.RTOL["float32"]
-
-
-def test_a_window_of_10_000_micro_batches(way: Any):
-    x = np.float32(numbers(40_000)).reshape(10_000, 4)
-    tokens = np.random.default_rng(1).integers(1, 100, 10_000)
-    got = way(jnp.zeros(4), list(zip(x, np.float32(tokens), strict=True)))
-    exact = np.float64(x).sum(0) / tokens.sum()
-    # Each addition rounds the running sum; the errors grow like a random walk.
-    running = np.abs(np.cumsum(np.float64(x), 0))
-    bound = np.linalg.norm(np.sqrt((running**2).sum(0))) * 2**-24 / tokens.sum()
-    assert np.linalg.norm(got - exact) < 4 * bound
-    naive = np.mean(np.float64(x) / tokens[:, None], 0)
-    assert np.linalg.norm(naive - exact) > 1e6 * bound
-
-
 def test_updates_are_not_rounded_to_the_accumulators(maybe_jit: Any):
     """Updates reuse the buffers of the sums only where these hold them exactly."""
     optimizer = token_accumulation(optax.sgd(0.1), 2, accumulator_dtype=jnp.bfloat16)

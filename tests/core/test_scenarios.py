@@ -25,8 +25,6 @@ from ways_in import (
     program,
 )
 
-from optax_tokenaccum import softmax_cross_entropy_sum, window_value_and_grad
-
 RTOL = helpers.RTOL["float32"]
 
 FOUR, NONE = [1.0] * 4, [0.0] * 4
@@ -117,33 +115,3 @@ def test_weight_decay_and_schedules_ran_per_micro_batch(way: Any):
     assert helpers.relative_error(theirs, expected) > 0.01
     ours = way(loss_fn, inner, 2)(PARAMS, windows)[-1]
     assert helpers.relative_error(ours, expected) < RTOL
-
-
-def assert_counts_what_bears_loss(batch: Batch, mask: Any, counted: int) -> None:
-    """Check that `mask` is exact, and that the same sum over `counted` is not."""
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        logits = helpers.logits_of(params, batch["tokens"])
-        return softmax_cross_entropy_sum(logits, batch["labels"], ignore_index=-100)
-
-    labels = np.where(mask, batch["labels"], -100)
-    window = helpers.stacked({"tokens": batch["tokens"], "labels": labels}, 4)
-    params = helpers.init_params(0)
-    (_, (num_tokens, _)), ours = jax.jit(window_value_and_grad(loss_fn))(params, window)
-    assert float(num_tokens) == mask.sum() != counted
-    expected = helpers.float64_gradient(params, batch | {"mask": mask})
-    assert helpers.relative_error(ours, expected) < RTOL
-    theirs = jax.tree.map(lambda g: g * num_tokens / counted, ours)
-    assert helpers.relative_error(theirs, expected) > 0.01
-
-
-def test_labels_were_counted_unshifted_and_packing_boundaries_were_counted():
-    """transformers 46204, unsloth-zoo 1066: one token too many per row.
-
-    OpenNMT: the last token of a text does not predict the first of the next one.
-    """
-    batch = helpers.ragged_batch(0, rows=8)
-    mask = batch["mask"]
-    assert_counts_what_bears_loss(batch, mask, mask.sum() + len(mask))
-    text = np.arange(helpers.MAX_LENGTH + 1) // 8
-    assert_counts_what_bears_loss(batch, mask & (text[1:] == text[:-1]), mask.sum())
