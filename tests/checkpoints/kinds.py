@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from flax import linen as nn
 from flax import nnx
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+from jax.flatten_util import ravel_pytree
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -58,59 +59,48 @@ class Kind(NamedTuple):
     weights: Callable[[Any], Any]
 
 
-def train_step(**options: Any) -> Kind:
-    step = make_train_step(loss_fn, ADAM, K, **options)
-    return Kind(
-        lambda: step.init({"w": jnp.asarray(INIT)}),
-        lambda state, i: step(state, batch_of(i))[0],
-        lambda state: state.params["w"],
-    )
+def window_of(i: int) -> Any:
+    """The window that the micro-batch ends, if it ends one."""
+    if i % K != K - 1:
+        return None
+    return jax.tree.map(lambda *xs: np.stack(xs), batch_of(i - 1), batch_of(i))
 
 
-def window_step() -> Kind:
-    """Saved between windows, here after the first."""
-    step = make_window_step(loss_fn, ADAM)
+def of_step(
+    step: Any,
+    batch_of: Callable[[int], Any] = batch_of,
+    params: Any = lambda: {"w": jnp.asarray(INIT)},
+    weights: Any = lambda state: state.params["w"],
+) -> Kind:
+    """A window step is saved between windows, here after the first."""
 
     def add(state: Any, i: int) -> Any:
-        if i % K == 0:
-            return state
-        window = jax.tree.map(lambda *xs: np.stack(xs), batch_of(i - 1), batch_of(i))
-        return step(state, window)[0]
+        batch = batch_of(i)
+        return state if batch is None else step(state, batch)[0]
 
-    init = train_step().init().params
-    return Kind(lambda: step.init(init), add, lambda state: state.params["w"])
+    return Kind(lambda: step.init(params()), add, weights)
 
 
-def train_step_on_8_devices() -> Kind:
-    """Sums of shape `[8, 2, 3]`, of which some are zeros."""
-    mesh = jax.sharding.Mesh(jax.devices(), "data")
-    options: Any = {"mesh": mesh, "data_axes": "data"}
-    step = make_train_step(loss_fn, ADAM, K, **options)
-    return Kind(
-        lambda: step.init({"w": jnp.asarray(INIT)}),
-        lambda state, i: step(state, batch_of(i, rows=8))[0],
-        lambda state: state.params["w"],
-    )
+def train_step(batch_of: Any = batch_of, **options: Any) -> Kind:
+    return of_step(make_train_step(loss_fn, ADAM, K, **options), batch_of)
 
 
 def train_step_in_fp8() -> Kind:
     """Has a collection that is overwritten: its sums are maxima."""
     dense = nn.Dense(16, dot_general_cls=lambda: Fp8DirectDotGeneralOp(4))
 
-    def inputs_of(i: int) -> Any:
-        return np.tile(batch_of(i)["x"], 8)
+    def wide(i: int) -> Any:
+        return batch_of(i) | {"x": np.tile(batch_of(i)["x"], 8)}
 
     def fp8_loss_fn(params: Any, batch: Any) -> Any:
         losses = jnp.sum(dense.apply(params, batch["x"]), -1)
         return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
 
-    step = make_train_step(fp8_loss_fn, optax.sgd(0.1, momentum=0.9), K)
-    return Kind(
-        lambda: step.init(dense.init(jax.random.key(0), inputs_of(0))),
-        lambda state, i: step(state, batch_of(i) | {"x": inputs_of(i)})[0],
-        lambda state: jnp.concatenate(
-            [*map(jnp.ravel, jax.tree.leaves(state.params))],
-        ),
+    return of_step(
+        make_train_step(fp8_loss_fn, optax.sgd(0.1, momentum=0.9), K),
+        wide,
+        lambda: dense.init(jax.random.key(0), wide(0)["x"]),
+        lambda state: ravel_pytree(state.params)[0],
     )
 
 
@@ -145,29 +135,9 @@ class Model(nnx.Module):
         self.w = nnx.Param(jnp.asarray(INIT))
 
 
-def of_nnx() -> Kind:
-    tx = token_accumulation(ADAM, K)
-
-    def whole() -> Any:
-        model = Model()
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    graph, _ = nnx.split(whole())
-
-    def add(state: Any, i: int) -> Any:
-        both = whole()
-        nnx.update(both, state)
-        model, optimizer = nnx.merge(graph, nnx.state(both))
-        grads, n = gradient_of({"w": model.w[...]}, batch_of(i))
-        of_model = nnx.state(model, nnx.Param)
-        nnx.replace_by_pure_dict(of_model, grads)
-        optimizer.update(model, of_model, num_tokens=n)
-        return nnx.to_pure_dict(nnx.state((model, optimizer)))
-
-    return Kind(lambda: nnx.to_pure_dict(nnx.state(whole())), add, lambda s: s[0]["w"])
-
-
 class DropoutModel(nnx.Module):
+    """With batch statistics, and random streams, which no `rng` decides."""
+
     def __init__(self) -> None:
         self.linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
         self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
@@ -177,49 +147,60 @@ class DropoutModel(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
-def nnx_step(step: Any, tx: Any, add: Callable[[Any, Any, int], None]) -> Kind:
-    """A model with batch statistics and random streams, which no `rng` decides."""
+def nnx_kind(
+    model: Any, tx: Any, init: Callable[..., None], add: Callable[[Any, int], None]
+) -> Kind:
+    """A model and its optimizer, to which `add` adds a micro-batch."""
 
-    def whole() -> Any:
-        model = DropoutModel()
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    def init() -> Any:
-        both = whole()
-        step.init(*both)
-        return nnx.state(both)
+    def whole(state: Any = None) -> Any:
+        made = model()
+        both = made, nnx.Optimizer(made, tx, wrt=nnx.Param)
+        init(*both) if state is None else nnx.update(both, state)
+        return both
 
     def after(state: Any, i: int) -> Any:
-        both = whole()
-        nnx.update(both, state)
-        add(step, both, i)
+        both = whole(state)
+        add(both, i)
         return nnx.state(both)
 
-    return Kind(init, after, lambda state: state[0]["linear"]["kernel"][...])
+    return Kind(
+        lambda: nnx.state(whole()),
+        after,
+        lambda state: state[0]["linear"]["kernel"][...],
+    )
 
 
-def model_loss_fn(model: Any, batch: Any) -> Any:
-    losses = jnp.sum((model(batch["x"]) - 1) ** 2, -1)
-    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+def nnx_transformation() -> Kind:
+    """Saved as a dictionary."""
+
+    def add(both: Any, i: int) -> None:
+        model, optimizer = both
+        grads, n = gradient_of({"w": model.w[...]}, batch_of(i))
+        of_model = nnx.state(model, nnx.Param)
+        nnx.replace_by_pure_dict(of_model, grads)
+        optimizer.update(model, of_model, num_tokens=n)
+
+    kind = nnx_kind(Model, token_accumulation(ADAM, K), lambda *both: None, add)
+    return Kind(
+        lambda: nnx.to_pure_dict(kind.init()),
+        lambda state, i: nnx.to_pure_dict(kind.add(state, i)),
+        lambda state: state[0]["w"],
+    )
 
 
-def nnx_train_step() -> Kind:
-    def add(step: Any, both: Any, i: int) -> None:
-        step(*both, batch_of(i))
+def nnx_step(make: Any, tx: Any, batch_of: Callable[[int], Any]) -> Kind:
+    def model_loss_fn(model: Any, batch: Any) -> Any:
+        losses = jnp.sum((model(batch["x"]) - 1) ** 2, -1)
+        return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
 
-    step = nnx_steps.make_train_step(model_loss_fn)
-    return nnx_step(step, token_accumulation(ADAM, K), add)
+    step = make(model_loss_fn)
 
+    def add(both: Any, i: int) -> None:
+        batch = batch_of(i)
+        if batch is not None:
+            step(*both, batch)
 
-def nnx_window_step() -> Kind:
-    """Saved between windows, here after the first."""
-
-    def add(step: Any, both: Any, i: int) -> None:
-        if i % K:
-            batches = batch_of(i - 1), batch_of(i)
-            step(*both, jax.tree.map(lambda *xs: np.stack(xs), *batches))
-
-    return nnx_step(nnx_steps.make_window_step(model_loss_fn), ADAM, add)
+    return nnx_kind(DropoutModel, tx, step.init, add)
 
 
 KINDS: dict[str, Kind] = {
@@ -227,16 +208,23 @@ KINDS: dict[str, Kind] = {
     "train_step_that_skips": train_step(should_skip_update_fn=optax.skip_not_finite),
     "train_step_with_noise": train_step(gradient_noise=True),
     "train_step_in_fp8": train_step_in_fp8(),
-    "train_step_on_8_devices": train_step_on_8_devices(),
-    "window_step": window_step(),
+    # Sums of shape `[8, 2, 3]`, of which some are zeros.
+    "train_step_on_8_devices": train_step(
+        lambda i: batch_of(i, rows=8),
+        mesh=jax.sharding.Mesh(jax.devices(), "data"),
+        data_axes="data",
+    ),
+    "window_step": of_step(make_window_step(loss_fn, ADAM), window_of),
     "transformation": transformation(
         optax.chain(optax.scale(2.0), token_accumulation(ADAM, K))
     ),
     "multi_steps": transformation(MultiSteps(ADAM, K, gradients="sum")),
     "linen": linen(),
-    "nnx": of_nnx(),
-    "nnx_train_step": nnx_train_step(),
-    "nnx_window_step": nnx_window_step(),
+    "nnx": nnx_transformation(),
+    "nnx_train_step": nnx_step(
+        nnx_steps.make_train_step, token_accumulation(ADAM, K), batch_of
+    ),
+    "nnx_window_step": nnx_step(nnx_steps.make_window_step, ADAM, window_of),
 }
 
 

@@ -76,6 +76,5 @@ def test_the_window_is_finished_as_the_earlier_version_did(version: Path, name: 
 
 
 def test_versions_0_1_0_and_0_2_0_are_there_with_all_kinds_of_state():
-    names = {path.name for path in VERSIONS}
-    assert {"v0.1.0", "v0.2.0", "v0.2.0_more"} <= names
+    assert {"v0.1.0", "v0.2.0", "v0.2.0_more"} <= {path.name for path in VERSIONS}
     assert {name for path in VERSIONS for name in names_in(path)} == {*KINDS}

@@ -1,6 +1,5 @@
 """Unusual dtypes and trees, through every entry point, against NumPy in float64."""
 
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 from optax_tokenaccum import (
@@ -89,13 +87,6 @@ def test_narrow_gradients_are_summed_in_float32(way: Any, dtype: str):
     assert way(zero, batches, accumulator_dtype=dtype) == naive
 
 
-def test_a_sum_that_float16_cannot_hold(way: Any):
-    large = jnp.full(3, 60_000.0, jnp.float16)
-    got = way(jnp.zeros(3, jnp.float16), [(large, jnp.float32(1))] * 4)
-    chex.assert_trees_all_equal(got, large)
-    assert jnp.isinf(large + large).all()
-
-
 def test_fractional_weights_beside_float64_parameters(way: Any):
     """A float32 count would round 0.1 by 1.5e-8, and the update with it."""
     weights = np.random.default_rng(2).uniform(0.1, 1.0, 8)
@@ -125,7 +116,7 @@ def test_a_count_of_each_loss_beside_float64_parameters():
         assert abs(grad - 15) < 1e-12 < abs(3 / np.float64(np.float32(0.2)) - 15)
 
 
-def test_a_checkpoint_whose_count_is_float32_goes_on(tmp_path: Path):
+def test_a_checkpoint_whose_count_is_float32_goes_on():
     """Version 0.1.0 counted in float32 next to float64 parameters."""
     with jax.enable_x64(True):
         step = make_train_step(loss_fn, optax.sgd(1.0), 2, donate=False)
@@ -137,14 +128,6 @@ def test_a_checkpoint_whose_count_is_float32_goes_on(tmp_path: Path):
         got, metrics = step(old, (x[1], 2.0))
         chex.assert_trees_all_equal(got.params, whole.params)
         assert metrics.num_tokens.dtype == jnp.float32
-
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "old", old)
-            checkpointer.wait_until_finished()
-            target = step.init(jnp.zeros(3))  # with shardings, which older Orbax needs
-            restored = checkpointer.restore(tmp_path / "old", target)
-        chex.assert_trees_all_equal_shapes_and_dtypes(restored, state)
-        chex.assert_trees_all_equal(restored, state)
 
 
 @pytest.mark.parametrize(
@@ -180,13 +163,20 @@ def test_complex_parameters(way: Any, dtype: str):
         assert helpers.relative_error(*parts) < rtol
 
 
-def test_float8_parameters(way: Any):
-    dtype = jnp.float8_e4m3fn
-    x = [jnp.full(2, value, dtype) for value in (16.0, 0.5, 0.5, 0.5)]
-    got = way(jnp.zeros(2, dtype), [(row, jnp.float32(1 / 4)) for row in x])
-    chex.assert_trees_all_equal(got, jnp.full(2, 17.5, dtype))
-    naive = x[0] + x[1] + x[2] + x[3]
-    assert (naive < got).all()
+@pytest.mark.parametrize(
+    ("dtype", "terms", "mean"),
+    [
+        (jnp.float8_e4m3fn, [16.0, 0.5, 0.5, 0.5], 17.5 / 4),
+        (jnp.float16, [60_000.0] * 4, 60_000.0),
+    ],
+    ids=["float8", "float16"],
+)
+def test_a_sum_that_the_dtype_cannot_hold(way: Any, dtype: Any, terms: Any, mean: Any):
+    x = [jnp.full(2, number, dtype) for number in terms]
+    got = way(jnp.zeros(2, dtype), [(row, jnp.float32(1)) for row in x])
+    chex.assert_trees_all_equal(got, jnp.full(2, mean, dtype))
+    naive = (x[0] + x[1] + x[2] + x[3]) / 4
+    assert (naive != got).all()
 
 
 def test_trees_with_little_in_them(way: Any):

@@ -1,6 +1,6 @@
 """The four reductions of policy gradients, under every cut between sequences."""
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import helpers
 import hypothesis
@@ -20,11 +20,7 @@ LENGTH, MAX_LENGTH = 12, 10.0
 RTOL = 1e-6
 
 
-class Sequence(NamedTuple):
-    """The losses and the mask of a sequence, `[length]`."""
-
-    losses: np.ndarray
-    mask: np.ndarray
+Sequence = tuple[np.ndarray, np.ndarray]  # losses and mask, `[length]`
 
 
 def sequences_of(seed: int, number: int = 12) -> list[Sequence]:
@@ -35,7 +31,7 @@ def sequences_of(seed: int, number: int = 12) -> list[Sequence]:
         n = rng.integers(1, LENGTH // 2 + 1)
         mask = rng.uniform(size=n) < rng.uniform(0.3, 1)
         mask[0] = True
-        made.append(Sequence(rng.normal(size=n) + seed % 3 - 1, mask & (i % 4 != 3)))
+        made.append((rng.normal(size=n) + seed % 3 - 1, mask & (i % 4 != 3)))
     return made
 
 

@@ -13,7 +13,6 @@ import pytest
 from helpers import PARAMS, grads
 
 from optax_tokenaccum import (
-    TokenAccumulationState,
     close_window,
     has_updated,
     token_accumulation,
@@ -269,21 +268,6 @@ def test_counts_may_be_any_kind_of_number():
         for update in (optimizer.update, jax.jit(optimizer.update)):
             updates, _ = update(grads(6.0), state, PARAMS, num_tokens=n)
             chex.assert_trees_all_equal(updates, grads(-2.0))
-
-
-def test_state_fields_are_those_of_multi_steps_where_they_mean_the_same():
-    fields = TokenAccumulationState._fields
-    assert fields == (
-        "mini_step",
-        "gradient_step",
-        "inner_opt_state",
-        "acc_grads",
-        "acc_tokens",
-        "acc_value",
-        "has_updated",
-        "skip_state",
-    )
-    assert set(optax.MultiStepsState._fields) < set(fields)
 
 
 def test_has_updated_finds_the_accumulation_however_deep():
