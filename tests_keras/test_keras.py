@@ -240,15 +240,6 @@ def test_several_windows_the_last_of_them_partial(optimizer: Any):
     assert naive > 0.1
 
 
-def test_a_partial_last_window_is_applied():
-    x, y, weights = data(6)
-    full, _ = fit(new(keras.Model), x, y, weights)
-    ours, _ = fit(new(Model), x, y, weights)
-    assert helpers.relative_error(ours, full) < RTOL
-    naive, _ = fit(new(keras.Model, accumulate=True), x, y, weights, batch_size=2)
-    assert not any(np.any(move) for move in naive)  # dropped
-
-
 def test_a_window_without_tokens():
     x, y, weights = data()
     for model_class in (keras.Model, Model):
@@ -372,17 +363,6 @@ def test_options_of_compile(compiled: dict[str, Any], optimizer: Any):
     )
 
 
-class AddsLoss(layers.Layer):
-    def call(self, x: Any) -> Any:
-        self.add_loss(keras.ops.mean(x**2))
-        return x
-
-
-def build_with_add_loss() -> tuple[Any, Any]:
-    inputs = keras.Input((LENGTH,), dtype="int32")
-    return inputs, layers.Dense(3)(AddsLoss()(layers.Embedding(40, 3)(inputs)))
-
-
 ACTIVITY = {"activity_regularizer": keras.regularizers.L2(0.1)}
 
 
@@ -409,14 +389,6 @@ def test_errors(build: Any, message: str):
         fit(model, *data())
 
 
-def test_add_loss_raises():
-    model = Model(*build_with_add_loss())
-    model.compile(sgd(), new_loss())
-    x, y, weights = data()
-    with pytest.raises(ValueError, match="add_loss or of an activity"):
-        fit(model, x, y % 3, weights)
-
-
 @pytest.mark.parametrize("losses", [1, 2])
 def test_several_outputs_raise(losses: int):
     inputs = keras.Input((3,))
@@ -426,19 +398,6 @@ def test_several_outputs_raise(losses: int):
     x, y = np.ones((4, 3)), np.ones((4, 1))
     with pytest.raises(ValueError, match="one output|one keras.losses.Loss"):
         model.fit(x, [y, y], verbose=0)
-
-
-def test_weights_of_rows_for_losses_of_tokens_raise():
-    x, y, _ = data()
-    with pytest.raises(ValueError, match="Incompatible shapes for broadcasting"):
-        fit(new(Model), x, y, np.ones(ROWS))
-
-
-def test_float8_raises():
-    model = new(Model)
-    model.variables[0].overwrite_with_gradient = True
-    with pytest.raises(ValueError, match="float8"):
-        fit(model, *data())
 
 
 def test_the_page_is_about_this_version():

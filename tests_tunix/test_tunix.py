@@ -83,10 +83,6 @@ def window(seed: int) -> tuple[TrainingInput, list[TrainingInput]]:
     return full, cuts
 
 
-def num_tokens(batch: TrainingInput) -> int:
-    return int(batch.input_mask[:, 1:].sum())
-
-
 def trained(trainer: PeftTrainer) -> Any:
     """Return the variables that the optimizer trains, as arrays."""
     return arrays(nnx.state(trainer.model, trainer.optimizer.wrt))
@@ -214,17 +210,6 @@ def test_windows_and_a_partial_last_one():
     chex.assert_trees_all_equal(trained(shipped), arrays(nnx.state(Tiny(), nnx.Param)))
 
 
-class StepOfTheirOwn(PeftTrainer):
-    """Passes `num_tokens` on, and leaves the wrapping to Tunix."""
-
-    def _train_step(self, model: Any, optimizer: Any, inputs: Any) -> Any:
-        (loss_sum, n), grads = nnx.value_and_grad(token_loss, has_aux=True)(
-            model, **self.gen_model_input_fn(inputs)
-        )
-        optimizer.update(model, grads, num_tokens=n)
-        return loss_sum / n, None, optax.tree.norm(grads)
-
-
 class StepOfThePage(PeftTrainer):
     _train_step = TokenTrainer._train_step
 
@@ -242,26 +227,6 @@ def test_wrapped_twice_raises(trainer_class: Any, message: str):
     trainer.with_loss_fn(token_loss, has_aux=True)
     with pytest.raises(TypeError, match=message):
         trainer.train(window(0)[1])
-
-
-def test_wrapped_twice_by_a_step_of_their_own_stands_still_and_then_jumps():
-    model = Tiny()
-    trainer = new(StepOfTheirOwn, model, token_accumulation(SGD, K))
-    batch, micro_batches = window(0)
-    before, (_, expected) = trained(trainer), full_batch(model, batch)
-
-    def batches() -> Iterator[TrainingInput]:
-        for _ in range(K * K):
-            chex.assert_trees_all_equal(trained(trainer), before)
-            yield micro_batches[trainer.iter_steps % K]
-
-    trainer.train(batches())
-    assert trainer.train_steps == K
-    moved = helpers.difference(before, trained(trainer))
-    factor = num_tokens(batch) / K / num_tokens(micro_batches[-1])
-    jump = jax.tree.map(lambda g: factor * g, expected)
-    assert helpers.relative_error(moved, jump) < RTOL_OF_MOVES
-    assert f"{factor:.0f} times" in PAGE and factor > 2
 
 
 def test_lora_alone_is_trained():
