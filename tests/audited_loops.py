@@ -13,21 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from data import Batch
-from helpers import run_step, stack
-from llama import VOCABULARY, make_rows
+from helpers import (
+    cut,
+    loss_mean_fn,
+    loss_sum_fn,
+    ragged_batch,
+    run_step,
+    stack,
+)
 
 from optax_tokenaccum import (
     MultiSteps,
     Verdict,
-    close_window,
     make_train_step,
     make_window_step,
-    softmax_cross_entropy_sum,
     token_accumulation,
 )
 
-K, WIDTH = 8, 16
+K = 8
+MICRO_BATCHES = cut(ragged_batch(0), K)
 Run = Callable[[Any, Any, Any], Any]
 
 
@@ -68,47 +72,15 @@ def right(name: str) -> Callable[[Run], Run]:
     return lambda run: RIGHT.setdefault(name, run)
 
 
-def cut(rows: Batch) -> list[Batch]:
-    """Cuts rows into `K` micro-batches of equal size."""
-    parts = [np.split(part, K) for part in rows]
-    return [Batch(*micro_batch) for micro_batch in zip(*parts, strict=True)]
-
-
-def parameters(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    """Random parameters of the model."""
-    random = np.random.default_rng(seed)
-    shapes = {
-        "embedding": (VOCABULARY, WIDTH),
-        "hidden": (WIDTH, WIDTH),
-        "head": (WIDTH, VOCABULARY),
-    }
-    return {
-        name: jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, dtype)
-        for name, shape in shapes.items()
-    }
-
-
-def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The summed loss of a small next-token model, and the number of tokens."""
-    x = jnp.tanh(params["embedding"][batch.inputs] @ params["hidden"])
-    return softmax_cross_entropy_sum(x @ params["head"], batch.labels, batch.mask)
-
-
-def mean_loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The mean loss, and the number of tokens."""
-    loss_sum, num_tokens = loss_fn(params, batch)
-    return loss_sum / num_tokens, num_tokens
-
-
 @functools.cache
 def gradient_of(loss_fn: Any) -> Any:
     """The compiled `gradient(params, batch) -> (gradient, num_tokens)`."""
     return jax.jit(jax.grad(loss_fn, has_aux=True))
 
 
-def mean(params: Any, batch: Batch) -> Any:
+def mean(params: Any, batch: Any) -> Any:
     """The gradient of the mean loss."""
-    return gradient_of(mean_loss_fn)(params, batch)[0]
+    return gradient_of(loss_mean_fn)(params, batch)[0]
 
 
 def scale(grads: Any, factor: Any) -> Any:
@@ -117,7 +89,7 @@ def scale(grads: Any, factor: Any) -> Any:
 
 
 def weighted_sum(
-    params: Any, micro_batches: Any, weights: Any, loss_fn: Any = loss_fn
+    params: Any, micro_batches: Any, weights: Any, loss_fn: Any = loss_sum_fn
 ) -> Any:
     """The sum of the micro-batches' summed gradients, times their weights."""
     grads = scale(params, 0)
@@ -129,10 +101,10 @@ def weighted_sum(
 
 def tokens_of(micro_batches: Any) -> Any:
     """The number of tokens of each micro-batch."""
-    return np.array([batch.mask.sum() for batch in micro_batches])
+    return np.array([batch["mask"].sum() for batch in micro_batches])
 
 
-def concatenated(micro_batches: Any) -> Batch:
+def concatenated(micro_batches: Any) -> Any:
     """All rows of a window."""
     return jax.tree.map(lambda *parts: np.concatenate(parts), *micro_batches)
 
@@ -148,7 +120,7 @@ def apply_once(optimizer: Any, params: Any, grads: Any) -> Any:
     return apply(optimizer, params, optimizer.init(params), grads)[0]
 
 
-def of_weights(weights: Any, loss_fn: Any = loss_fn, foreign: float = 0.0) -> Any:
+def of_weights(weights: Any, loss_fn: Any = loss_sum_fn, foreign: float = 0.0) -> Any:
     """Return a loop that weights micro-batches by `weights`, where 1 is exact."""
 
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
@@ -163,7 +135,11 @@ def of_weights(weights: Any, loss_fn: Any = loss_fn, foreign: float = 0.0) -> An
 # Broken loops.
 
 
-@broken("mean of means", "averages micro-batches' means", Verdict.MEAN_OF_MEANS)
+@broken(
+    "mean of means",
+    "averages means",
+    Verdict.MEAN_OF_MEANS,
+)
 def mean_of_means(
     optimizer: Any, params: Any, micro_batches: Any, gradient: Any = mean
 ) -> Any:
@@ -176,7 +152,7 @@ def mean_of_means(
     return params
 
 
-def with_counts(gradient: Callable[..., Any], count: Callable[[Batch], Any]) -> Run:
+def with_counts(gradient: Callable[..., Any], count: Callable[[Any], Any]) -> Run:
     """Makes a loop with `optax_tokenaccum.MultiSteps`, which expects mean losses."""
 
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
@@ -196,14 +172,14 @@ broken(
     "counts the entries of the mask",
     Verdict.MEAN_OF_MEANS,
     "such as mask.size",
-)(with_counts(mean, lambda batch: batch.mask.size))
+)(with_counts(mean, lambda batch: batch["mask"].size))
 
 broken(
     "labels not shifted",
     "counts one label too many in each row",
     Verdict.UNKNOWN,
     "averaged with wrong counts",
-)(with_counts(mean, lambda batch: batch.mask.sum() + len(batch.mask)))
+)(with_counts(mean, lambda batch: batch["mask"].sum() + len(batch["mask"])))
 
 broken(
     "summed loss",
@@ -212,37 +188,18 @@ broken(
     "a sum is given where a mean is expected",
 )(
     with_counts(
-        lambda params, batch: gradient_of(loss_fn)(params, batch)[0],
-        lambda batch: batch.mask.sum(),
+        lambda params, batch: gradient_of(loss_sum_fn)(params, batch)[0],
+        lambda batch: batch["mask"].sum(),
     )
 )
 
 
-@broken("mean over devices", "averages devices' means", Verdict.MEAN_OF_MEANS)
-def mean_over_devices(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    """Two devices take the means of their rows, and `pmean` averages these."""
-    grads = scale(params, 0)
-    for pair in zip(micro_batches[::2], micro_batches[1::2], strict=True):
-        shares = jax.vmap(
-            lambda batch: jax.lax.pmean(mean(params, batch), "devices"),
-            axis_name="devices",
-        )(stack(pair))
-        grads = jax.tree.map(lambda g, x: g + x[0] * 2 / K, grads, shares)
-    return apply_once(optimizer, params, grads)
-
-
-@broken(
+broken(
     "summed over devices",
     "counts equal gradients twice",
     Verdict.UNKNOWN,
     "2 times what it should be (are two devices",
-)
-def summed_over_devices(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    """Two devices hold the same rows: both are exact, then `psum` adds them."""
-    grads = mean(params, concatenated(micro_batches))
-    both = jax.tree.map(lambda g: jnp.stack([g, g]), grads)
-    grads = jax.vmap(lambda g: jax.lax.psum(g, "devices"), axis_name="devices")(both)
-    return apply_once(optimizer, params, jax.tree.map(lambda g: g[0], grads))
+)(of_weights(np.full(K, 2)))
 
 
 @broken("double division", "divides by tokens and by k", Verdict.DIVIDED_TWICE)
@@ -250,8 +207,8 @@ def double_division(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     """Losses divided by the tokens of the window, then averaged over micro-batches."""
     share = 1 / tokens_of(micro_batches).sum()
 
-    def gradient(params: Any, batch: Batch) -> Any:
-        return scale(gradient_of(loss_fn)(params, batch)[0], share)
+    def gradient(params: Any, batch: Any) -> Any:
+        return scale(gradient_of(loss_sum_fn)(params, batch)[0], share)
 
     return mean_of_means(optimizer, params, micro_batches, gradient)
 
@@ -304,7 +261,7 @@ def misaligned(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     state = optimizer.init(params)
     grads, num_tokens = scale(params, 0), 0
     for i, batch in enumerate(micro_batches):
-        g, n = gradient_of(loss_fn)(params, batch)
+        g, n = gradient_of(loss_sum_fn)(params, batch)
         grads, num_tokens = jax.tree.map(jnp.add, grads, g), num_tokens + n
         if i % K == 0:
             grads = scale(grads, 1 / num_tokens)
@@ -326,7 +283,7 @@ def clipped_before(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     grads = scale(params, 0)
     for batch in micro_batches:
         g, _ = clip.update(mean(params, batch), clip.init(params))
-        share = scale(g, batch.mask.sum() / num_tokens)
+        share = scale(g, batch["mask"].sum() / num_tokens)
         grads = jax.tree.map(jnp.add, grads, share)
     return apply_once(optimizer, params, grads)
 
@@ -349,7 +306,7 @@ def float16_sums(optimizer: Any, params: Any, micro_batches: Any) -> Any:
 )
 def stale_window(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     """The previous epoch ended in the middle of a window, and nothing closed it."""
-    before = cut(make_rows(99))[:2]
+    before = cut(ragged_batch(99), K)[:2]
     return mean_of_means(optimizer, params, [*before, *micro_batches])
 
 
@@ -359,21 +316,6 @@ def stale_window(optimizer: Any, params: Any, micro_batches: Any) -> Any:
 @right("full batch")
 def full_batch(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return apply_once(optimizer, params, mean(params, concatenated(micro_batches)))
-
-
-@right("scan by hand")
-def scan_by_hand(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    @jax.jit
-    def sums(params: Any, stacked: Any) -> Any:
-        def body(carry: Any, batch: Batch) -> Any:
-            found = jax.grad(loss_fn, has_aux=True)(params, batch)
-            return jax.tree.map(jnp.add, carry, found), None
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return jax.lax.scan(body, (zeros, jnp.float32(0)), stacked)[0]
-
-    total, n = sums(params, stack(micro_batches))
-    return apply_once(optimizer, params, scale(total, 1 / n))
 
 
 def with_transformation(loss_fn: Any) -> Run:
@@ -389,19 +331,10 @@ def with_transformation(loss_fn: Any) -> Run:
     return run
 
 
-by_transformation = right("token_accumulation")(with_transformation(loss_fn))
+by_transformation = right("token_accumulation")(with_transformation(loss_sum_fn))
 
 
-@right("MultiSteps")
-def by_multi_steps(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    optimizer = MultiSteps(optimizer, 2 * K)
-    state = optimizer.init(params)
-    for batch in micro_batches:
-        grads, n = gradient_of(mean_loss_fn)(params, batch)
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        params = optax.apply_updates(params, updates)
-    updates, _ = close_window(optimizer, state, params)
-    return optax.apply_updates(params, updates)
+right("MultiSteps")(with_counts(mean, lambda batch: batch["mask"].sum()))
 
 
 def with_train_step(loss_fn: Any) -> Run:
@@ -412,10 +345,10 @@ def with_train_step(loss_fn: Any) -> Run:
     return run
 
 
-by_train_step = right("train step")(with_train_step(loss_fn))
+right("train step")(with_train_step(loss_sum_fn))
 
 
 @right("window step")
 def by_window_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    window_step = make_window_step(loss_fn, optimizer)
+    window_step = make_window_step(loss_sum_fn, optimizer)
     return window_step(window_step.init(params), stack(micro_batches))[0].params

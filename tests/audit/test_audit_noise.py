@@ -9,22 +9,18 @@ import numpy as np
 import pytest
 from audited_loops import (
     GALLERY,
+    MICRO_BATCHES,
     RIGHT,
     K,
     apply,
-    apply_once,
-    cut,
-    loss_fn,
     of_weights,
-    parameters,
     tokens_of,
 )
-from data import Batch
-from llama import make_rows
+from helpers import init_params
+from helpers import loss_sum_fn as loss_fn
 
 from optax_tokenaccum import Verdict, audit
 
-MICRO_BATCHES = cut(make_rows(0))
 N = tokens_of(MICRO_BATCHES)
 EXACT, MEAN_OF_MEANS = np.ones(K), N.mean() / N
 
@@ -33,19 +29,19 @@ EXACT, MEAN_OF_MEANS = np.ones(K), N.mean() / N
 def rounded_to(dtype: str, loss_fn: Any = loss_fn) -> Any:
     """Compute `loss_fn` in `dtype`, whatever the dtype of the parameters."""
 
-    def rounded(params: Any, batch: Batch) -> Any:
+    def rounded(params: Any, batch: Any) -> Any:
         return loss_fn(jax.tree.map(lambda x: x.astype(dtype), params), batch)
 
     return rounded
 
 
-def with_two_short_micro_batches() -> list[Batch]:
+def with_two_short_micro_batches() -> list[Any]:
     """Return micro-batches of which the second and sixth have four tokens each."""
     found = [*MICRO_BATCHES]
     for i in (1, 5):
-        mask = found[i].mask.copy()
+        mask = found[i]["mask"].copy()
         mask[:, 1:] = False
-        found[i] = found[i]._replace(mask=mask)
+        found[i] = found[i] | {"mask": mask}
     return found
 
 
@@ -56,14 +52,6 @@ TWICE[5] = 2
 
 
 @pytest.mark.parametrize(
-    "where",
-    [
-        "parameters",
-        pytest.param("computation", marks=pytest.mark.slow),
-        pytest.param("loop", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
     ("weights", "says"),
     [
         (LOST, "2 of the 8 micro-batches count for nothing"),
@@ -72,20 +60,16 @@ TWICE[5] = 2
     ],
     ids=["two lost", "one twice", "right"],
 )
-def test_weights_tell_what_rounding_hides(where: str, weights: Any, says: str):
-    rounded = rounded_to("bfloat16")
-    dtype = "bfloat16" if where == "parameters" else "float32"
-    given = rounded if where == "computation" else loss_fn
-    run = of_weights(weights, loss_fn if where == "parameters" else rounded)
-    report = audit(run, given, parameters(0, dtype), SHORT)
+def test_weights_tell_what_rounding_hides(weights: Any, says: str):
+    report = audit(of_weights(weights), loss_fn, init_params(0, "bfloat16"), SHORT)
     # By the relative error alone, all of them would pass.
     assert report.relative_error < report.rtol or not (weights == 1).all()
     assert report.passed == (weights == 1).all(), str(report)
     assert says in report.explanation, str(report)
 
 
-def small_loss_fn(params: Any, batch: Batch) -> Any:
-    is_short = batch.mask.sum() < 5
+def small_loss_fn(params: Any, batch: Any) -> Any:
+    is_short = batch["mask"].sum() < 5
     loss_sum, num_tokens = loss_fn(params, batch)
     return jnp.where(is_short, 1e-3, 1) * loss_sum, num_tokens
 
@@ -95,22 +79,18 @@ def small_loss_fn(params: Any, batch: Batch) -> Any:
 def test_a_micro_batch_below_the_noise_cannot_be_told(weights: Any):
     """A micro-batch of four tokens whose gradient is 1000 times smaller."""
     run = of_weights(weights, small_loss_fn)
-    report = audit(run, small_loss_fn, parameters(0, "bfloat16"), SHORT)
+    report = audit(run, small_loss_fn, init_params(0, "bfloat16"), SHORT)
     assert report.verdict is Verdict.UNKNOWN
     assert report.explanation.startswith("cannot tell")
     assert "micro-batches [1, 5]" in report.explanation
-    in_float32 = audit(run, small_loss_fn, parameters(0), SHORT)
+    in_float32 = audit(run, small_loss_fn, init_params(0), SHORT)
     assert in_float32.passed == (weights == 1).all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "dtype"),
-    [("float32", "bfloat16"), ("the same", "bfloat16"), ("float32", "float16")],
-)
-def test_float32_parameters_and_low_precision_inside(given: str, dtype: str):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_float32_parameters_and_low_precision_inside(dtype: str):
     rounded = rounded_to(dtype)
-    loss_fn_given = rounded if given == "the same" else loss_fn
     for weights, foreign, verdict in (
         (EXACT, 0, Verdict.EXACT),
         (MEAN_OF_MEANS, 0, Verdict.MEAN_OF_MEANS),
@@ -120,16 +100,16 @@ def test_float32_parameters_and_low_precision_inside(given: str, dtype: str):
         (np.full(K, 2.0), 0, Verdict.UNKNOWN),
     ):
         run = of_weights(weights, rounded, foreign)
-        report = audit(run, loss_fn_given, parameters(0), MICRO_BATCHES)
+        report = audit(run, loss_fn, init_params(0), MICRO_BATCHES)
         assert report.verdict is verdict, str(report)
 
 
 def test_noise_is_measured_and_a_given_tolerance_is_kept():
     run = of_weights(EXACT, rounded_to("bfloat16"))
-    report = audit(run, loss_fn, parameters(0), MICRO_BATCHES)
+    report = audit(run, loss_fn, init_params(0), MICRO_BATCHES)
     assert report.passed and report.relative_error > 1e-4
     assert "Rounding noise of" in report.explanation
-    report = audit(run, loss_fn, parameters(0), MICRO_BATCHES, rtol=1e-4)
+    report = audit(run, loss_fn, init_params(0), MICRO_BATCHES, rtol=1e-4)
     assert report.verdict is Verdict.UNKNOWN and report.rtol == 1e-4
 
 
@@ -140,7 +120,7 @@ def test_float32_is_as_strict_as_ever():
         of_weights(np.full(K, 1.001)),
         of_weights(1 + 1e-3 * np.arange(K)),
     ):
-        report = audit(run, loss_fn, parameters(0), MICRO_BATCHES)
+        report = audit(run, loss_fn, init_params(0), MICRO_BATCHES)
         assert 1e-4 < report.relative_error < 1e-2
         assert report.verdict is Verdict.UNKNOWN, str(report)
         assert report.rtol == pytest.approx(1e-4, rel=0.1)
@@ -153,12 +133,12 @@ def test_a_random_loop_is_named_random():
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         keep = random.uniform(size=params["hidden"].shape) < 0.8
 
-        def dropped(params: Any, batch: Batch) -> Any:
+        def dropped(params: Any, batch: Any) -> Any:
             return loss_fn(params | {"hidden": params["hidden"] * keep}, batch)
 
         return of_weights(EXACT, dropped)(optimizer, params, micro_batches)
 
-    report = audit(run, loss_fn, parameters(0), MICRO_BATCHES)
+    report = audit(run, loss_fn, init_params(0), MICRO_BATCHES)
     assert report.verdict is Verdict.UNKNOWN
     assert "cannot tell" in report.explanation
     assert "Dropout does that" in report.explanation
@@ -189,20 +169,10 @@ def random_rounding(params: Any) -> Any:
     ("drift", "where", "dtype"),
     [
         (decay(1e-2), "before", "float32"),
-        pytest.param(decay(3e-5), "after", "bfloat16", marks=pytest.mark.slow),
-        pytest.param(decay(1e-7), "after", "float32", marks=pytest.mark.slow),
         pytest.param(round_trip, "both", "float32", marks=pytest.mark.slow),
-        pytest.param(random_rounding, "before", "bfloat16", marks=pytest.mark.slow),
         (random_rounding, "after", "float32"),
     ],
-    ids=[
-        "decay",
-        "slow decay",
-        "hardly any decay",
-        "round trip",
-        "random rounding, bfloat16",
-        "random rounding",
-    ],
+    ids=["decay", "round trip", "random rounding"],
 )
 def test_what_moves_without_a_gradient_is_no_step(drift: Any, where: str, dtype: str):
     def drifting(run: Any) -> Any:
@@ -220,7 +190,7 @@ def test_what_moves_without_a_gradient_is_no_step(drift: Any, where: str, dtype:
         (GALLERY["not wrapped"].run, Verdict.STEPPED_EVERY_MICRO_BATCH),
         (of_weights(np.zeros(K)), Verdict.DISCARDED),
     ):
-        report = audit(drifting(run), loss_fn, parameters(0, dtype), MICRO_BATCHES)
+        report = audit(drifting(run), loss_fn, init_params(0, dtype), MICRO_BATCHES)
         assert report.verdict is verdict, str(report)
 
 
@@ -231,18 +201,11 @@ def test_decay_within_the_update():
         moved = RIGHT["token_accumulation"](optimizer, params, micro_batches)
         return jax.tree.map(lambda new, old: new - 1e-2 * old, moved, params)
 
-    assert audit(run, loss_fn, parameters(0), MICRO_BATCHES).passed
+    assert audit(run, loss_fn, init_params(0), MICRO_BATCHES).passed
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rate", "size"),
-    [
-        ("float32", 0, 1e-4),
-        ("float32", 1e-2, 1.0),
-        ("bfloat16", 0, 1.0),
-        ("bfloat16", 1e-2, 1e-4),
-        ("float16", 1e-2, 1e-2),
-    ],
+    ("dtype", "rate", "size"), [("float32", 0, 1e-4), ("bfloat16", 1e-2, 1e-4)]
 )
 def test_a_small_second_step_is_a_step(dtype: str, rate: float, size: float):
     def sized_loss_fn(params: Any, batch: Any) -> Any:
@@ -267,18 +230,3 @@ def test_a_small_second_step_is_a_step(dtype: str, rate: float, size: float):
 
     report = audit(run, sized_loss_fn, params, micro_batches)
     assert report.verdict is Verdict.STEPPED_EVERY_MICRO_BATCH, str(report)
-
-
-def test_random_rounding_of_few_parameters_is_no_gradient():
-    """Two parameters and two micro-batches, whose weights explain every movement."""
-
-    def line_loss_fn(params: Any, batch: Any) -> Any:
-        return jnp.sum((params * batch - 1) ** 2), batch.shape[0]
-
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        return random_rounding(apply_once(optimizer, params, jnp.zeros_like(params)))
-
-    random = np.random.default_rng(0)
-    micro_batches = [np.float32(random.normal(size=(n, 2))) for n in (1, 4)]
-    report = audit(run, line_loss_fn, jnp.array([0.5, 2.0]), micro_batches)
-    assert report.verdict is Verdict.DISCARDED, str(report)
