@@ -13,14 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import (
-    cut,
-    loss_mean_fn,
-    loss_sum_fn,
-    ragged_batch,
-    run_step,
-    stack,
-)
+from helpers import cut, loss_mean_fn, loss_sum_fn, ragged_batch, run_step, stack
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -193,7 +186,6 @@ broken(
     )
 )
 
-
 broken(
     "summed over devices",
     "counts equal gradients twice",
@@ -337,15 +329,10 @@ by_transformation = right("token_accumulation")(with_transformation(loss_sum_fn)
 right("MultiSteps")(with_counts(mean, lambda batch: batch["mask"].sum()))
 
 
-def with_train_step(loss_fn: Any) -> Run:
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        step = make_train_step(loss_fn, optimizer, len(micro_batches))
-        return run_step(step, step.init(params), micro_batches)[0].params
-
-    return run
-
-
-right("train step")(with_train_step(loss_sum_fn))
+@right("train step")
+def by_train_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    step = make_train_step(loss_sum_fn, optimizer, len(micro_batches))
+    return run_step(step, step.init(params), micro_batches)[0].params
 
 
 @right("window step")

