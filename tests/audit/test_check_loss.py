@@ -245,7 +245,7 @@ def test_right_losses_pass(name: str):
     params, batch = problem(loss_fn)
     report = check_loss_fn(jax.jit(loss_fn), params, [batch])
     report.assert_exact()
-    assert report.passed and str(report).startswith("OK")
+    assert str(report).startswith("OK")
     assert re.search(how, report.count_checked or "")
 
 
