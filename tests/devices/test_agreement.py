@@ -60,16 +60,13 @@ def test_two_processes():
     # Disagreement is an error on both.
     for name, mine, theirs in (
         ("another length", "float32[8, 3]", "float32[8, 4]"),
-        ("another number, int", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
-        ("another number, int64", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
+        ("another number", "float32[2, 8, 2], 1", "float32[2, 8, 2], 2"),
     ):
         for process in said:
             error = process[name]
             prefix = "ValueError: All processes must give a step the same"
             assert error.startswith(prefix), error
             assert f"process 0 gave {mine}; process 1 gave {theirs}." in error
-    # Groups of processes are not in each other's way.
-    assert [process["apart"] for process in said] == ["0.0", "0.0"]
     for process in said:
         assert "make_array_from_process_local_data" in process["host array"]
     # One that does not come to a shape is waited for in bounded time.
@@ -98,13 +95,6 @@ def attempt(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
 
 
-def compare_alone(state: Any, process: int) -> Any:
-    """Compare within a group of one process; process 1 compares twice."""
-    for _ in range(1 + process):
-        processes._compare((process,), "")
-    return state, None
-
-
 def main(port: int, process: int) -> None:
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
@@ -121,7 +111,6 @@ def main(port: int, process: int) -> None:
     state, batch = step.init(np.zeros((), np.float32)), rows(mine, mesh)
     attempt("outer jit", jax.jit(step), state, batch)
     attempt("agree", step, state, batch)
-    attempt("apart", compare_alone, step.init(np.zeros((), np.float32)), process)
     attempt("host array", step, step.init(np.zeros((), np.float32)), mine)
     other = np.ones((4, 3 + process), np.float32)
     attempt(
@@ -131,14 +120,8 @@ def main(port: int, process: int) -> None:
     state = window.init(np.zeros((), np.float32))
     micro_batches = rows(np.stack([mine, mine]), mesh, micro_batches=2)
     attempt("window in outer jit", jax.jit(window), state, micro_batches)
-    for integer in (int, np.int64):
-        attempt(
-            f"another number, {integer.__name__}",
-            window,
-            state,
-            micro_batches,
-            num_micro_batches=integer(1 + process),
-        )
+    number = {"num_micro_batches": np.int64(1 + process)}
+    attempt("another number", window, state, micro_batches, **number)
     state = step.init(np.zeros((), np.float32))
     processes.TIMEOUT_SECONDS = 2
     if process == 0:

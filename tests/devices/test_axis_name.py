@@ -1,7 +1,6 @@
 """The transformation under `shard_map`, `pmap`, `vmap`, with sums per device."""
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -9,20 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    cut,
-    init_params,
-    loss_mean_fn,
-    loss_sum_fn,
-    relative_error,
-    signatures,
-)
-from jax.sharding import NamedSharding
+from helpers import init_params, loss_mean_fn, loss_sum_fn, relative_error, signatures
 from jax.sharding import PartitionSpec as P
 from meshes import (
-    LAYOUTS,
     SCALE,
-    TYPES,
+    TENSOR_PARALLEL,
+    WHOLE,
     K,
     applied,
     exact,
@@ -38,18 +29,13 @@ from optax_tokenaccum import (
     collectives,
     token_accumulation,
 )
+from optax_tokenaccum._core.trees import as_varying
 
 DEVICES = 8
 SGD = optax.sgd(SCALE)
 DATA, BOTH = ("data",), ("data", "model")
 BATCH = make_batch(DEVICES)
 STATE = TokenAccumulationState(P(), P(), P(), P("data"), P(), P(), P(), P())
-
-
-def varying(params: Any, names: Any) -> Any:
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(params, names, to="varying")
-    return jax.lax.pvary(params, names)
 
 
 def on_this_device(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
@@ -59,7 +45,8 @@ def on_this_device(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
 
 def of_varying(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
     """The gradient of this device's rows, with no implicit reduction by `shard_map`."""
-    return on_this_device(loss_fn, varying(params, names), batch, names)
+    params = jax.tree.map(lambda x: as_varying(x, names), params)
+    return on_this_device(loss_fn, params, batch, names)
 
 
 def with_all_tokens(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
@@ -67,79 +54,54 @@ def with_all_tokens(loss_fn: Any, params: Any, batch: Any, names: Any) -> Any:
     return jax.lax.psum((loss, n), names), grads
 
 
-def window(optimizer: Any, names: Any, of: Any, loss_fn: Any) -> Any:
-    """Return a function that runs a window on this device's rows."""
+def step_of(optimizer: Any, names: Any, of: Any, loss_fn: Any) -> Any:
+    """Return a function that adds this device's rows of a micro-batch."""
 
-    def run(params: Any, micro_batches: Any) -> Any:
-        def body(carry: Any, batch: Any) -> Any:
-            params, state = carry
-            (loss, n), grads = of(loss_fn, params, batch, names)
-            updates, state = optimizer.update(
-                grads, state, params, num_tokens=n, value=loss
-            )
-            return (optax.apply_updates(params, updates), state), state.acc_tokens
+    def step(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        (loss, n), grads = of(loss_fn, params, batch, names)
+        updates, state = optimizer.update(
+            grads, state, params, num_tokens=n, value=loss
+        )
+        return (optax.apply_updates(params, updates), state), state.acc_tokens
 
-        carry = params, optimizer.init(params)
-        (params, _), tokens = jax.lax.scan(body, carry, micro_batches)
-        return params, tokens
-
-    return run
+    return step
 
 
 @pytest.mark.parametrize(
-    ("names", "of", "loss_fn", "check_vma"),
+    ("names", "shape", "of", "loss_fn", "check_vma"),
     [
-        (DATA, of_varying, loss_sum_fn, True),
-        (BOTH, of_varying, loss_mean_fn, True),
-        (DATA, on_this_device, loss_mean_fn, False),
-        (BOTH, on_this_device, loss_sum_fn, False),
+        (BOTH, (4, 2), of_varying, loss_mean_fn, True),
+        (DATA, (8,), on_this_device, loss_mean_fn, False),
+        (BOTH, (4, 2), on_this_device, loss_sum_fn, False),
+        # Manual over the data axis only, beside tensor parallelism.
+        (DATA, (4, 2), on_this_device, loss_sum_fn, False),
         # `jax.grad` adds up the gradients of replicated parameters, which count once.
         # The count with them is each device's own, or also already reduced.
-        (DATA, on_this_device, loss_sum_fn, True),
-        (DATA, with_all_tokens, loss_sum_fn, True),
+        (DATA, (8,), on_this_device, loss_sum_fn, True),
+        (DATA, (8,), with_all_tokens, loss_sum_fn, True),
     ],
 )
 def test_window_is_that_of_the_whole_batch(
-    names: Any, of: Any, loss_fn: Any, check_vma: bool
+    names: Any, shape: Any, of: Any, loss_fn: Any, check_vma: bool
 ):
     gradients = "mean" if loss_fn is loss_mean_fn else "sum"
     optimizer = token_accumulation(SGD, K, gradients=gradients, axis_name=names)
-    run = jax.shard_map(
-        window(optimizer, names, of, loss_fn),
-        mesh=make_mesh((8,) if names is DATA else (4, 2)),
-        in_specs=(P(), P(None, names)),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    after, tokens = jax.jit(run)(init_params(0), stacked(BATCH))
+    step = step_of(optimizer, names, of, loss_fn)
+
+    def window(params: Any, micro_batches: Any) -> Any:
+        carry = params, optimizer.init(params)
+        (params, _), tokens = jax.lax.scan(step, carry, micro_batches)
+        return params, tokens
+
+    mesh, is_split = make_mesh(shape), names is DATA and len(shape) == 2
+    options = {"axis_names": {*names}, "check_vma": check_vma}
+    specs = {"in_specs": (P(), P(None, names)), "out_specs": P()}
+    run = jax.shard_map(window, mesh=mesh, **specs, **options)
+    params = placed(mesh, TENSOR_PARALLEL if is_split else WHOLE)
+    after, tokens = jax.jit(run)(params, stacked(BATCH))
     assert relative_error(applied(after), exact(DEVICES)) < 2e-6
     assert tokens[-1] == BATCH["mask"].sum()
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_beside_tensor_parallelism(kind: str):
-    """Manual over the data axis only; with Explicit axes, inside `auto_axes`."""
-    shape, specs = LAYOUTS["tensor parallel"]
-    on, batch = make_mesh(shape, kind), make_batch(shape[0])
-    optimizer = token_accumulation(SGD, K, axis_name="data")
-    is_explicit = kind == "explicit"
-    run = jax.shard_map(
-        window(optimizer, DATA, on_this_device, loss_sum_fn),
-        mesh=None if is_explicit else on,
-        axis_names={"data"},
-        in_specs=(P(), P(None, "data")),
-        out_specs=P(),
-        check_vma=False,
-    )
-    if is_explicit:
-        where = {name: NamedSharding(on, spec) for name, spec in specs.items()}
-        out = where, NamedSharding(on, P())
-        run = jax.sharding.auto_axes(run, out_sharding=out)
-    params = placed(on, specs)
-    rows = jax.device_put(stacked(batch), NamedSharding(on, P(None, "data")))
-    after, tokens = jax.jit(run)(params, rows)
-    assert relative_error(applied(after), exact(shape[0])) < 2e-6
-    assert tokens[-1] == batch["mask"].sum()
 
 
 @pytest.mark.parametrize("gradients", ["sum", "mean"])
@@ -157,7 +119,7 @@ def test_state_lives_between_calls_and_rejection_anywhere_is_everywhere(gradient
     @jax.jit
     @functools.partial(over, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE))
     def step(params: Any, state: Any, x: Any) -> Any:
-        grads = jax.grad(lambda p: jnp.sum(p * x))(varying(params, "data"))
+        grads = jax.grad(lambda p: jnp.sum(p * x))(as_varying(params, ["data"]))
         n = jnp.sum(x != 0)
         updates, state = optimizer.update(grads, state, params, num_tokens=n)
         return optax.apply_updates(params, updates), state
@@ -188,43 +150,23 @@ def test_state_lives_between_calls_and_rejection_anywhere_is_everywhere(gradient
         assert updates == -5 and state.mini_step == 0 and state.gradient_step == 2
 
 
-def test_token_budget_counts_all_devices():
+@pytest.mark.parametrize("over", [jax.vmap, jax.pmap])
+def test_token_budget_counts_all_devices(over: Any):
+    """The state is created outside and replicated, as in loops around `pmap`."""
     optimizer = token_accumulation(optax.sgd(1.0), every_n_tokens=20, axis_name="i")
 
-    def run(n: jax.Array) -> Any:
-        def body(state: Any, n: Any) -> Any:
-            _, state = optimizer.update(1.0 * n, state, num_tokens=n)
-            return state, (state.has_updated, state.acc_tokens)
+    def update(state: Any, n: Any) -> Any:
+        return optimizer.update(3.0 * n, state, num_tokens=n)
 
-        return jax.lax.scan(body, optimizer.init(jnp.zeros(())), n)[1]
-
+    state = optimizer.init(jnp.zeros(()))
+    state = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), state)
+    step = over(update, axis_name="i")
     # On 8 devices: 12 tokens, then 24 in total; all devices close at the same time.
-    tokens = jnp.array([[12, 12, 12], *[[0, 0, 0]] * 6, [0, 0, 30]], jnp.float32)
-    updated, counted = jax.vmap(run, axis_name="i")(tokens)
-    np.testing.assert_array_equal(updated, [[False, True, True]] * 8)
-    np.testing.assert_array_equal(counted, [[12, 24, 42]] * 8)
-
-
-def test_pmap():
-    """The state is created outside and replicated, as in loops around `pmap`."""
-    optimizer = token_accumulation(SGD, K, axis_name="data")
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        (_, n), grads = on_this_device(loss_sum_fn, params, batch, "data")
-        updates, state = optimizer.update(grads, state, params, num_tokens=n)
-        return optax.apply_updates(params, updates), state
-
-    params = init_params(0)
-    carry = jax.tree.map(
-        lambda x: jnp.stack([x] * DEVICES), (params, optimizer.init(params))
-    )
-    run = jax.pmap(step, axis_name="data")
-    for part in cut(BATCH, K):
-        rows = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), part)
-        carry = run(*carry, rows)
-    for device in range(DEVICES):
-        after = jax.tree.map(operator.itemgetter(device), carry[0])
-        assert relative_error(applied(after), exact(DEVICES)) < 2e-6
+    for first, last, total, closes in (12, 0, 12, 0), (12, 0, 24, 1), (12, 30, 42, 1):
+        updates, state = step(state, jnp.float32([first, *[0] * 6, last]))
+        np.testing.assert_array_equal(state.acc_tokens, [total] * DEVICES)
+        np.testing.assert_array_equal(state.has_updated, [closes] * DEVICES)
+        np.testing.assert_array_equal(updates, [-3 * closes] * DEVICES)
 
 
 def test_one_reduction_when_the_window_closes():
@@ -234,23 +176,11 @@ def test_one_reduction_when_the_window_closes():
     state = jax.eval_shape(init, params)
 
     def report(of: Any) -> Any:
-        def step(params: Any, state: Any, batch: Any) -> Any:
-            (_, n), grads = of(loss_sum_fn, params, batch, "data")
-            updates, state = optimizer.update(grads, state, params, num_tokens=n)
-            return optax.apply_updates(params, updates), state
-
-        mapped = over(step, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE))
-        return collectives(jax.jit(mapped).lower(params, state, BATCH).compile())
+        step, carry = step_of(optimizer, DATA, of, loss_sum_fn), (P(), STATE)
+        mapped = over(step, in_specs=(carry, P("data")), out_specs=(carry, P()))
+        return collectives(jax.jit(mapped).lower((params, state), BATCH).compile())
 
     gradient, sent = 4 * optax.tree.size(params), report(of_varying)
     assert sent.bytes(path="conditional") == gradient
     assert sent.bytes(path="always") < 100
     assert report(on_this_device).bytes(path="always") > gradient
-
-
-@pytest.mark.parametrize(
-    ("axis_name", "kind"), [(0, TypeError), ((), ValueError), (("a", "a"), ValueError)]
-)
-def test_axis_name_that_names_no_axes(axis_name: Any, kind: type[Exception]):
-    with pytest.raises(kind, match="axis_name must be the name of a mesh axis"):
-        token_accumulation(optax.sgd(1.0), 2, axis_name=axis_name)

@@ -1,9 +1,7 @@
 """Windows in a `shard_map` of the caller's, whose types tell what differs."""
 
-import dataclasses
 from typing import Any
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,20 +11,13 @@ from helpers import relative_error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh
-from ragged_windows import PADS, ragged_window
 from ways_in import PARAMS
 
-from optax_tokenaccum import (
-    accumulate_over_window,
-    collectives,
-    pad_window,
-    window_value_and_grad,
-)
+from optax_tokenaccum import accumulate_over_window, collectives, window_value_and_grad
 from optax_tokenaccum._core.trees import as_varying
 
 K, ROWS, DEVICES = 3, 16, 8
 WHOLE, ROW_SPEC = P(), P(None, "data")
-GRAD_FN = jax.value_and_grad(ways_in.loss_fn, has_aux=True)
 
 
 def by_gradients(loss_fn: Any, **options: Any) -> Any:
@@ -72,35 +63,26 @@ def check(got: Any) -> None:
     np.testing.assert_allclose(loss, LOSS, rtol=1e-6)
 
 
-def own(tree: Any) -> Any:
-    return jax.tree.map(lambda x: as_varying(x, ["data"]), tree)
-
-
-def reduced(given: Any, name: str = "data") -> Any:
+def reduced(loss_fn: Any, name: str = "data") -> Any:
     """Each by itself: jax 0.8.1 cannot differentiate the sum of several."""
-    return jax.tree.map(lambda x: jax.lax.psum(x, name), given)
+    return lambda *args: tuple(jax.lax.psum(x, name) for x in loss_fn(*args))
 
 
 @pytest.mark.parametrize(
     ("way", "shape", "kind", "reduces"),
     [
-        ("loss", (8,), "auto", False),
-        ("gradients", (8,), "explicit", False),
+        ("loss", (8,), "auto", None),
+        ("gradients", (8,), "explicit", None),
         # Along the other axis everything is the same, and is not added up again.
-        ("loss", (4, 2), "explicit", False),
-        ("gradients", (4, 2), "auto", False),
-        ("loss", (8,), "auto", True),
-        ("gradients", (8,), "auto", True),
+        ("loss", (4, 2), "explicit", None),
+        ("loss", (8,), "auto", reduced(ways_in.loss_fn)),
+        ("gradients", (4, 2), "auto", reduced(ways_in.loss_fn)),
     ],
 )
 def test_parameters_of_all_devices_get_the_gradient_over_all_rows(
-    way: str, shape: tuple[int, ...], kind: str, reduces: bool
+    way: str, shape: tuple[int, ...], kind: str, reduces: Any
 ):
-    def loss_fn(params: Any, batch: Any) -> Any:
-        given = ways_in.loss_fn(params, batch)
-        return reduced(given) if reduces else given
-
-    mesh = make_mesh(shape, kind)
+    mesh, loss_fn = make_mesh(shape, kind), reduces or ways_in.loss_fn
     f = mapped(WAYS[way](loss_fn), mesh=mesh, in_specs=(P(), ROW_SPEC))
     check(f(PARAMS, jax.device_put(WINDOW, NamedSharding(mesh, ROW_SPEC))))
 
@@ -124,7 +106,7 @@ def test_parameters_of_each_device_get_the_gradient_over_its_rows(
     """Without marked types, results are those of each device, too."""
 
     def f(params: Any, window: Any) -> Any:
-        params = own(params) if check_vma else params
+        params = {"w": as_varying(params["w"], ["data"])} if check_vma else params
         got = WAYS[way](ways_in.loss_fn)(params, window)
         (loss, (n, _)), gradient = got
         total = jax.lax.psum(n, "data")
@@ -175,38 +157,6 @@ def test_everything_that_a_window_takes(way: str):
             check(got)
 
 
-def test_several_losses_have_denominators_over_all_devices():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        loss_sum, _ = ways_in.loss_fn(params, batch)
-        return {"a": loss_sum, "b": jnp.sum((batch["x"] @ params["w"]) ** 2)}
-
-    def count_fn(batch: Any) -> Any:
-        return {"a": jnp.sum(batch["weights"]), "b": len(batch["x"])}
-
-    f = window_value_and_grad(loss_fn, count_fn=count_fn)
-    (loss, (counts, _)), gradient = mapped(f, in_specs=(P(), ROW_SPEC))(PARAMS, WINDOW)
-    ones = ALL_ROWS | {"y": 0 * ALL_ROWS["y"], "weights": np.ones(K * ROWS)}
-    second = ways_in.exact(PARAMS, ones)["w"]
-    assert counts == {"a": TOKENS, "b": K * ROWS}
-    assert relative_error(gradient["w"], EXACT["w"] + second) < 1e-6
-    squares = np.mean((ALL_ROWS["x"] @ np.float64(PARAMS["w"])) ** 2)
-    np.testing.assert_allclose(loss, LOSS + squares, rtol=1e-6)
-
-
-def test_a_planned_window():
-    batch, sequences = ragged_window(0)
-    params = helpers.init_params(0)
-    cut = {"max_tokens": 512, "length_buckets": [24, 64], "batch_multiple": DEVICES}
-    window = pad_window(sequences, pad_values=PADS, **cut)
-    rows = jax.tree.map(lambda _: ROW_SPEC, window.micro_batches)
-    specs = dataclasses.replace(window, micro_batches=rows, counts=P())
-    f = mapped(window_value_and_grad(helpers.loss_sum_fn), in_specs=(P(), specs))
-    (_, (num_tokens, _)), gradient = f(params, window)
-    assert num_tokens == batch["mask"].sum()
-    expected = helpers.float64_gradient(params, batch)
-    assert relative_error(gradient, expected) < helpers.RTOL["float32"]
-
-
 @pytest.mark.parametrize("one", ["loss", "num_tokens"])
 @pytest.mark.parametrize("way", WAYS)
 def test_only_one_of_loss_and_count_reduced_raises(way: str, one: str):
@@ -219,76 +169,15 @@ def test_only_one_of_loss_and_count_reduced_raises(way: str, one: str):
         mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC)).lower(PARAMS, WINDOW)
 
 
-@pytest.mark.parametrize(("way", "is_number"), [("loss", True), ("gradients", False)])
-def test_a_count_that_is_equal_on_all_devices(way: str, is_number: bool):
+def test_a_count_that_is_equal_on_all_devices():
     def loss_fn(params: Any, batch: Any) -> Any:
-        loss_sum, _ = ways_in.loss_fn(params, batch)
-        rows = len(batch["x"])
-        return loss_sum, rows if is_number else own(jnp.asarray(rows))
+        return ways_in.loss_fn(params, batch)[0], len(batch["x"])
 
-    f = mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC))
+    f = mapped(window_value_and_grad(loss_fn), in_specs=(P(), ROW_SPEC))
     (_, (num_tokens, _)), gradient = f(PARAMS, WINDOW)
     assert num_tokens == K * ROWS
     expected = EXACT["w"] * (TOKENS / num_tokens)
     assert relative_error(gradient["w"], expected) < 1e-6
-
-
-@jax.custom_vjp
-def scaled(x: Any, largest: Any) -> Any:
-    """Returns `x`; the "gradient" of `largest` is its next value."""
-    return x
-
-
-scaled.defvjp(lambda x, _: (x, jnp.abs(x).max()), lambda res, g: (g, res))
-
-
-def test_parameters_of_which_each_device_has_some_and_a_value_to_be_overwritten():
-    """All are divided by the tokens of all devices; of the value there is one."""
-    own, name = np.arange(DEVICES, dtype=np.float32), "_overwrite_with_gradient"
-    params = PARAMS | {"own": own, name: jnp.zeros(())}
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        x, y = scaled(batch["x"], params[name]), batch["y"] - params["own"]
-        return ways_in.loss_fn(params, batch | {"x": x, "y": y})
-
-    specs = {"w": P(), "own": P("data"), name: P()}
-    f = window_value_and_grad(loss_fn)
-    over = mapped(f, in_specs=(specs, ROW_SPEC), out_specs=(P(), specs))
-    (_, (num_tokens, _)), gradient = over(params, WINDOW)
-    shifted = ALL_ROWS | {"y": ALL_ROWS["y"] - np.tile(np.repeat(own, 2), K)}
-    errors = shifted["x"] @ np.float64(PARAMS["w"]) - shifted["y"]
-    per_row = (2 * errors * shifted["weights"]).reshape(K, DEVICES, 2)
-    assert num_tokens == TOKENS
-    assert relative_error(gradient["w"], ways_in.exact(PARAMS, shifted)["w"]) < 1e-6
-    assert relative_error(gradient["own"], per_row.sum((0, 2)) / TOKENS) < 1e-6
-    with_tokens = WINDOW["x"][[0, 2]]  # the second micro-batch has none
-    assert gradient[name] == np.abs(with_tokens).max()  # over all devices
-
-
-def test_a_gradient_function_is_given_the_parameters_as_they_are():
-    """What it clips is the gradient that it would have clipped without a window."""
-
-    def clipped(params: Any, batch: Any) -> Any:
-        value, gradient = GRAD_FN(params, batch)
-        return value, jax.tree.map(lambda g: jnp.clip(g, -10, 10), gradient)
-
-    f = mapped(accumulate_over_window(clipped), in_specs=(P(), ROW_SPEC))
-    _, gradient = f(PARAMS, WINDOW)
-    parts = [jax.tree.map(lambda x, i=i: x[i], WINDOW) for i in range(K)]
-    sums = [ways_in.exact(PARAMS, x)["w"] * x["weights"].sum() for x in parts[::2]]
-    expected = np.clip(sums, -10, 10).sum(0) / TOKENS
-    assert relative_error(gradient["w"], expected) < 1e-6
-
-
-def test_gradients_of_means_need_parameters_of_each_device():
-    def mean_fn(params: Any, batch: Any) -> Any:
-        loss_sum, n = ways_in.loss_fn(params, batch)
-        return loss_sum / n, n
-
-    grad_fn = jax.value_and_grad(mean_fn, has_aux=True)
-    window = accumulate_over_window(grad_fn, gradients="mean")
-    with pytest.raises(ValueError, match="needs the gradients of each device"):
-        mapped(window, in_specs=(P(), ROW_SPEC)).lower(PARAMS, WINDOW)
 
 
 def gathered(params: Any, batch: Any) -> Any:
@@ -304,9 +193,7 @@ def test_parts_of_parameters_that_the_loss_gathers(way: str):
     mesh = jax.make_mesh((4,), ("model",), types, devices=jax.devices()[:4])
     specs = {"in_specs": (parts, rows), "out_specs": (WHOLE, parts)}
 
-    def reduces(params: Any, batch: Any) -> Any:
-        return reduced(gathered(params, batch), "model")
-
-    check(mapped(WAYS[way](reduces), mesh=mesh, **specs)(PARAMS, WINDOW))
+    of_all = WAYS[way](reduced(gathered, "model"))
+    check(mapped(of_all, mesh=mesh, **specs)(PARAMS, WINDOW))
     with pytest.raises(ValueError, match="must reduce the loss and num_tokens"):
         mapped(WAYS[way](gathered), mesh=mesh, **specs).lower(PARAMS, WINDOW)
