@@ -12,7 +12,7 @@ import optax_tokenaccum.nnx
 from optax_tokenaccum import token_accumulation
 
 WAYS = ["nnx two programs", "nnx one program", "nnx window"]
-OF_THE_STEP = "has_aux", "mesh", "data_axes", "reduce_every", "gradient_noise", "donate"
+OF_THE_STEP = "has_aux", "mesh", "data_axes", "reduce_every", "donate"
 
 
 class Holder(nnx.Module):

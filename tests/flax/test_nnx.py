@@ -42,23 +42,11 @@ BATCH = helpers.ragged_batch(0, rows=64)
 MICRO_BATCHES = helpers.cut(BATCH, K)
 RTOL = helpers.RTOL["float32"]
 SLOW = pytest.mark.slow
-WAYS = [
-    "two programs",
-    *(pytest.param(x, marks=SLOW) for x in ("one program", "window")),
-]
-BOTH = pytest.mark.parametrize(
-    "options", [ON_MESH, pytest.param(ONE_DEVICE, marks=SLOW)], ids=["mesh", "one"]
-)
 # Newer versions of flax have modes in which modules are plain pytrees.
 MODES = {"graph": contextlib.nullcontext}
 if hasattr(nnx, "set_graph_mode"):
     MODES["tree"] = lambda: nnx.set_graph_mode(False)
     MODES["no updates"] = lambda: nnx.set_graph_updates(False)
-
-
-def modes() -> list[Any]:
-    """Return the modes of flax, those beside graph mode as slow."""
-    return [pytest.param(x, marks=[] if x == "graph" else SLOW) for x in MODES]
 
 
 class Model(nnx.Module):
@@ -173,7 +161,6 @@ def full_gradient(model: Any, wrt: Any = nnx.Param) -> list[Any]:
         ("two programs", ON_MESH, nnx.LoRAParam, MULTI_STEPS.gradient_transformation()),
         ("window", ON_MESH, nnx.Param, None),
         pytest.param("window", ONE_DEVICE, nnx.LoRAParam, None, marks=SLOW),
-        pytest.param("two programs", ONE_DEVICE, nnx.LoRAParam, None, marks=SLOW),
         pytest.param("one program", ON_MESH, nnx.Param, None, marks=SLOW),
     ],
 )
@@ -222,38 +209,31 @@ def statistics_of(parts: list[list[Any]]) -> list[np.ndarray]:
     return held(model, nnx.BatchStat)
 
 
-def test_optax_multi_steps_is_not_the_full_batch():
+@pytest.mark.parametrize("gradients", ["sum", "mean", "optax.MultiSteps"])
+def test_a_loop_around_update_with_num_tokens(gradients: str):
+    """The count makes it exact; optax's class, which takes none, is not."""
     tx = optax.MultiSteps(SGD, K).gradient_transformation()
+    if counted := gradients != "optax.MultiSteps":
+        tx = token_accumulation(SGD, K, gradients=gradients)
     run = Run("two programs", tx=tx)
     before, expected = run.held(nnx.Param), full_gradient(run.model)
 
-    @nnx.jit
-    def step(model: Model, optimizer: nnx.Optimizer, batch: Any) -> None:
-        optimizer.update(model, nnx.grad(mean_loss_fn)(model, batch))
-
-    for micro_batch in MICRO_BATCHES:
-        step(run.model, run.optimizer, micro_batch)
-    got = helpers.difference(before, run.held(nnx.Param))
-    assert helpers.relative_error(got, expected) > 0.02
-
-
-@pytest.mark.parametrize("gradients", ["mean", pytest.param("sum", marks=SLOW)])
-def test_plain_update_with_num_tokens(gradients: str):
-    run = Run("two programs", tx=token_accumulation(SGD, K, gradients=gradients))
-    expected = full_gradient(run.model)
-
     def loss_of_form(model: Model, batch: Any) -> tuple[jax.Array, jax.Array]:
         loss_sum, n = loss_fn(model, batch)
-        return (loss_sum / n if gradients == "mean" else loss_sum), n
+        return (loss_sum if gradients == "sum" else loss_sum / n), n
 
     @nnx.jit
     def step(model: Model, optimizer: nnx.Optimizer, batch: Any) -> None:
         grads, n = nnx.grad(loss_of_form, has_aux=True)(model, batch)
-        optimizer.update(model, grads, num_tokens=n)
+        optimizer.update(model, grads, **({"num_tokens": n} if counted else {}))
 
     for micro_batch in MICRO_BATCHES:
         step(run.model, run.optimizer, micro_batch)
-    assert helpers.relative_error(run.given(), expected) < RTOL
+    if counted:
+        assert helpers.relative_error(run.given(), expected) < RTOL
+    else:
+        got = helpers.difference(before, run.held(nnx.Param))
+        assert helpers.relative_error(got, expected) > 0.02
 
 
 def test_a_partial_window_closes_with_its_own_denominator():
@@ -267,42 +247,41 @@ def test_a_partial_window_closes_with_its_own_denominator():
     assert helpers.relative_error(run.given(), expected) < RTOL
 
 
-def test_what_the_step_refuses():
-    run = Run("two programs")
-    with pytest.raises(ValueError, match="rule that closes it"):
-        Run("two programs", tx=token_accumulation(SGD)).window(MICRO_BATCHES)
-    with pytest.raises(TypeError, match="loss_fn must be a function"):
-        make_train_step(None)
-    with pytest.raises(TypeError, match="must return"):
-        Run("two programs", mean_loss_fn).window(MICRO_BATCHES)
-    assert run.held()
-
-
 # Statistics, random streams and other variables.
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
+@pytest.mark.parametrize(
+    ("way", "reduce_every"),
+    [
+        ("two programs", "window"),
+        ("two programs", "micro_batch"),
+        pytest.param("one program", "window", marks=SLOW),
+        pytest.param("window", "micro_batch", marks=SLOW),
+    ],
+)
 def test_statistics_are_means_over_devices(way: str, reduce_every: str):
-    run = Run(way, **ON_MESH | {"reduce_every": reduce_every})
+    sees_all = reduce_every == "micro_batch"
+
+    def counting_loss_fn(model: Model, batch: Any) -> Any:
+        if sees_all:  # only then may whole numbers depend on rows
+            model.calls[...] += jnp.sum(batch["mask"])
+        return loss_fn(model, batch)
+
+    run = Run(way, counting_loss_fn, **ON_MESH | {"reduce_every": reduce_every})
     run.window(MICRO_BATCHES)
     of_devices = statistics_of([helpers.cut(m, DEVICES) for m in MICRO_BATCHES])
     of_rows = statistics_of([[m] for m in MICRO_BATCHES])
-    expected, other = of_devices, of_rows
-    if reduce_every == "micro_batch":
-        expected, other = of_rows, of_devices
+    expected, other = (of_rows, of_devices) if sees_all else (of_devices, of_rows)
     got = run.held(nnx.BatchStat)
     assert helpers.relative_error(got, expected) < RTOL
     assert helpers.relative_error(got, other) > 100 * RTOL
-    first = statistics_of([helpers.cut(m, DEVICES)[:1] for m in MICRO_BATCHES])
-    assert helpers.relative_error(got, first) > 100 * RTOL
     for x in jax.tree.leaves(nnx.state(run.model)):
         assert len(x.sharding.device_set) == DEVICES
         assert x.is_fully_replicated
-    assert run.model.calls[...] == K
+    assert run.model.calls[...] == K + sees_all * BATCH["mask"].sum()
 
 
-@BOTH
+@pytest.mark.parametrize("options", [ON_MESH, pytest.param(ONE_DEVICE, marks=SLOW)])
 def test_the_ways_move_variables_alike(options: Any):
     """And no two devices or micro-batches share a dropout mask."""
     devices, moved = DEVICES if options else 1, []
@@ -324,14 +303,13 @@ def test_the_ways_move_variables_alike(options: Any):
 @pytest.mark.parametrize(
     ("mode", "way", "options"),
     [
-        *[
-            pytest.param(mode.values[0], "two programs", ONE_DEVICE, marks=mode.marks)
-            for mode in modes()
-        ],
+        ("graph", "two programs", ONE_DEVICE),
         ("graph", "window", ON_MESH),
-        pytest.param("graph", "two programs", ON_MESH, marks=SLOW),
-        pytest.param("graph", "one program", OF_ALL_ROWS, marks=SLOW),
-        pytest.param("graph", "window", OF_ALL_ROWS, marks=SLOW),
+        *[
+            pytest.param(mode, "two programs", ONE_DEVICE, marks=SLOW)
+            for mode in [*MODES][1:]
+        ],
+        pytest.param("graph", "two programs", OF_ALL_ROWS, marks=SLOW),
     ],
 )
 def test_a_rejected_micro_batch_moves_nothing(mode: str, way: str, options: Any):
@@ -369,24 +347,9 @@ def test_a_micro_batch_without_tokens_moves_statistics_as_its_rows_are_real():
     assert run.model.calls[...] == 1
 
 
-def test_whole_numbers_may_depend_on_rows_where_all_are_seen():
-    def counting_loss_fn(model: Model, batch: Any) -> Any:
-        model.calls[...] += jnp.sum(batch["mask"])
-        return loss_fn(model, batch)
-
-    run = Run("two programs", counting_loss_fn, **ON_MESH)
-    with pytest.raises(ValueError, match=r"calls must be the same on all devices"):
-        run.window(MICRO_BATCHES)
-    run = Run("two programs", counting_loss_fn, **OF_ALL_ROWS)
-    run.window(MICRO_BATCHES)
-    assert run.model.calls[...] == K + BATCH["mask"].sum()
-
-
-@SLOW
-@pytest.mark.parametrize("options", [ON_MESH, ONE_DEVICE])
-def test_a_model_may_change_between_micro_batches(options: Any):
+def test_a_model_may_change_between_micro_batches():
     """For example its mode; the window goes on."""
-    run = Run("two programs", masked_loss_fn, has_aux=True, rate=0.5, **options)
+    run = Run("two programs", masked_loss_fn, has_aux=True, rate=0.5)
     masks = []
     for i, micro_batch in enumerate(MICRO_BATCHES):
         run.model.train() if i % 2 else run.model.eval()
@@ -396,7 +359,9 @@ def test_a_model_may_change_between_micro_batches(options: Any):
     assert masks == [[1], [0, 2]] * (K // 2)
 
 
-def test_new_variables_stay_in_a_model_on_one_device_and_are_refused_elsewhere():
+def test_new_variables_stay_in_a_model_or_are_taken_out():
+    """A window step and a mesh refuse those that stay: docs/bad_input.md."""
+
     def sowing_loss_fn(model: Model, batch: Any) -> Any:
         loss_sum, n = loss_fn(model, batch)
         model.tokens = nnx.Intermediate(n)
@@ -406,10 +371,6 @@ def test_new_variables_stay_in_a_model_on_one_device_and_are_refused_elsewhere()
     for micro_batch in MICRO_BATCHES[:2]:
         run.window([micro_batch])
         assert run.model.tokens[...] == micro_batch["mask"].sum()
-    for way, options in (("window", ONE_DEVICE), ("two programs", ON_MESH)):
-        run = Run(way, sowing_loss_fn, **options)
-        with pytest.raises(ValueError, match=r"change at tokens.*nnx\.pop"):
-            run.window(MICRO_BATCHES)
 
     def popping_loss_fn(model: Model, batch: Any) -> Any:
         loss_sum, n = sowing_loss_fn(model, batch)
@@ -420,57 +381,17 @@ def test_new_variables_stay_in_a_model_on_one_device_and_are_refused_elsewhere()
     assert np.sum(metrics.aux) == BATCH["mask"].sum()
 
 
-class Scaled(nnx.Param):
-    """Reads as a tenth of its stored value, like a parameter with a scale."""
-
-    def get_value(self, **index: Any) -> Any:
-        return super().get_value(**index) / 10
-
-
-class Stored(Scaled):
-    """Reads like `Scaled`, and its setter undoes the scale."""
-
-    def set_value(self, value: Any, **index: Any) -> None:
-        super().set_value(value * 10, **index)
-
-
-@pytest.mark.parametrize("mode", modes())
-def test_variables_that_read_as_something_else_keep_what_they_hold(mode: str):
-    model = Model(nnx.Rngs(0))
-    for layer, kind in ((model.hidden, Scaled), (model.out, Stored)):
-        layer.kernel = kind(10 * layer.kernel[...])
-        naive = layer.kernel[...]
-        assert np.abs(naive - layer.kernel.get_raw_value()).max() > 0.1
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    expected = jax.jit(
-        jax.grad(lambda p: mean_loss_fn(nnx.merge(graphdef, p, rest, copy=True), BATCH))
-    )(params)
-    with MODES[mode]():
-        run = Run("two programs", model=model)
-        before = run.held(nnx.Param)
-        for micro_batch in MICRO_BATCHES:
-            chex.assert_trees_all_equal(run.held(nnx.Param), before)
-            run.window([micro_batch])
-    expected = [np.array(g) for g in jax.tree.leaves(expected)]
-    assert helpers.relative_error(run.given(), expected) < RTOL
-    got = helpers.difference(before, run.held(nnx.Param))
-    # Parameters are 10,000 times the gradient, so their difference is rounded.
-    assert helpers.relative_error(got, expected) < 1e-3
-
-
-class Cyclic(nnx.Module):
-    """Has a cycle, which flax allows but jax does not, and arrays in no variable."""
+class Cyclic(Model):
+    """Has a cycle, which flax allows but jax does not, and an array in no variable."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.inner = Model(rngs)
-        self.inner.parent = self
+        super().__init__(rngs)
+        self.out.parent = self
         self.plain = nnx.data(jnp.ones(3))
-        self.constants = nnx.data((jnp.ones(3), nnx.Variable(jnp.ones(3))))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         self.plain = self.plain * 2
-        self.constants[1][...] *= 2
-        return self.inner(tokens)
+        return super().__call__(tokens)
 
 
 def test_modules_that_hold_each_other_and_arrays_in_no_variable():
@@ -478,62 +399,31 @@ def test_modules_that_hold_each_other_and_arrays_in_no_variable():
     scales = np.asarray([1, np.nan, 1], np.float32)
     metrics = run.window([MICRO_BATCHES[0] | {"scale": scale} for scale in scales])
     assert [bool(m.skipped) for m in metrics] == [False, True, False]
-    assert run.model.inner.calls[...] == 2
-    for doubled in (run.model.plain, run.model.constants[1][...]):
-        chex.assert_trees_all_equal(doubled, jnp.full(3, 4.0))
+    assert run.model.calls[...] == 2
+    chex.assert_trees_all_equal(run.model.plain, jnp.full(3, 4.0))
 
 
 # Donation.
 
 
-@pytest.mark.parametrize("mode", modes())
-def test_clones_outlive_a_step_that_does_not_donate_or_copies_of_their_own(mode: str):
-    def trained(**options: Any) -> Any:
-        run = Run("two programs", rate=0.5, **options)
-        shared, (graphdef, state) = nnx.clone(run.model), nnx.split(run.model)
-        copied = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
-        run.window(MICRO_BATCHES)
-        return run.held(), shared, copied
+def test_an_array_that_stands_twice_is_donated_once():
+    """In the model, in model and optimizer, and in a batch with a clone."""
 
-    with MODES[mode]():
-        fresh = held(Model(nnx.Rngs(0), 0.5))
-        kept, shared, copied = trained(donate=False)
-        chex.assert_trees_all_equal(held(shared), fresh)
-        donated, shared, copied = trained()
-        chex.assert_trees_all_equal(held(copied), fresh)
-        chex.assert_trees_all_equal(donated, kept)
-        with pytest.raises(RuntimeError, match="Array has been deleted"):
-            held(shared)
-
-
-@pytest.mark.parametrize("where", ["model and optimizer", "batch", "keywords"])
-def test_an_array_that_stands_twice_is_donated_once(where: str):
     def with_reference(model: Any, batch: Any) -> Any:
         loss_sum, n = loss_fn(model, batch["inner"])
         reference, tokens = batch["reference"], batch["inner"]["tokens"]
         return loss_sum + jnp.sum(reference.out(reference.embed(tokens))), n
 
-    def with_keywords(model: Any, batch: Any, *, bias: Any, step: Any) -> Any:
-        loss_sum, n = loss_fn(model, batch)
-        return (loss_sum + jnp.sum(bias)) / (1 + step), n
-
-    losses = {"batch": with_reference, "keywords": with_keywords}
-
     def trained(donate: bool) -> Any:
-        way = "window" if where == "keywords" else "two programs"
-        run = Run(way, losses.get(where, loss_fn), optax.adam(0.1), donate=donate)
-        model, optimizer, batch, kwargs = run.model, run.optimizer, MICRO_BATCHES[0], {}
-        if where == "model and optimizer":
-            model.hidden.bias.set_raw_value(model.norm.bias.get_raw_value())
-            sums = optimizer.opt_state.acc_grads.hidden.kernel
-            sums.set_raw_value(model.hidden.kernel.get_raw_value())
-        if where == "batch":
-            batch = {"reference": nnx.clone(model), "inner": batch}
-        seen = []
-        for _ in range(2 * K):
-            if where == "keywords":
-                kwargs = {"bias": model.hidden.bias[...], "step": optimizer.step[...]}
-            seen += [m.loss for m in run.window([batch], **kwargs)]
+        run = Run("two programs", with_reference, optax.adam(0.1), donate=donate)
+        model, clone, before = run.model, nnx.clone(run.model), run.held()
+        model.hidden.bias.set_raw_value(model.norm.bias.get_raw_value())
+        sums = run.optimizer.opt_state.acc_grads.hidden.kernel
+        sums.set_raw_value(model.hidden.kernel.get_raw_value())
+        batch = {"reference": nnx.clone(model), "inner": MICRO_BATCHES[0]}
+        seen = [m.loss for m in run.window(2 * K * [batch])]
+        if not donate:
+            chex.assert_trees_all_equal(held(clone), before)
         return run.held(), seen
 
     chex.assert_trees_all_equal(trained(True), trained(False))
@@ -542,24 +432,15 @@ def test_an_array_that_stands_twice_is_donated_once(where: str):
 # Devices.
 
 
-@pytest.mark.parametrize(
-    ("spec", "inner", "late"),
-    [
-        (P("data"), optax.adafactor(0.1), False),
-        pytest.param(P(), optax.adam(0.1), False, marks=SLOW),
-        pytest.param(P("data"), optax.adam(0.1), True, marks=SLOW),
-    ],
-    ids=["fsdp", "replicated", "fsdp, optimizer first"],
-)
-def test_on_a_mesh_each_program_is_compiled_once(spec: P, inner: Any, late: bool):
-    """Without a mesh of its own, a step takes arrays where they are."""
-    model, tx = Model(nnx.Rngs(0)), token_accumulation(inner, K)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param) if late else None
+def test_on_a_mesh_each_program_is_compiled_once():
+    """Without a mesh of its own, a step takes arrays where they are, as with FSDP."""
+    model, spread = Model(nnx.Rngs(0)), NamedSharding(MESH, P("data"))
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        where = NamedSharding(MESH, P() if "lora" in path else spec)
+        where = NamedSharding(MESH, P()) if "lora" in path else spread
         param.set_raw_value(jax.device_put(param.get_raw_value(), where))
-    optimizer = optimizer or nnx.Optimizer(model, tx, wrt=nnx.Param)
-    micro_batch = jax.device_put(MICRO_BATCHES[0], NamedSharding(MESH, P("data")))
+    tx = token_accumulation(optax.adafactor(0.1), K)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    micro_batch = jax.device_put(MICRO_BATCHES[0], spread)
     step = make_train_step(loss_fn)
     step.init(model, optimizer)
     with helpers.count_compilations() as compilations:
@@ -572,7 +453,7 @@ def test_on_a_mesh_each_program_is_compiled_once(spec: P, inner: Any, late: bool
     kernel = model.hidden.kernel.get_raw_value()
     sums = optimizer.opt_state.acc_grads.hidden.kernel.get_raw_value()
     for x in (kernel, sums):
-        assert x.sharding.is_equivalent_to(NamedSharding(MESH, spec), x.ndim)
+        assert x.sharding.is_equivalent_to(spread, x.ndim)
 
 
 def test_gradients_are_sent_once_a_window_and_frozen_parameters_never():
@@ -607,25 +488,15 @@ def test_init_lays_out_and_may_be_called_again():
     run.step.init(run.model, run.optimizer)
     chex.assert_trees_all_equal(held(run.optimizer.opt_state.acc_grads), sums)
     alone = make_train_step(loss_fn)
-    with pytest.raises(ValueError, match="window must be closed before"):
-        alone.init(run.model, run.optimizer)
     run.window(others)
     alone.init(run.model, run.optimizer)
     assert [x.shape for x in held(run.optimizer.opt_state.acc_grads)] == shapes
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "is_open"),
-    [
-        (8, 8, True),
-        (8, 4, True),
-        pytest.param(4, 8, False, marks=SLOW),
-        pytest.param(8, 1, True, marks=SLOW),
-        pytest.param(8, 1, False, marks=SLOW),
-        pytest.param(4, 8, True, marks=SLOW),
-    ],
+    ("before", "after"), [(8, 8), (8, 4), pytest.param(8, 1, marks=SLOW)]
 )
-def test_checkpoints_of_a_window(before: int, after: int, is_open: bool, tmp_path: Any):
+def test_checkpoints_of_an_open_window(before: int, after: int, tmp_path: Any):
     """On the same devices with random streams, or on others."""
 
     def new(devices: int) -> Run:
@@ -634,8 +505,7 @@ def test_checkpoints_of_a_window(before: int, after: int, is_open: bool, tmp_pat
         options = mesh if devices > 1 else {}
         return Run("two programs", inner=optax.adamw(0.1), rate=rate, **options)
 
-    first = MICRO_BATCHES[: K // 2 if is_open else K]
-    rest = MICRO_BATCHES[len(first) :] + MICRO_BATCHES
+    first, rest = MICRO_BATCHES[:2], MICRO_BATCHES[2:] + MICRO_BATCHES
     straight, resumed = new(before), new(after)
     straight.window(first)
     resumed.step.init(resumed.model, resumed.optimizer)
@@ -659,31 +529,23 @@ def test_checkpoints_of_a_window(before: int, after: int, is_open: bool, tmp_pat
 
 
 @SLOW
-@pytest.mark.parametrize("options", [ON_MESH, ONE_DEVICE])
-def test_sequences_of_many_lengths_keys_and_keywords(options: Any):
+def test_sequences_of_many_lengths_and_keywords():
     lengths = BATCH["mask"].sum(1)
-    sequences = [
-        {name: BATCH[name][i, :n] for name in ("tokens", "labels", "mask")}
-        for i, n in enumerate(lengths)
-    ]
+    pads = {"tokens": 0, "labels": 0, "mask": False}
+    sequences = [{x: BATCH[x][i, :n] for x in pads} for i, n in enumerate(lengths)]
     window = pad_window(
-        sequences,
-        pad_values={"tokens": 0, "labels": 0, "mask": False},
-        max_tokens=1024,
-        length_buckets=[16, 64],
-        batch_multiple=DEVICES if options else 1,
+        sequences, pad_values=pads, max_tokens=1024, batch_multiple=DEVICES
     )
 
-    def scaled_loss_fn(model: Model, batch: Any, rng: Any, scale: Any) -> Any:
+    def scaled_loss_fn(model: Model, batch: Any, scale: Any) -> Any:
         loss_sum, n = loss_fn(model, batch)
-        return scale * loss_sum + 0 * jax.random.uniform(rng), n
+        return scale * loss_sum, n
 
-    run = Run("window", scaled_loss_fn, **options)
-    kwargs = {"rng": jax.random.key(0), "scale": 2.0}
-    run.step.compile(run.model, run.optimizer, [window], **kwargs)
+    run = Run("window", scaled_loss_fn, **ON_MESH)
+    run.step.compile(run.model, run.optimizer, [window], scale=2.0)
     run.step.init(run.model, run.optimizer)
     expected = [2 * x for x in full_gradient(run.model)]
     with helpers.count_compilations() as compilations:
-        metrics = run.step(run.model, run.optimizer, window, **kwargs)
+        metrics = run.step(run.model, run.optimizer, window, scale=2.0)
     assert not compilations and metrics.num_tokens == lengths.sum()
     assert helpers.relative_error(run.given(), expected) < RTOL

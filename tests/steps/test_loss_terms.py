@@ -46,8 +46,8 @@ def loss_of_whole(params: Any, batch: Any) -> jax.Array:
 float64_gradient = helpers.in_float64(jax.grad(loss_of_whole))
 
 
-@pytest.mark.parametrize("k", [8, pytest.param(1, marks=pytest.mark.slow)])
-def test_gradient_is_that_of_the_full_batch_and_one_denominator_is_not(k: int):
+def test_gradient_is_that_of_the_full_batch_and_one_denominator_is_not():
+    k = 8
     f = jax.jit(window_value_and_grad(terms_fn, count_fn=count_fn))
 
     @jax.jit
@@ -120,13 +120,6 @@ def test_needs_one_accumulator_of_the_parameters_size():
     def total(w: Any, x: Any) -> Any:
         return sum(losses(w, x).values(), start=jnp.zeros(())), 1
 
-    def one_accumulator_a_loss(w: Any, window: Any) -> Any:
-        def add(sums: Any, x: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, jax.jacrev(losses)(w, x)), ()
-
-        zeros = dict.fromkeys("1234", jnp.zeros_like(w))
-        return sum(jax.lax.scan(add, zeros, window)[0].values())
-
     def temporary_bytes(f: Any) -> int:
         # As users compile it, whatever the options of the test suite.
         optimized = {"xla_backend_optimization_level": 3}
@@ -138,25 +131,16 @@ def test_needs_one_accumulator_of_the_parameters_size():
         losses, count_fn=lambda x: {"1": 1, "2": 1, "3": x.size, "4": None}
     )
     assert temporary_bytes(of_losses) - one < w.nbytes / 100
-    assert temporary_bytes(one_accumulator_a_loss) - one > 2 * w.nbytes
 
 
 def test_errors_say_what_does_not_fit():
-    def refuses(error: Any, message: str, loss: Any, counts: Any, **options: Any):
-        f = window_value_and_grad(lambda p, b: loss, count_fn=counts, **options)
+    def refuses(error: Any, message: str, loss: Any, counts: Any):
+        f = window_value_and_grad(lambda p, b: loss, count_fn=counts)
         with pytest.raises(error, match=message):
             f(jnp.asarray(1.0), jnp.ones((2, 3)))
 
     a, ab = {"a": 1.0}, {"a": 1.0, "b": 1.0}
-    message = r"losses \['a', 'b'\] and counts \['a'\].*alone"
-    refuses(ValueError, message, ab, lambda b: a)
-    refuses(ValueError, r"losses \['a'\] and counts \['a', 'b'\]", a, lambda b: ab)
+    refuses(ValueError, r"\['a', 'b'\] and counts \['a'\].*alone", ab, lambda b: a)
     refuses(TypeError, "loss_fn must return a dictionary", (1.0, 1), lambda b: a)
-    for returned in (ab, (a, 2, 3)):
-        message = r"must return \(\{name: loss_sum\}, aux\)"
-        refuses(TypeError, message, returned, lambda b: a, has_aux=True)
     refuses(TypeError, "count_fn must return a dictionary", a, lambda b: b.size)
     refuses(ValueError, "the count 'a' must be a scalar", a, lambda b: {"a": b})
-    refuses(TypeError, "missing 1 required positional argument", a, lambda p, b: a)
-    with pytest.raises(TypeError, match="count_fn must be a function"):
-        window_value_and_grad(lambda p, b: a, count_fn=a)

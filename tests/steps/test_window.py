@@ -40,14 +40,9 @@ WAYS: dict[str, Any] = {
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.mark.parametrize(
-    ("way", "k"),
-    [
-        *[(way, 4) for way in WAYS],
-        *[pytest.param("loss", k, marks=pytest.mark.slow) for k in (1, 32)],
-    ],
-)
-def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(way: str, k: int):
+@every_way
+def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(way: str):
+    k = 4
     f = jax.jit(WAYS[way](helpers.loss_sum_fn))
     full_batch = jax.jit(jax.value_and_grad(helpers.loss_mean_fn, has_aux=True))
     errors, full_errors, naive_errors = [], [], []
@@ -68,7 +63,7 @@ def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(way: str, k
         ):
             collected.append(helpers.relative_error(gradient, reference))
     assert np.median(errors) <= 2 * np.median(full_errors)
-    assert k == 1 or np.median(naive_errors) > 0.01
+    assert np.median(naive_errors) > 0.01
 
 
 @every_way
@@ -159,77 +154,33 @@ def test_gradients_of_integers_stay_float0():
     assert grads["k"].dtype == jax.dtypes.float0
 
 
-def test_a_window_may_be_a_list_of_trees():
-    def loss_fn(w: Any, pair: Any) -> Any:
-        chosen, rejected = pair
-        return jnp.sum(w * (chosen["x"] - rejected["x"])), chosen["x"].size
-
-    pair = [{"x": jnp.full((4, 2), 3.0)}, {"x": jnp.ones((4, 2))}]
-    (loss, _), _ = window_value_and_grad(loss_fn)(jnp.ones(()), pair)
-    assert loss == 2
-
-
-def test_windows_that_do_not_fit():
-    f = window_value_and_grad(sum_fn)
-    good = {"x": jnp.ones((4, 1)), "n": jnp.ones((4, 1))}
-    with pytest.raises(ValueError, match=r"leading axis of at least 1.*\['n'\]"):
-        f(PARAMS, jax.tree.map(lambda x: x[:0], good))
-    with pytest.raises(ValueError, match="at least 0: got -1"):
-        f(PARAMS, good, num_micro_batches=-1)
-    with pytest.raises(TypeError, match="num_micro_batches must be an integer"):
-        f(PARAMS, good, num_micro_batches=2.0)
-    with pytest.raises(TypeError, match="must be an integer scalar: got float32"):
-        jax.eval_shape(lambda n: f(PARAMS, good, num_micro_batches=n), jnp.asarray(2.0))
-    with pytest.raises(TypeError, match="loss_fn must return"):
-        window_value_and_grad(lambda p, b: jnp.sum(p["w"]))(PARAMS, good)
-
-
 def loss_sum_of_rows(w: Any, batch: Any) -> Any:
     return jnp.sum(jnp.einsum("ri,i->r", batch["x"], w) - batch["y"]), len(batch["y"])
 
 
-def window_step_on(mesh: Any) -> Any:
-    step = make_window_step(
-        loss_sum_of_rows, optax.sgd(1.0), mesh=mesh, data_axes=mesh and "data"
-    )
-    return lambda w, batch: step(step.init(w), batch)
-
-
-WITH_WINDOWS = {
-    "function": window_value_and_grad(loss_sum_of_rows),
-    "count_fn": window_value_and_grad(
-        lambda w, batch: {"a": loss_sum_of_rows(w, batch)[0]},
-        count_fn=lambda batch: {"a": jnp.sum(batch["x"], axis=1)},
-    ),
-    "step": window_step_on(None),
-    "step on a mesh": window_step_on(jax.sharding.Mesh(jax.devices()[:1], "data")),
-}
-BATCH = {"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)}
-
-
-@pytest.mark.parametrize("run", WITH_WINDOWS.values(), ids=WITH_WINDOWS)
-def test_what_is_not_a_window_is_named_where_the_loss_fails(run: Any):
+@pytest.mark.parametrize("way", ["function", "step on a mesh"])
+def test_what_is_not_a_window_is_named_where_the_loss_fails(way: str):
     """The loss raises the error, with a note on the shapes that it was given."""
+    run, params = window_value_and_grad(loss_sum_of_rows), jnp.zeros(3)
+    if way == "step on a mesh":
+        mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
+        run = make_window_step(
+            loss_sum_of_rows, optax.sgd(1.0), mesh=mesh, data_axes="data"
+        )
+        params = run.init(params)
 
     def notes_of(batch: Any) -> str:
         with pytest.raises((ValueError, TypeError)) as raised:
-            run(jnp.zeros(3), batch)
+            run(params, batch)
         return "".join(raised.value.__notes__)  # jax adds notes, too
 
-    notes = notes_of(BATCH)
+    batch = {"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)}
+    notes = notes_of(batch)
     assert notes.count("split_batch(batch, k)") == 1
     assert "got shape (3,) at ['x'], () at ['y']." in notes
     for n in (1, 8):
-        listed = [BATCH, jax.tree.map(lambda x, n=n: x[:n], BATCH)]
+        listed = [batch, jax.tree.map(lambda x, n=n: x[:n], batch)]
         assert notes_of(listed).count("must be stacked into one tree") == 1
-
-
-def test_a_batch_that_was_not_split_among_devices():
-    """The second axis is taken for the rows."""
-    run = window_step_on(jax.sharding.Mesh(jax.devices(), "data"))
-    with pytest.raises(ValueError, match="rows .* multiple of the 8") as raised:
-        run(jnp.zeros(3), BATCH)
-    assert "got shape (8, 3) at ['x']" in raised.value.__notes__[0]
 
 
 def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
@@ -263,14 +214,3 @@ def test_missing_rows_hold_the_pad_values(rows: int):
         back = np.swapaxes(leaf, 0, 1).reshape(3 * size, *leaf.shape[2:])
         np.testing.assert_array_equal(back[:rows], batch[name])
         assert (back[rows:] == pads[name]).all()
-
-
-def test_split_batch_names_what_does_not_fit():
-    for batch, k, message in (
-        ({"x": np.ones(6)}, 0, "k must be an integer of at least 1: got 0"),
-        ({"x": np.ones(6), "y": np.ones(3)}, 3, r"6 at \['x'\] and 3 at \['y'\]"),
-        ({"x": np.ones(6), "y": np.float32(1)}, 3, r"shape \(\) at \['y'\]"),
-        ({}, 3, "must hold at least one array"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            split_batch(batch, k)
