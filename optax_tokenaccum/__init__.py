@@ -5,10 +5,10 @@ from optax_tokenaccum._audit.check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._audit.report import AuditReport, Verdict
 from optax_tokenaccum._compiled.collectives import CollectiveReport, collectives
 from optax_tokenaccum._compiled.memory import MemoryReport, memory
-from optax_tokenaccum._core.noise import GradientNoise
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._losses import reduce_loss, softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
+from optax_tokenaccum._noise import GradientNoise, gradient_noise
 from optax_tokenaccum._ragged.pad import pad_micro_batch
 from optax_tokenaccum._ragged.pad_window import pad_window
 from optax_tokenaccum._ragged.plan import (
@@ -60,6 +60,7 @@ __all__ = [
     "close_window",
     "collectives",
     "from_multi_steps_state",
+    "gradient_noise",
     "has_updated",
     "largest_micro_batch",
     "make_train_step",

@@ -1,6 +1,5 @@
 """Flax NNX: steps for a model and an `nnx.Optimizer`, which they update in place."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._multi_steps import accumulation_of
 from optax_tokenaccum._nnx.model_loss import ModelLoss
-from optax_tokenaccum._nnx.nodes import keep_noise
 from optax_tokenaccum._nnx.step import ModelStep, Part
 from optax_tokenaccum._steps import train_step, window_step
 from optax_tokenaccum._steps.compile_ahead import Progress
@@ -62,13 +60,11 @@ class TrainStep(ModelStep):
         loss_fn: Callable[..., Any],
         has_aux: bool,
         mode: OneDevice,
-        gradient_noise: bool,
         donate: bool,
     ):
         super().__init__(mode, donate)
         self._loss_fn = loss_fn
         self._has_aux = has_aux
-        self._gradient_noise = gradient_noise
         self.accumulate = Part(self, "accumulate")
         self.close_window = Part(self, "close_window")
 
@@ -131,16 +127,8 @@ class TrainStep(ModelStep):
         kwargs = {"rng": rng, "progress": progress, **loss_kwargs}
         self._lowered("compile", model, optimizer, batches, **kwargs)
 
-    def _step_of(self, optimizer: nnx.Optimizer) -> Any:
-        step = super()._step_of(optimizer)
-        if self._gradient_noise:
-            keep_noise(optimizer, self._mode)
-        return step
-
     def _build(self, optimizer: nnx.Optimizer) -> train_step.TrainStep:
-        accumulation = dataclasses.replace(
-            _accumulation_of(optimizer), gradient_noise=self._gradient_noise
-        )
+        accumulation = _accumulation_of(optimizer)
         may_restructure = (
             accumulation.should_skip_update_fn is None and not self._mode.data_axes
         )
@@ -267,7 +255,6 @@ def make_train_step(
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
-    gradient_noise: bool = False,
     donate: bool = True,
 ) -> TrainStep:
     """Builds a jitted NNX train step that takes one micro-batch per call.
@@ -296,7 +283,6 @@ def make_train_step(
         call places the model on the mesh and lays out the optimizer's sums; so does
         `step.init(model, optimizer)`, which comes before a checkpoint is restored.
       reduce_every: when gradients are reduced over devices, see there.
-      gradient_noise: estimates the `GradientNoise` of every window, see there.
       donate: whether to update buffers in place. A call then deletes the arrays that
         the model and the optimizer held before it. `nnx.clone(model)` shares these
         arrays: to keep a model, copy its arrays or pass `False`.
@@ -331,8 +317,8 @@ def make_train_step(
       True 4.0
     """
     checks.check_function(loss_fn, "loss_fn")
-    mode = make_mode(mesh, data_axes, reduce_every, gradient_noise)
-    return TrainStep(loss_fn, has_aux, mode, gradient_noise, donate)
+    mode = make_mode(mesh, data_axes, reduce_every)
+    return TrainStep(loss_fn, has_aux, mode, donate)
 
 
 def make_window_step(
@@ -345,7 +331,6 @@ def make_window_step(
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
-    gradient_noise: bool = False,
     donate: bool = True,
 ) -> WindowStep:
     """Builds a jitted NNX train step that runs a whole window per call.
@@ -367,8 +352,6 @@ def make_window_step(
       data_axes: the axes of `mesh` over which rows are spread, see
         `optax_tokenaccum.make_window_step`.
       reduce_every: reduces sums in every micro-batch instead of once.
-      gradient_noise: estimates the `GradientNoise` of the window, see
-        `optax_tokenaccum.make_window_step`.
       donate: update buffers in place, see `make_train_step`.
 
     Returns:
@@ -378,8 +361,7 @@ def make_window_step(
       folded with it.
 
     Raises:
-      ValueError: `count_fn` is given together with `should_skip_update_fn` or
-        `gradient_noise`.
+      ValueError: `count_fn` is given together with `should_skip_update_fn`.
       TypeError: an argument of the wrong type.
 
     Example:
@@ -403,11 +385,10 @@ def make_window_step(
         "should_skip_update_fn": should_skip_update_fn,
         "accumulator_dtype": accumulator_dtype,
         "token_mean": count_fn is None,
-        "gradient_noise": gradient_noise,
     }
-    window_step.check_options(count_fn, should_skip_update_fn, gradient_noise)
+    window_step.check_options(count_fn, should_skip_update_fn)
     loss = Loss(ModelLoss(loss_fn, has_aux, may_restructure=False), has_aux)
-    mode = make_mode(mesh, data_axes, reduce_every, gradient_noise)
+    mode = make_mode(mesh, data_axes, reduce_every)
     return WindowStep(loss, count_fn, options, mode, donate)
 
 

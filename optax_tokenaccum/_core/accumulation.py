@@ -19,14 +19,8 @@ from optax_tokenaccum._core.contribution import (
     usable_tokens,
 )
 from optax_tokenaccum._core.layout import Layout, Reduced
-from optax_tokenaccum._core.noise import GradientNoise
 from optax_tokenaccum._core.schedule import Schedule
-from optax_tokenaccum._core.state import (
-    TokenAccumulationState,
-    nodes_of,
-    skip_and_noise,
-    with_noise,
-)
+from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import SUM, Kind, kinds_of
 from optax_tokenaccum._core.trees import Gradients, Params
 
@@ -42,7 +36,6 @@ class Accumulation:
     accumulator_dtype: Any  # `None`: float32 or wider
     token_mean: bool  # `False`: sums are handed over undivided
     layout: Layout
-    gradient_noise: bool = False  # estimated for every window
 
     def with_layout(self, layout: Layout) -> "Accumulation":
         return replace(self, layout=layout)
@@ -71,12 +64,9 @@ class Accumulation:
             zeros = jax.tree.map(jnp.zeros_like, params)
             step = state.gradient_step
             _, skip_state = self.should_skip_update_fn(zeros, step, params)
-        noise_state = ()
-        if self.gradient_noise:
-            noise_state = self.layout.empty_noise(params, state.acc_tokens.dtype)
         state = state._replace(
             acc_grads=self.layout.zeros(params, dtypes),
-            skip_state=with_noise(skip_state, noise_state),
+            skip_state=skip_state,
         )
         return arrays.stable(params, state)
 
@@ -245,23 +235,13 @@ class Accumulation:
             return SUM.add(SUM.emptied(total, is_first), layout.sum(own(x)))
 
         value = new.weighted(new.value, state.acc_value.dtype)
-        # A step without this argument forgets what another has kept.
-        noise_state = jax.tree.map(
-            lambda x: jnp.full_like(x, jnp.nan), skip_and_noise(state).noise_state
-        )
-        if self.gradient_noise:
-            so_far = jnp.where(state.mini_step == 0, 0, state.acc_tokens)
-            norm = functools.partial(sums.norm, totals, so_far.dtype)
-            noise_state = layout.noise_with(
-                _noise_state_of(state), norm, own(new.num_tokens), so_far
-            )
         return state._replace(
             mini_step=state.mini_step + (1 - new.skipped.astype(jnp.int32)),
             acc_grads=layout.stored(totals),
             acc_tokens=add(state.acc_tokens, new.num_tokens),
             acc_value=add(state.acc_value, value),
             has_updated=jnp.zeros_like(state.has_updated),
-            skip_state=with_noise(new.skip_state, noise_state),
+            skip_state=new.skip_state,
         )
 
     def close(
@@ -367,15 +347,6 @@ class Accumulation:
         norm = sums.norm(state.acc_grads, state.acc_value.dtype)
         return sums.divide(norm, self._divisor(state))
 
-    def noise_of_window(
-        self, state: TokenAccumulationState, gradient_norm: jax.Array
-    ) -> GradientNoise | None:
-        """The noise of a window with tokens; `None` if nobody asked for it."""
-        if not self.gradient_noise:
-            return None
-        kept, tokens = _noise_state_of(state), state.acc_tokens
-        return self.layout.noise(kept, state.acc_grads, gradient_norm, tokens)
-
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:
         tokens = state.acc_tokens
         one = jnp.ones_like(tokens)
@@ -400,17 +371,6 @@ def _counters(dtypes: Any, inner_opt_state: Any) -> TokenAccumulationState:
     )
 
 
-def _noise_state_of(state: TokenAccumulationState) -> Any:
-    noise_state = skip_and_noise(state).noise_state
-    if not jax.tree.leaves(noise_state):
-        raise ValueError(
-            "With gradient_noise=True, the state needs a noise_state: got a state "
-            "without, as steps without gradient_noise have. Take it over with "
-            "regroup_sums(state, step.init(params))."
-        )
-    return noise_state
-
-
 def _counts(layout: Layout, new: Contribution) -> Callable[[Reduced], jax.Array]:
     """Whether this device adds a value that is reduced over some axes."""
 
@@ -429,7 +389,6 @@ def make_accumulation(
     accumulator_dtype: Any = None,
     token_mean: bool = True,
     layout: Layout | None = None,
-    gradient_noise: bool = False,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
     if gradients not in ("sum", "mean"):
@@ -456,7 +415,6 @@ def make_accumulation(
         accumulator_dtype,
         token_mean,
         layout or Layout(),
-        gradient_noise,
     )
 
 

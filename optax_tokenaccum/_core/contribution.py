@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_tokenaccum._core import sums, trees
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.state import TokenAccumulationState, skip_and_noise
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, Params
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
@@ -55,13 +55,12 @@ def make_contribution(
         layout.check_tokens(gradients, num_tokens, is_mean=is_weighted)
     value = _as_real_scalar(0.0 if value is None else value, "value", dtype)
     num_tokens = usable_tokens(num_tokens, dtype)
-    old_skip_state = skip_and_noise(state).skip_state
-    skipped, skip_state = jnp.zeros((), jnp.bool_), old_skip_state
+    skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
     if should_skip_update_fn is not None:
         mean = gradients if of == "mean" else _per_token(gradients, num_tokens, layout)
         mean = sums.only_gradients(mean)
         asked = should_skip_update_fn(mean, state.gradient_step, params)
-        skipped, skip_state = _decision(*asked, old_skip_state, num_tokens > 0)
+        skipped, skip_state = _decision(*asked, state.skip_state, num_tokens > 0)
         skipped, skip_state = layout.agree(skipped, skip_state)
     return Contribution(gradients, num_tokens, value, is_weighted, skipped, skip_state)
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core import noise
-from optax_tokenaccum._core.noise import FirstMicroBatch
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
 # The axes along which a value is the same on every device, being a sum over them.
@@ -63,38 +61,6 @@ class Layout:
     def total(self, stored: Any) -> Any:
         """The sums over all devices: called once, when the window closes."""
         return stored
-
-    def empty_noise(self, params: Params, dtype: Any) -> Any:
-        """What a window of unknown noise keeps to estimate it, see `noise`."""
-        return FirstMicroBatch(*noise.unknown(dtype))
-
-    def noise_with(
-        self,
-        noise_state: Any,
-        norm: Callable[[], jax.Array],
-        num_tokens: jax.Array,
-        so_far: jax.Array,
-    ) -> Any:
-        """`noise_state` after a micro-batch of `num_tokens` on this device.
-
-        `norm` is that of the sums with it, `so_far` the window's tokens before it.
-        """
-
-        def first() -> FirstMicroBatch:
-            return FirstMicroBatch(norm() / num_tokens, num_tokens)
-
-        is_first = (so_far == 0) & (num_tokens > 0)
-        return jax.lax.cond(is_first, first, lambda: noise_state)
-
-    def noise(
-        self,
-        noise_state: Any,
-        stored: Any,
-        mean_norm: jax.Array,
-        num_tokens: jax.Array,
-    ) -> noise.GradientNoise:
-        """The noise of a window, with the norm of its mean gradient."""
-        return noise.from_first(noise_state, mean_norm, num_tokens)
 
     def has_whole_first_axes(self, opened: list[jax.Array]) -> list[bool]:
         """Whether the first axis of each sum is not spread over devices."""

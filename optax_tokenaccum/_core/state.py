@@ -7,17 +7,6 @@ import jax
 from optax_tokenaccum._core.trees import Gradients, OptState
 
 
-class SkipAndNoise(NamedTuple):
-    """The `skip_state` of a step with `gradient_noise=True`.
-
-    It is not a field of its own in `TokenAccumulationState`: checkpoints without such a
-    field would not load any more.
-    """
-
-    skip_state: Any
-    noise_state: Any  # one scalar for each device, or two in all
-
-
 class TokenAccumulationState(NamedTuple):
     """State of `token_accumulation`.
 
@@ -41,7 +30,7 @@ class TokenAccumulationState(NamedTuple):
       acc_value: sum of the window's losses; 0 if no `value` was given.
       has_updated: whether the last call closed its window with an update.
       skip_state: the tree that `should_skip_update_fn` last returned; `()` if there
-        is none. With `gradient_noise=True` in a step, a `SkipAndNoise`.
+        is none.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -69,18 +58,6 @@ def has_sums(state: Any) -> bool:
     if not isinstance(state, TokenAccumulationState):
         return False
     return not isinstance(state.acc_grads, tuple) or state.acc_grads != ()
-
-
-def skip_and_noise(state: TokenAccumulationState) -> SkipAndNoise:
-    """Both parts of `skip_state`; `()` for the noise if there is none."""
-    kept = state.skip_state
-    return kept if isinstance(kept, SkipAndNoise) else SkipAndNoise(kept, ())
-
-
-def with_noise(skip_state: Any, noise_state: Any) -> Any:
-    """The inverse of `skip_and_noise`."""
-    is_kept = bool(jax.tree.leaves(noise_state))
-    return SkipAndNoise(skip_state, noise_state) if is_kept else skip_state
 
 
 def nodes_of(kind: Any, tree: Any) -> list[Any]:

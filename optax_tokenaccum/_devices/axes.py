@@ -65,19 +65,6 @@ class LocalSums(Layout):
 
         return jax.tree.map(zero, params, dtypes)
 
-    def empty_noise(self, params: Params, dtype: Any) -> Any:
-        return jnp.full((1,), jnp.nan, dtype)
-
-    def noise_with(
-        self,
-        noise_state: Any,
-        norm: Callable[[], jax.Array],
-        num_tokens: jax.Array,
-        so_far: jax.Array,
-    ) -> Any:
-        """The tokens of each device, whose sums are whole only when a window closes."""
-        return jnp.where(so_far == 0, 0, noise_state) + num_tokens
-
     def opened(self, stored: Any) -> Any:
         for path, x in named_leaves(stored):
             if jnp.shape(x)[:1] != (1,):

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.noise import GradientNoise, from_parts
-from optax_tokenaccum._core.sums import kinds_of, norm
+from optax_tokenaccum._core.sums import kinds_of
 from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.shardings import (
@@ -46,30 +45,6 @@ class StackedSums(_OnDevices):
             return _zeros(shape, dtype, sharding, p)
 
         return jax.tree.map(zero, params, dtypes)
-
-    def empty_noise(self, params: Params, dtype: Any) -> Any:
-        shape, like = (self.devices.size,), jax.tree.leaves(params)[:1]
-        sharding = self.devices.sharding(self.devices.entry)
-        return _zeros(shape, dtype, sharding, *like) + jnp.nan
-
-    def noise(
-        self,
-        noise_state: Any,
-        stored: Any,
-        mean_norm: jax.Array,
-        num_tokens: jax.Array,
-    ) -> GradientNoise:
-        """Each device's sum is a part of the window."""
-        # In a map, where XLA does not store the squares of all of the sums.
-        norms = self.devices.map(
-            lambda sums: norm(sums, mean_norm.dtype)[None],
-            in_specs=P(self.devices.entry),
-            out_specs=P(self.devices.entry),
-        )(stored)
-        # XLA would merge their sum with that of the gradients, which then need a second
-        # buffer: let it wait for them.
-        parts = norms, noise_state, mean_norm
-        return from_parts(*jax.lax.optimization_barrier(parts))
 
     def total(self, stored: Any) -> Any:
         names, mesh = self.devices.names, self.devices.mesh

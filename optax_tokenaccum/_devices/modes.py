@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.state import SkipAndNoise, TokenAccumulationState
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.axes import LocalSums, as_names
 from optax_tokenaccum._devices.layouts import ShardedSums, StackedSums
@@ -102,10 +102,9 @@ class SumOnEach(SumOverAll):
 
     keeps_sums_apart = True
 
-    def __init__(self, devices: DataParallel, keeps_noise: bool):
+    def __init__(self, devices: DataParallel):
         super().__init__(devices)
         self.leading_axes = (devices.size,)
-        self._keeps_noise = keeps_noise
 
     def _like_sums(self, params: Params) -> Any:
         return params
@@ -122,9 +121,6 @@ class SumOnEach(SumOverAll):
         everywhere: Any = P()
         fields = [everywhere] * len(TokenAccumulationState._fields)
         state = TokenAccumulationState(*fields)._replace(acc_grads=P(devices.entry))
-        if self._keeps_noise:
-            noise_of_each = SkipAndNoise(P(), P(devices.entry))
-            state = state._replace(skip_state=noise_of_each)
         return devices.map(
             functools.partial(f, layout),
             in_specs=(
@@ -143,9 +139,7 @@ class SumOnEach(SumOverAll):
         return P(*[None] * axis, self._devices.entry)
 
 
-def make_mode(
-    mesh: Any, data_axes: Any, reduce_every: Any, gradient_noise: bool
-) -> OneDevice:
+def make_mode(mesh: Any, data_axes: Any, reduce_every: Any) -> OneDevice:
     """Checks the arguments of steps about devices."""
     if reduce_every not in ("window", "micro_batch"):
         raise ValueError(
@@ -175,5 +169,5 @@ def make_mode(
         )
     devices = DataParallel(mesh, names)
     if reduce_every == "window":
-        return SumOnEach(devices, gradient_noise)
+        return SumOnEach(devices)
     return SumOverAll(devices)

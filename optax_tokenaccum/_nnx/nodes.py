@@ -13,8 +13,6 @@ from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.state import (
     TokenAccumulationState,
     has_sums,
-    skip_and_noise,
-    with_noise,
 )
 from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._devices.one_device import OneDevice
@@ -116,21 +114,6 @@ def check_alive(state: ModelState) -> None:
             "still there, begin with a new nnx.Optimizer and step.init. Build the step "
             "with donate=False to lose nothing."
         )
-
-
-def keep_noise(optimizer: nnx.Optimizer, mode: OneDevice) -> None:
-    """Gives the state of an optimizer room for the noise of a window, if it has none.
-
-    The noise of a window that is open then stays unknown.
-    """
-    state = optimizer.opt_state
-    counter, tokens = state.mini_step, value_of(state.acc_tokens)
-    skip_state, kept = skip_and_noise(state)
-    empty = mode.layout().empty_noise([tokens], tokens.dtype)
-    kept = jax.tree.map(value_of, kept, is_leaf=is_variable)
-    if jax.tree.map(jnp.shape, kept) != jax.tree.map(jnp.shape, empty):
-        empty = jax.tree.map(type(counter), empty)
-        optimizer.opt_state = state._replace(skip_state=with_noise(skip_state, empty))
 
 
 def _write(leaf: Any, x: Any) -> None:

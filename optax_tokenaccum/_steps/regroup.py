@@ -1,5 +1,6 @@
 """Moves an open window to a different number of devices."""
 
+import itertools
 from typing import Any, TypeVar
 
 import jax
@@ -77,8 +78,7 @@ def regroup_sums(state: Any, like: State) -> State:
         _regrouped(name, saved.pop(name, None), wanted[name], k) for name, k in kinds
     ]
     for name, x in saved.items():
-        if "noise_state" not in name:
-            raise _unlike(name, None, x)
+        raise _unlike(name, None, x)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -90,11 +90,13 @@ def _leaves_by_name(tree: Any) -> dict[Name, Any]:
         return str(next(getattr(entry, x) for x in kinds if hasattr(entry, x)))
 
     leaves = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         names = [name_of(entry) for entry in path]
-        # With gradient_noise, skip_state holds a skip_state and the noise.
-        pairs = zip(names, [None, *names], strict=False)
-        leaves[tuple(x for x, y in pairs if not x == y == "skip_state")] = x
+        # In 0.2.0, skip_state could hold a skip_state and the noise of a window.
+        pairs = [*itertools.pairwise(["", *names])]
+        if ("skip_state", "noise_state") not in pairs:
+            name = tuple(y for x, y in pairs if not x == y == "skip_state")
+            leaves[name] = leaf
     return leaves
 
 
@@ -114,9 +116,7 @@ def _with_counters(saved: dict[Name, Any], wanted: dict[Name, Any]) -> dict[Name
 
 
 def _regrouped(name: Name, old: Any, like: Any, kind: Kind) -> Any:
-    if old is None and "noise_state" in name:  # it was not kept, or in another way
-        old = jnp.full(like.shape, jnp.nan, like.dtype)
-    elif old is not None and {"acc_grads", "noise_state"} & {*name}:
+    if old is not None and "acc_grads" in name:
         old = _sums_for(old, like, kind)
     if old is None or jnp.shape(old) != like.shape:
         raise _unlike(name, like, old)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core import noise, trees
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
 from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
@@ -50,8 +50,6 @@ class StepMetrics(NamedTuple):
       mini_step: micro-batches in the open window after the call.
       gradient_step: number of updates so far, including this call.
       aux: the `aux` that `loss_fn` returned for this micro-batch; `None` without.
-      gradient_noise: with `gradient_noise=True`, the `GradientNoise` of the window that
-        this call closed, NaN if it closed none; `None` without.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -75,7 +73,6 @@ class StepMetrics(NamedTuple):
     mini_step: jax.Array  # shape=(), dtype=int32
     gradient_step: jax.Array  # shape=(), dtype=int32
     aux: Any = None
-    gradient_noise: Any = None
 
 
 class ModelState(NamedTuple):
@@ -99,7 +96,6 @@ def metrics_of(
     opt_state: TokenAccumulationState,
     loss: jax.Array,
     num_tokens: jax.Array,
-    gradient_noise: bool,
 ) -> StepMetrics:
     """The metrics of an open window."""
     return StepMetrics(
@@ -110,7 +106,6 @@ def metrics_of(
         skipped=jnp.zeros((), jnp.bool_),
         mini_step=opt_state.mini_step,
         gradient_step=opt_state.gradient_step,
-        gradient_noise=noise.unknown(loss.dtype) if gradient_noise else None,
     )
 
 

@@ -68,13 +68,6 @@ class TrainStep:
         mode: OneDevice,
         donate: bool,
     ):
-        is_alone = accumulation.schedule.every_k == 1 and not mode.leading_axes
-        if accumulation.gradient_noise and is_alone:
-            raise ValueError(
-                "gradient_noise compares a window's first micro-batch with all of it: "
-                "got every_k_schedule=1, windows of a single one. Make micro-batches "
-                "smaller, and k at least 2."
-            )
         self._loss = loss
         self._accumulation = accumulation
         self._mode = mode
@@ -285,11 +278,7 @@ class TrainStep:
                 loss, opt_state, params
             )
             variables = variables.updated(changed, skipped, layout.shared)
-            metrics = metrics_of(
-                opt_state,
-                *accumulation.window_so_far(opt_state),
-                accumulation.gradient_noise,
-            )
+            metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
             metrics = metrics._replace(skipped=skipped)
             return opt_state, (metrics, variables), layout.stacked(aux)
 
@@ -375,7 +364,6 @@ def make_train_step(
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
-    gradient_noise: bool = False,
     donate: bool = True,
 ) -> TrainStep:
     r"""Builds a jitted train step that takes one micro-batch per call.
@@ -424,11 +412,6 @@ def make_train_step(
         in every micro-batch, over all rows; the sums are spread over the data axes,
         like such parameters (FSDP), or even if the parameters are not (ZeRO-2).
         `loss_fn` then sees all rows.
-      gradient_noise: estimates the `GradientNoise` of every window, for
-        `metrics.gradient_noise`: from the norm of the sums after the window's first
-        micro-batch, or, with `data_axes` and `reduce_every="window"`, from the norms of
-        the devices' sums. Rows must be in random order: micro-batches of sequences that
-        were sorted by length, as `plan_window` does, give wrong estimates.
       donate: update buffers in place. The state passed to a call is deleted.
 
     Returns:
@@ -461,9 +444,8 @@ def make_train_step(
         make_schedule(every_k_schedule, every_n_tokens),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
-        gradient_noise=gradient_noise,
     )
-    mode = make_mode(mesh, data_axes, reduce_every, gradient_noise)
+    mode = make_mode(mesh, data_axes, reduce_every)
     return TrainStep(loss, accumulation, mode, donate)
 
 

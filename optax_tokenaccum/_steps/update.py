@@ -22,29 +22,24 @@ def close_and_apply(
 ) -> tuple[Any, TokenAccumulationState, StepMetrics]:
     """If `closes`, closes the window and applies its update to `params`."""
     checks.check_inner_state(accumulation.inner, opt_state.inner_opt_state, params)
-    metrics = metrics_of(
-        opt_state,
-        *accumulation.window_so_far(opt_state),
-        accumulation.gradient_noise,
-    )
+    metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
 
     def finish(
         updates: Gradients, whole: TokenAccumulationState
-    ) -> tuple[Any, jax.Array, Any]:
+    ) -> tuple[Any, jax.Array]:
         norm = accumulation.gradient_norm(whole)
-        noise = accumulation.noise_of_window(opt_state, norm)
         applied = _apply(params, updates, whole.acc_grads)
-        return accumulation.layout.settled(applied), norm, noise
+        return accumulation.layout.settled(applied), norm
 
     try:
-        (params, grad_norm, noise), closed = accumulation.close(
+        (params, grad_norm), closed = accumulation.close(
             opt_state,
             closes,
             like=params,
             params=params,
             extra_args={"value": metrics.loss},
             finish=finish,
-            otherwise=(params, metrics.grad_norm, metrics.gradient_noise),
+            otherwise=(params, metrics.grad_norm),
         )
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
@@ -60,7 +55,6 @@ def close_and_apply(
         updated=closed.has_updated,
         mini_step=closed.mini_step,
         gradient_step=closed.gradient_step,
-        gradient_noise=noise,
     )
     return params, closed, metrics
 

@@ -178,19 +178,8 @@ class WindowStep:
     ) -> Arguments:
         require_step_state(state, accumulates=False)
         check_micro_batches(micro_batches, num_micro_batches)
-        self._check_is_random(micro_batches)
         rows = _spread(self._mode, micro_batches)
         return Arguments((rows, rng, num_micro_batches), loss_kwargs)
-
-    def _check_is_random(self, micro_batches: Batch) -> None:
-        is_sorted = isinstance(micro_batches, PlannedWindow)
-        wants_noise = self._window.accumulation.gradient_noise
-        if is_sorted and wants_noise and not self._mode.leading_axes:
-            raise ValueError(
-                "gradient_noise needs micro-batches that are cut at random: got a "
-                "PlannedWindow, whose first micro-batch has its longest sequences. Use "
-                "mesh and data_axes with reduce_every='window', or split_batch."
-            )
 
     def _run(
         self,
@@ -253,7 +242,6 @@ def make_window_step(
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
-    gradient_noise: bool = False,
     donate: bool = True,
 ) -> WindowStep:
     """Builds a jitted train step that runs a whole window per call, in one program.
@@ -279,14 +267,11 @@ def make_window_step(
         `make_train_step`. Rows are the second axis of the micro-batches' leaves. The
         devices' sums are reduced once, after the last micro-batch.
       reduce_every: reduces them in every micro-batch instead, see `make_train_step`.
-      gradient_noise: estimates the `GradientNoise` of the window, see there. A
-        `PlannedWindow` needs `data_axes` and `reduce_every="window"` for it.
       donate: update buffers in place. The state passed to a call is deleted.
 
     Raises:
       ValueError: `count_fn` is given together with `should_skip_update_fn`, since a
-        rejected micro-batch would already have been counted; or with `gradient_noise`,
-        which needs one denominator.
+        rejected micro-batch would already have been counted.
       TypeError: an argument of the wrong type.
 
     Example:
@@ -302,7 +287,7 @@ def make_window_step(
       >>> print(state.params["w"], metrics.loss, metrics.num_tokens)
       0.2 1.0 8.0
     """
-    check_options(count_fn, should_skip_update_fn, gradient_noise)
+    check_options(count_fn, should_skip_update_fn)
     checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
@@ -310,23 +295,12 @@ def make_window_step(
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
         token_mean=count_fn is None,
-        gradient_noise=gradient_noise,
     )
     window = Window(function_loss(loss_fn, has_aux), count_fn, accumulation)
-    return WindowStep(
-        window, make_mode(mesh, data_axes, reduce_every, gradient_noise), donate
-    )
+    return WindowStep(window, make_mode(mesh, data_axes, reduce_every), donate)
 
 
-def check_options(
-    count_fn: Any, should_skip_update_fn: Any, gradient_noise: bool
-) -> None:
-    if count_fn is not None and gradient_noise:
-        raise ValueError(
-            "count_fn and gradient_noise cannot go together: the noise is of the mean "
-            "over one kind of tokens, and each loss of count_fn has its own. Drop one "
-            "of them."
-        )
+def check_options(count_fn: Any, should_skip_update_fn: Any) -> None:
     if count_fn is not None and should_skip_update_fn is not None:
         raise ValueError(
             "count_fn and should_skip_update_fn cannot go together: counts are summed "
