@@ -1,6 +1,5 @@
 """What every way into the library shares: add a micro-batch, close, divide once."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, sums, trees
-from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum._core.backward import BackwardPass, CannotAdd, Whole, plan, report
 from optax_tokenaccum._core.contribution import (
     Contribution,
     SkipFn,
@@ -150,43 +149,44 @@ class Accumulation:
         Returns:
           `(state, skipped, aux)`.
         """
-        errors = []
-
-        def watched(params: Params) -> Any:
+        planned = self._plan(loss, state, params)
+        if isinstance(planned, BackwardPass):
             try:
-                return loss(params)
-            except Exception as error:
-                errors.append(error)
-                raise
-
-        # A skip function is asked about the gradient before any of it is added.
-        if BackwardPass.is_supported and self.should_skip_update_fn is None:
-            # Whatever JAX cannot do with mutable arrays is done without.
-            with contextlib.suppress(Exception):
-                return self._add_within(watched, state, params)
-            if errors:  # a loss with side effects need not raise its error again
-                raise errors[0]
+                return self._add_within(planned, state, params)
+            except CannotAdd as error:
+                planned = Whole(str(error))
+        report({path: planned.reason for path, _ in trees.named_leaves(params)})
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             loss, has_aux=True, allow_int=True
         )(params)
         state, skipped = self.add(gradients, state, params, num_tokens, loss_sum)
         return state, skipped, aux
 
-    def _add_within(
+    def _plan(
         self, loss: Any, state: TokenAccumulationState, params: Params
-    ) -> tuple[TokenAccumulationState, jax.Array, Any]:
+    ) -> BackwardPass | Whole:
+        if self.should_skip_update_fn is not None:
+            return Whole("should_skip_update_fn is given every gradient first")
         layout, totals = self._opened(state, params)
-        leaves, structure = jax.tree.flatten(params)
-        backward_pass = BackwardPass(
+        structure = jax.tree.structure(params)
+        return plan(
             lambda leaves: loss(jax.tree.unflatten(structure, leaves)),
-            leaves,
+            trees.named_leaves(params),
             jax.tree.leaves(totals),
             jax.tree.leaves(kinds_of(params)),
             functools.partial(usable_tokens, dtype=state.acc_tokens.dtype),
             layout,
         )
+
+    def _add_within(
+        self,
+        backward_pass: BackwardPass,
+        state: TokenAccumulationState,
+        params: Params,
+    ) -> tuple[TokenAccumulationState, jax.Array, Any]:
+        layout, totals = self._opened(state, params)
         added, loss_sum, num_tokens, aux = backward_pass.add(
-            jax.tree.leaves(totals), state.mini_step == 0, leaves
+            jax.tree.leaves(totals), state.mini_step == 0, jax.tree.leaves(params)
         )
         new = make_contribution(
             None,

@@ -5,9 +5,11 @@ gradient of layers that are stacked for a scan is then added layer by layer. Oth
 it exists as a whole next to the sums, which costs a second buffer of its size.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +22,77 @@ from optax_tokenaccum._core.sums import Kind, at_least_float32
 # In place of a mutable array: the gradient is returned, not added.
 _RETURNED = False
 
+# What JAX raises for operations whose transposition has no rule for mutable arrays, or
+# a wrong one: an optimization barrier, or an Explicit mesh that is not set.
+_UNSUPPORTED = AssertionError, NotImplementedError, TypeError, ValueError
+
 # (sums, loss_sum, num_tokens, aux)
 Added = tuple[list[jax.Array], jax.Array, Any, Any]
 
+_reasons: ContextVar[dict[str, str] | None] = ContextVar("reasons", default=None)
 
-class BackwardPass:
-    """The loss of one micro-batch, ready to be differentiated.
+
+@contextlib.contextmanager
+def collect_reasons() -> Iterator[dict[str, str]]:
+    """Collects, from micro-batches that are traced inside the block, whole gradients.
+
+    By the path of each parameter, why its gradient exists as a whole next to its sum.
+    """
+    collected: dict[str, str] = {}
+    token = _reasons.set(collected)
+    try:
+        yield collected
+    finally:
+        _reasons.reset(token)
+
+
+def report(reasons: dict[str, str]) -> None:
+    collected = _reasons.get()
+    if collected is not None:
+        collected |= reasons
+
+
+class Whole(NamedTuple):
+    """Every gradient is added only after it is computed, for this reason."""
+
+    reason: str
+
+
+class CannotAdd(Exception):
+    """JAX cannot differentiate this loss into mutable arrays."""
+
+
+def plan(
+    loss: Callable[[list[Any]], tuple[Any, tuple[Any, Any]]],
+    named: list[tuple[str, Any]],
+    sums: list[jax.Array],
+    kinds: list[Kind],
+    usable_tokens: Callable[[Any], jax.Array],
+    layout: Layout,
+) -> "BackwardPass | Whole":
+    """Decides whether gradients are added as they are made.
+
+    A backward pass that adds must not run without tokens, because what was added cannot
+    be taken back. Where it must run, all gradients are whole.
 
     Args:
       loss: `loss(leaves) -> (loss_sum, (num_tokens, aux))`.
-      leaves: the parameters.
+      named: the parameters, with their paths.
       sums: of their gradients.
       kinds: how each of these adds up.
       usable_tokens: the number of tokens as a scalar, 0 if it must not count.
       layout: of the sums.
-
-    Raises:
-      NotImplementedError: the loss has side effects, its count depends on the
-        parameters, or devices communicate in the backward pass. Then gradients can be
-        added only after they are computed: a backward pass that adds must not run
-        without tokens, because what was added cannot be taken back.
     """
+    if not BackwardPass.is_supported:
+        return Whole("this version of jax is older than 0.11")
+    names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
+    planned = BackwardPass(loss, names, leaves, sums, kinds, usable_tokens, layout)
+    reason = planned.reason_to_run_always(leaves)
+    return planned if reason is None else Whole(reason)
+
+
+class BackwardPass:
+    """The loss of one micro-batch, ready to be differentiated; see `plan`."""
 
     # Below jax 0.11, two gradients of a scan can be swapped when they are added to
     # mutable arrays, without an error (fixed in jax commit 5991d42590).
@@ -49,19 +101,30 @@ class BackwardPass:
     def __init__(
         self,
         loss: Callable[[list[Any]], tuple[Any, tuple[Any, Any]]],
+        names: list[str],
         leaves: list[Any],
         sums: list[jax.Array],
         kinds: list[Kind],
         usable_tokens: Callable[[Any], jax.Array],
         layout: Layout,
     ):
-        self._kinds, self._usable_tokens, self._layout = kinds, usable_tokens, layout
+        self._names, self._kinds = names, kinds
+        self._usable_tokens, self._layout = usable_tokens, layout
         # A scan over an axis that is spread over devices would gather the whole sum.
         is_whole = layout.has_whole_first_axes(sums)
-        self._adds_directly = [
-            kind.is_gradient and whole and _adds_alike(x, total)
-            for x, total, kind, whole in zip(leaves, sums, kinds, is_whole, strict=True)
-        ]
+        self._reasons: dict[int, str] = {}
+        for i, (x, total, kind) in enumerate(zip(leaves, sums, kinds, strict=True)):
+            if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+                continue
+            if not kind.is_gradient:
+                self._reasons[i] = "the gradient is its next value"
+            elif not _adds_alike(x, total):
+                self._reasons[i] = (
+                    f"a {jnp.result_type(x)} gradient rounds differently when it is "
+                    f"added to a {total.dtype} sum in place"
+                )
+            elif not is_whole[i]:
+                self._reasons[i] = "its first axis is spread over devices"
         self._known_tokens: Any = None
         tokens_vary: frozenset[str] = frozenset()
 
@@ -81,20 +144,30 @@ class BackwardPass:
         self._jaxpr = closed.jaxpr.with_consts([None] * len(self._consts))
         self._structure = jax.tree.structure(shape)
         _, self._loss_shape, self._aux_shapes = shape
+        self._changed_before_scan = {
+            i: f"{name} changes it before the scan over its layers"
+            for i, name in dependence.changed_before_scan(closed).items()
+        }
+        self._effects = closed.effects
+        of_count = dependence.only(closed, [0])
+        self._count_needs_leaves = any(dependence.slice_of(closed, of_count).inputs)
+        self._exchanges = any(dependence.exchanges(closed)) or any(
+            tokens_vary - trees.varying_axes(x) for x in leaves
+        )
+
+    def reason_to_run_always(self, leaves: list[Any]) -> str | None:
+        """Why the backward pass must run even for a micro-batch without tokens."""
+        if self._effects:
+            return "loss_fn has side effects"
+        if self._known_tokens is not None:
+            return None
+        if self._count_needs_leaves:
+            return "num_tokens depends on the parameters"
         # A device without tokens would not take part in communication, for which the
         # others would wait forever.
-        reduces = any(tokens_vary - trees.varying_axes(x) for x in leaves)
-        of_count = dependence.only(closed, [0])
-        if closed.effects or (
-            self._known_tokens is None
-            and (
-                reduces
-                or any(dependence.slice_of(closed, of_count).inputs)
-                or any(dependence.exchanges(closed))
-                or self._communicates_on_some_devices(leaves)
-            )
-        ):
-            raise NotImplementedError
+        if self._exchanges or self._communicates_on_some_devices(leaves):
+            return "devices of a shard_map communicate in the backward pass"
+        return None
 
     def _communicates_on_some_devices(self, leaves: list[Any]) -> bool:
         """Whether devices of a `shard_map` may communicate in the backward pass."""
@@ -191,7 +264,7 @@ class BackwardPass:
         twins = {i: jnp.asarray(leaves[i]) for i in trained} | {
             i: jnp.zeros_like(leaves[i], sums[i].dtype)
             for i in trained
-            if self._adds_directly[i] and jnp.result_type(leaves[i]) != sums[i].dtype
+            if i not in self._reasons and jnp.result_type(leaves[i]) != sums[i].dtype
         }
 
         def of_twins(twins: dict[int, Any]) -> Any:
@@ -208,13 +281,17 @@ class BackwardPass:
         # NotImplementedError for an array that is both scanned over and a constant, and
         # a TypeError about shapes, which might have agreed, for one scanned over twice.
         used_twice = dependence.used_twice(backward.jaxpr, trained)
+        twice = "one operation of loss_fn reads it twice"
+        reasons = dict.fromkeys(used_twice, twice) | self._reasons
+        shown = self._changed_before_scan | reasons
+        report({self._names[i]: shown[i] for i in sorted(shown)})
         accumulators = {
-            i: to[i]
-            if i in to and self._adds_directly[i] and i not in used_twice
-            else _RETURNED
-            for i in trained
+            i: to[i] if i in to and i not in reasons else _RETURNED for i in trained
         }
-        (gradients,) = backward.with_refs(accumulators)(jnp.ones_like(loss_sum))
+        try:
+            (gradients,) = backward.with_refs(accumulators)(jnp.ones_like(loss_sum))
+        except _UNSUPPORTED as error:
+            raise CannotAdd(f"jax cannot add in place: {_summary(error)}") from error
         for i, ref in to.items():
             if accumulators[i] is _RETURNED:
                 ref[...] = self._kinds[i].add(ref[...], gradients[i])
@@ -251,6 +328,11 @@ class BackwardPass:
         of_all = self._layout.sum(tokens)
         has_tokens = tokens > 0
         return has_tokens, has_tokens if of_all is tokens else of_all > 0
+
+
+def _summary(error: Exception) -> str:
+    """The first sentence of an error."""
+    return f"{type(error).__name__}: {error}".split(". ")[0].removesuffix(": ")
 
 
 def _adds_alike(leaf: Any, total: jax.Array) -> bool:

@@ -371,6 +371,46 @@ def used_twice(traced: Any, names: list[Any]) -> set[Any]:
     return found - {None}
 
 
+def changed_before_scan(traced: Any) -> dict[int, str]:
+    """The inputs that an operation changes as a whole before a scan over their slices.
+
+    By their indices, the name of the operation. The gradient of such an input is made
+    of the stacked gradients of all slices.
+    """
+    found: dict[int, str] = {}
+
+    def visit(jaxpr: Any, known: dict[Any, tuple[int, str]]) -> None:
+        for x in jaxpr.eqns:
+            name, inner = x.primitive.name, [*functions_in(x)]
+            taken = [
+                None if isinstance(given, Literal) else known.get(given)
+                for given in x.invars
+            ]
+            if name == "scan":
+                _, last = _carry_of(x, _open(inner[0]))
+                found.update(given for given in taken[last:] if given and given[1])
+            elif name in _CALLS and len(inner) == 1:
+                body = _open(inner[0])
+                own = zip(body.invars, taken, strict=False)
+                of_body = {var: given for var, given in own if given}
+                visit(body, of_body)
+                for out, own_out in zip(x.outvars, body.outvars, strict=False):
+                    given = None
+                    if not isinstance(own_out, Literal):
+                        given = of_body.get(own_out)
+                    if given:
+                        known[out] = given
+            else:
+                sizes = [getattr(out.aval, "size", None) for out in x.outvars]
+                for var, given in zip(x.invars, taken, strict=True):
+                    if given and sizes == [var.aval.size]:
+                        known[x.outvars[0]] = given[0], name
+
+    jaxpr = _open(traced)
+    visit(jaxpr, {x: (i, "") for i, x in enumerate(jaxpr.invars)})
+    return found
+
+
 def exchanges(traced: Any) -> Iterator[tuple[str, set[str]]]:
     """Yields the operations by which devices send each other values, with their axes.
 

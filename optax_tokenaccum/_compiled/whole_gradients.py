@@ -1,0 +1,55 @@
+"""Tells which gradients exist as a whole next to their sums."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from optax_tokenaccum._core.backward import collect_reasons
+
+_numbers = itertools.count()
+
+
+def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
+    """The parameters whose gradients need memory next to their sums, and why.
+
+    A backward pass of this library adds each gradient to its sum as it is made; that of
+    layers that are stacked for a scan layer by layer. Where it cannot, the gradient of
+    one micro-batch exists as a whole besides, which costs memory of its size. Nothing
+    is compiled or run: this traces `f`.
+
+    Args:
+      f: a step; one of its halves, `step.accumulate`; or any function that calls this
+        library, such as a jitted step around `window_value_and_grad`.
+      *args: as for a call. Arrays may be `jax.ShapeDtypeStruct`.
+      **kwargs: as for a call.
+
+    Returns:
+      The reason by the path of each such parameter; `{}` where every gradient is added
+      as it is made, and for a function that takes gradients from elsewhere, as
+      `token_accumulation` does.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> from optax_tokenaccum._compiled.whole_gradients import whole_gradients
+      >>> def loss_fn(params, x):
+      ...     layers = params["layers"].astype(jnp.bfloat16)  # of all layers at once
+      ...     y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+      ...     return jnp.sum(y, dtype=jnp.float32), len(x)
+      >>> step = make_train_step(loss_fn, optax.sgd(0.1), 8)
+      >>> state = step.init({"layers": jnp.ones((4, 16, 16))})
+      >>> x = jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)
+      >>> reasons = whole_gradients(step, state, x)
+      >>> print(*reasons)  # reasons["['layers']"] tells of convert_element_type
+      ['layers']
+    """
+    step = getattr(f, "accumulate", f)  # a train step, whose halves are programs
+    lower = getattr(step, "lower", None) or jax.jit(f).lower
+    # What jax has traced before it would not trace again: give it another context.
+    context = set_xla_metadata(whole_gradients=str(next(_numbers)))
+    with context, collect_reasons() as reasons:
+        lower(*args, **kwargs)
+    return reasons
