@@ -1,27 +1,17 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
+import importlib
+import warnings
+from typing import Any
+
 from optax_tokenaccum._audit.audit import audit
 from optax_tokenaccum._audit.check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._audit.report import AuditReport, Verdict
-from optax_tokenaccum._compiled.collectives import CollectiveReport, collectives
-from optax_tokenaccum._compiled.memory import MemoryReport, memory
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._losses import reduce_loss, softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._noise import GradientNoise, gradient_noise
-from optax_tokenaccum._ragged.pad import pad_micro_batch
-from optax_tokenaccum._ragged.pad_window import pad_window
-from optax_tokenaccum._ragged.plan import (
-    MicroBatchPlan,
-    choose_length_buckets,
-    plan_window,
-)
-from optax_tokenaccum._ragged.planned_window import PlannedWindow
 from optax_tokenaccum._steps.accumulate_over_window import accumulate_over_window
-from optax_tokenaccum._steps.largest_micro_batch import (
-    MicroBatchFit,
-    largest_micro_batch,
-)
 from optax_tokenaccum._steps.regroup import regroup_sums
 from optax_tokenaccum._steps.split_batch import split_batch
 from optax_tokenaccum._steps.state import StepMetrics, StepState
@@ -39,14 +29,9 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AuditReport",
-    "CollectiveReport",
     "GradientNoise",
     "LossReport",
-    "MemoryReport",
-    "MicroBatchFit",
-    "MicroBatchPlan",
     "MultiSteps",
-    "PlannedWindow",
     "StepMetrics",
     "StepState",
     "TokenAccumulationState",
@@ -56,19 +41,12 @@ __all__ = [
     "accumulate_over_window",
     "audit",
     "check_loss_fn",
-    "choose_length_buckets",
     "close_window",
-    "collectives",
     "from_multi_steps_state",
     "gradient_noise",
     "has_updated",
-    "largest_micro_batch",
     "make_train_step",
     "make_window_step",
-    "memory",
-    "pad_micro_batch",
-    "pad_window",
-    "plan_window",
     "reduce_loss",
     "regroup_sums",
     "softmax_cross_entropy_sum",
@@ -77,3 +55,38 @@ __all__ = [
     "window_value_and_grad",
     "with_num_tokens",
 ]
+
+# Names of 0.2.0, by the public module where they are now.
+_MOVED = {
+    "compiled": (
+        "CollectiveReport",
+        "MemoryReport",
+        "MicroBatchFit",
+        "collectives",
+        "largest_micro_batch",
+        "memory",
+    ),
+    "ragged": (
+        "MicroBatchPlan",
+        "PlannedWindow",
+        "choose_length_buckets",
+        "pad_micro_batch",
+        "pad_window",
+        "plan_window",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        return importlib.import_module(f"{__name__}.{name}")
+    for module, names in _MOVED.items():
+        if name in names:
+            warnings.warn(
+                f"{__name__}.{name} is {__name__}.{module}.{name} now. The old name "
+                "will be gone in 0.4.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

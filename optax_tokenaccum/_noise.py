@@ -13,8 +13,12 @@ from optax_tokenaccum._core.loss_fn import LossFn, function_loss, key_at, loss_o
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._core.variables import NO_VARIABLES
-from optax_tokenaccum._ragged.planned_window import PlannedWindow
-from optax_tokenaccum._steps.micro_batches import explained, groups_of, loop
+from optax_tokenaccum._steps.micro_batches import (
+    GroupedWindow,
+    explained,
+    groups_of,
+    loop,
+)
 
 
 class GradientNoise(NamedTuple):
@@ -106,7 +110,7 @@ def gradient_noise(
     """
     checks.check_function(loss_fn, "loss_fn")
     checks.check_nnx_variables(params)
-    if isinstance(micro_batches, PlannedWindow):
+    if isinstance(micro_batches, GroupedWindow):
         raise ValueError(
             "gradient_noise needs micro-batches that are cut at random: got a "
             "PlannedWindow, whose micro-batches are sorted by length. Use split_batch."

@@ -10,9 +10,9 @@ import grain
 
 from optax_tokenaccum._core.checks import as_count
 from optax_tokenaccum._core.trees import Batch
-from optax_tokenaccum._ragged.pad import pad_micro_batch
-from optax_tokenaccum._ragged.plan import MicroBatchPlan, plan_window, shapes_of
-from optax_tokenaccum._ragged.sequences import Sequences
+from optax_tokenaccum.ragged._pad import pad_micro_batch
+from optax_tokenaccum.ragged._plan import MicroBatchPlan, plan_window, shapes_of
+from optax_tokenaccum.ragged._sequences import Sequences
 
 
 class PlannedMicroBatch(NamedTuple):

@@ -1,5 +1,6 @@
 """Groups the micro-batches of a window by shape, and runs one loop per group."""
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.trees import Batch
-from optax_tokenaccum._ragged.planned_window import PlannedWindow
 
 STACK = (
     "A list of micro-batches must be stacked into one tree: jax.tree.map(lambda *xs: "
@@ -27,9 +27,27 @@ class Group(NamedTuple):
     pick: Callable[[Any], Any]  # the micro-batch at an index, which may be traced
 
 
+class GroupedWindow(abc.ABC):
+    """A window of micro-batches of several shapes, which hands them out in groups."""
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> int:
+        """The number of equal parts that the rows of a micro-batch are in."""
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """The number of micro-batches that there is room for."""
+
+    @abc.abstractmethod
+    def groups(self) -> list[Group]:
+        """The micro-batches, in window order; those of a group have one shape."""
+
+
 def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
     """The number of micro-batches that the window has room for."""
-    if isinstance(micro_batches, PlannedWindow):
+    if isinstance(micro_batches, GroupedWindow):
         if num_micro_batches is not None:
             raise ValueError(
                 "A PlannedWindow holds the number of its micro-batches: got "
@@ -61,7 +79,7 @@ def explained(micro_batches: Batch, given: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(micro_batches, PlannedWindow):
+        if not isinstance(micro_batches, GroupedWindow):
             named = trees.named_leaves(given)
             shapes = ", ".join(f"{jnp.shape(x)} at {path}" for path, x in named)
             error.add_note(
@@ -86,13 +104,8 @@ def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[G
     """Returns `(capacity, groups)`, in window order; a stacked tree is one group."""
     capacity = check_micro_batches(micro_batches, num_micro_batches)
     micro_batches = jax.tree.map(jnp.asarray, micro_batches)
-    if isinstance(micro_batches, PlannedWindow):
-        window, stops = micro_batches, jnp.cumsum(micro_batches.counts)
-        picks = [functools.partial(window.micro_batch, shape=s) for s in window.shapes]
-        return capacity, [
-            Group(stops[n] - window.counts[n], stops[n], pick)
-            for n, pick in enumerate(picks)
-        ]
+    if isinstance(micro_batches, GroupedWindow):
+        return capacity, micro_batches.groups()
 
     def pick(i: Any) -> Any:
         return jax.tree.map(

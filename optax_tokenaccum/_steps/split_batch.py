@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.trees import Batch
-from optax_tokenaccum._ragged.pad_values import as_pad, broadcast_pads
+from optax_tokenaccum._steps.pad_values import as_pad, broadcast_pads
 
 
 def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:

@@ -22,9 +22,9 @@ from optax_tokenaccum._core.trees import Batch, Gradients, Params, is_concrete
 from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
-from optax_tokenaccum._ragged.planned_window import PlannedWindow
 from optax_tokenaccum._steps import program
 from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
+from optax_tokenaccum._steps.micro_batches import GroupedWindow
 from optax_tokenaccum._steps.program import Arguments, Program
 from optax_tokenaccum._steps.state import (
     StepMetrics,
@@ -234,7 +234,7 @@ class TrainStep:
         **loss_kwargs: Any,
     ) -> Arguments:
         require_step_state(state, accumulates=True)
-        if isinstance(batch, PlannedWindow):
+        if isinstance(batch, GroupedWindow):
             raise TypeError(
                 "A train step takes one micro-batch: got a PlannedWindow, a whole "
                 "window. Use make_window_step; or plan_window and pad_micro_batch, and "

@@ -16,11 +16,14 @@ from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
 from optax_tokenaccum._devices.one_device import OneDevice
-from optax_tokenaccum._ragged.planned_window import PlannedWindow
 from optax_tokenaccum._steps import program
 from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.loss_terms import CountFn
-from optax_tokenaccum._steps.micro_batches import check_micro_batches, explained
+from optax_tokenaccum._steps.micro_batches import (
+    GroupedWindow,
+    check_micro_batches,
+    explained,
+)
 from optax_tokenaccum._steps.program import Arguments, Program
 from optax_tokenaccum._steps.state import (
     StepMetrics,
@@ -149,7 +152,8 @@ class WindowStep:
 
         Example:
           >>> import jax, jax.numpy as jnp, numpy as np, optax
-          >>> from optax_tokenaccum import make_window_step, pad_window
+          >>> from optax_tokenaccum import make_window_step
+          >>> from optax_tokenaccum.ragged import pad_window
           >>> def loss_fn(w, x):
           ...     return jnp.sum(w * x), jnp.sum(x != 0)
           >>> sequences = [np.ones(n) for n in (2, 7, 3)]
@@ -317,7 +321,7 @@ def _known_shapes(
 
 
 def _spread(mode: OneDevice, micro_batches: Batch) -> Any:
-    is_planned = isinstance(micro_batches, PlannedWindow)
+    is_planned = isinstance(micro_batches, GroupedWindow)
     if is_planned and micro_batches.parts % mode.num_devices:
         raise ValueError(
             "A PlannedWindow must be in as many parts as there are devices, or a "

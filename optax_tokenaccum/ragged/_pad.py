@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_tokenaccum._ragged.plan import MicroBatchPlan
-from optax_tokenaccum._ragged.sequences import Sequences
+from optax_tokenaccum.ragged._plan import MicroBatchPlan
+from optax_tokenaccum.ragged._sequences import Sequences
 
 
 def pad_micro_batch(
@@ -39,7 +39,7 @@ def pad_micro_batch(
 
     Example:
       >>> import numpy as np
-      >>> from optax_tokenaccum import pad_micro_batch, plan_window
+      >>> from optax_tokenaccum.ragged import pad_micro_batch, plan_window
       >>> sequences = [{"labels": np.arange(1, n + 1)} for n in (2, 7, 3)]
       >>> long, short = plan_window([2, 7, 3], max_tokens=12, length_buckets=[4, 8])
       >>> print(pad_micro_batch(sequences, short, pad_values=-100)["labels"])

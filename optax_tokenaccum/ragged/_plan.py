@@ -18,7 +18,7 @@ class MicroBatchPlan(NamedTuple):
       length: the length that every row is padded to, in tokens.
 
     Example:
-      >>> from optax_tokenaccum import plan_window
+      >>> from optax_tokenaccum.ragged import plan_window
       >>> plan = plan_window([3, 60, 2], max_tokens=64)[0]
       >>> print(plan.indices, plan.num_rows, plan.length)
       [1] 1 64
@@ -71,7 +71,7 @@ def plan_window(
       TypeError: if an argument is not an integer.
 
     Example:
-      >>> from optax_tokenaccum import plan_window
+      >>> from optax_tokenaccum.ragged import plan_window
       >>> lengths = [5, 31, 4, 8, 30, 6]
       >>> for plan in plan_window(lengths, max_tokens=64, length_buckets=[8, 32]):
       ...     print(plan.indices, plan.num_rows, plan.length)
@@ -127,7 +127,7 @@ def choose_length_buckets(
       TypeError: if an argument is not an integer.
 
     Example:
-      >>> from optax_tokenaccum import choose_length_buckets
+      >>> from optax_tokenaccum.ragged import choose_length_buckets
       >>> choose_length_buckets([3, 3, 4, 4, 30, 31, 32], 2)
       (4, 32)
     """

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from optax_tokenaccum._core.trees import named_leaves
-from optax_tokenaccum._ragged.pad_values import as_pad, broadcast_pads, is_number
+from optax_tokenaccum._steps.pad_values import as_pad, broadcast_pads, is_number
 
 
 class Leaf(NamedTuple):

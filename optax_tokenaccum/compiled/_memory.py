@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from optax_tokenaccum._compiled.checks import as_compiled
+from optax_tokenaccum.compiled._checks import as_compiled
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MemoryReport:
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from optax_tokenaccum import memory
+      >>> from optax_tokenaccum.compiled import memory
       >>> double = jax.jit(lambda x: 2 * x, donate_argnums=0)
       >>> report = memory(double.lower(jnp.ones(1000)).compile())
       >>> print(report.arguments, report.aliased, report.peak)
@@ -73,7 +73,8 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from optax_tokenaccum import make_train_step, memory
+      >>> from optax_tokenaccum import make_train_step
+      >>> from optax_tokenaccum.compiled import memory
       >>> def loss_fn(params, x):
       ...     return jnp.sum(jnp.tanh(x @ params) ** 2), len(x)
       >>> step = make_train_step(loss_fn, optax.adamw(1e-3), 8)

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from optax_tokenaccum._compiled.replica_groups import Groups, connected_by
+from optax_tokenaccum.compiled._replica_groups import Groups, connected_by
 
 KINDS = (
     "all-gather",

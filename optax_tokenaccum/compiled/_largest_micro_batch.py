@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_tokenaccum._compiled.memory import MemoryReport, memory
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._steps.compile_ahead import (
@@ -17,7 +16,8 @@ from optax_tokenaccum._steps.compile_ahead import (
     distinct_batches,
     signature,
 )
-from optax_tokenaccum._steps.largest_size import largest_size
+from optax_tokenaccum.compiled._largest_size import largest_size
+from optax_tokenaccum.compiled._memory import MemoryReport, memory
 
 # A trial compiles a program for every shape in the list of `batch_of`.
 TRIALS = 5
@@ -34,7 +34,7 @@ class MicroBatchFit(NamedTuple):
       limit_bytes: the most that it may hold.
 
     Example:
-      >>> from optax_tokenaccum import MicroBatchFit
+      >>> from optax_tokenaccum.compiled import MicroBatchFit
       >>> fit = MicroBatchFit(size=24, peak_bytes=15_000_000, limit_bytes=16_000_000)
       >>> print(f"{fit.size} rows use {fit.peak_bytes / fit.limit_bytes:.0%}")
       24 rows use 94%
@@ -98,7 +98,8 @@ def largest_micro_batch(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from optax_tokenaccum import largest_micro_batch, make_train_step
+      >>> from optax_tokenaccum import make_train_step
+      >>> from optax_tokenaccum.compiled import largest_micro_batch
       >>> def loss_fn(params, x):
       ...     return jnp.sum(jnp.tanh(x @ params) ** 2), len(x)
       >>> step = make_train_step(loss_fn, optax.adamw(1e-3), 8)

@@ -1,17 +1,19 @@
 """A ragged window in arrays whose shapes do not depend on the plan."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._steps.micro_batches import Group, GroupedWindow
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PlannedWindow:
+class PlannedWindow(GroupedWindow):
     """A window whose micro-batches have several shapes, from `pad_window`.
 
     `make_window_step` and `window_value_and_grad` take a `PlannedWindow` instead of
@@ -34,7 +36,7 @@ class PlannedWindow:
 
     Example:
       >>> import numpy as np
-      >>> from optax_tokenaccum import pad_window
+      >>> from optax_tokenaccum.ragged import pad_window
       >>> sequences = [np.ones(n) for n in (2, 7, 3)]
       >>> window = pad_window(
       ...     sequences, pad_values=0, max_tokens=12, length_buckets=[4, 8])
@@ -52,6 +54,17 @@ class PlannedWindow:
     def capacity(self) -> int:
         """The number of micro-batches that there is room for."""
         return jax.tree.leaves(self.micro_batches)[0].shape[0]
+
+    def groups(self) -> list[Group]:
+        stops = jnp.cumsum(self.counts)
+        return [
+            Group(
+                stops[n] - self.counts[n],
+                stops[n],
+                functools.partial(self.micro_batch, shape=shape),
+            )
+            for n, shape in enumerate(self.shapes)
+        ]
 
     def micro_batch(self, i: Any, shape: tuple[int, int]) -> Any:
         """Returns micro-batch `i`, which must have this shape; `i` may be traced."""

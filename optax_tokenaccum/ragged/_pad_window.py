@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from optax_tokenaccum._core.checks import as_count
-from optax_tokenaccum._ragged.pad import fill
-from optax_tokenaccum._ragged.plan import plan_window, shapes_of
-from optax_tokenaccum._ragged.planned_window import PlannedWindow, most_of
-from optax_tokenaccum._ragged.sequences import Sequences
+from optax_tokenaccum.ragged._pad import fill
+from optax_tokenaccum.ragged._plan import plan_window, shapes_of
+from optax_tokenaccum.ragged._planned_window import PlannedWindow, most_of
+from optax_tokenaccum.ragged._sequences import Sequences
 
 
 def pad_window(
@@ -54,7 +54,8 @@ def pad_window(
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
-      >>> from optax_tokenaccum import pad_window, window_value_and_grad
+      >>> from optax_tokenaccum import window_value_and_grad
+      >>> from optax_tokenaccum.ragged import pad_window
       >>> def loss_fn(w, batch):
       ...     return jnp.sum(w * batch["x"] * batch["mask"]), jnp.sum(batch["mask"])
       >>> sequences = [

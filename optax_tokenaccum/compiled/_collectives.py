@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import jax
 
-from optax_tokenaccum._compiled.checks import as_compiled
-from optax_tokenaccum._compiled.replica_groups import Groups, axes_of
-from optax_tokenaccum._compiled.text import KINDS, Program
+from optax_tokenaccum.compiled._checks import as_compiled
+from optax_tokenaccum.compiled._replica_groups import Groups, axes_of
+from optax_tokenaccum.compiled._text import KINDS, Program
 
 PATHS = ("always", "conditional")
 
@@ -48,7 +48,7 @@ class CollectiveReport:
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from optax_tokenaccum import collectives
+      >>> from optax_tokenaccum.compiled import collectives
       >>> report = collectives(jax.jit(jnp.sum).lower(jnp.ones(8)).compile())
       >>> print(report)
       No collective operations on 1 device.
@@ -198,7 +198,8 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
-      >>> from optax_tokenaccum import collectives, make_train_step
+      >>> from optax_tokenaccum import make_train_step
+      >>> from optax_tokenaccum.compiled import collectives
       >>> rows = NamedSharding(Mesh(jax.devices()[:1], "data"), PartitionSpec("data"))
       >>> step = make_train_step(lambda p, x: (jnp.sum(p * x), x.size), optax.sgd(1.0))
       >>> state, batch = step.init(jnp.zeros(())), jax.device_put(jnp.ones(8), rows)

@@ -1,1 +1,0 @@
-"""What a compiled program sends between devices."""

@@ -1,1 +1,0 @@
-"""Sequences of many lengths in micro-batches of few shapes."""
