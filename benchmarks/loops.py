@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.workloads import Window, Workload
-from optax_tokenaccum import memory
+from optax_tokenaccum.compiled import memory
 
 Optimizer = optax.GradientTransformation
 

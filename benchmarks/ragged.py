@@ -14,13 +14,15 @@ from data import PADDING, VOCABULARY, Batch, encode, pad, read_corpus
 from benchmarks.measure import Running, interleaved, ratio, relative_error
 from benchmarks.settings import Settings
 from optax_tokenaccum import (
-    choose_length_buckets,
     make_train_step,
     make_window_step,
+    softmax_cross_entropy_sum,
+)
+from optax_tokenaccum.ragged import (
+    choose_length_buckets,
     pad_micro_batch,
     pad_window,
     plan_window,
-    softmax_cross_entropy_sum,
 )
 
 ROWS = 8

@@ -144,9 +144,14 @@ class BackwardPass:
         self._jaxpr = closed.jaxpr.with_consts([None] * len(self._consts))
         self._structure = jax.tree.structure(shape)
         _, self._loss_shape, self._aux_shapes = shape
+        casts = {
+            i: f"the cast to {total.dtype}"
+            for i, (x, total) in enumerate(zip(leaves, sums, strict=True))
+            if jnp.result_type(x) != total.dtype
+        }
         self._changed_before_scan = {
             i: f"{name} changes it before the scan over its layers"
-            for i, name in dependence.changed_before_scan(closed).items()
+            for i, name in dependence.changed_before_scan(closed, casts).items()
         }
         self._effects = closed.effects
         of_count = dependence.only(closed, [0])

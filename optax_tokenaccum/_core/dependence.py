@@ -371,11 +371,12 @@ def used_twice(traced: Any, names: list[Any]) -> set[Any]:
     return found - {None}
 
 
-def changed_before_scan(traced: Any) -> dict[int, str]:
+def changed_before_scan(traced: Any, changed: dict[int, str]) -> dict[int, str]:
     """The inputs that an operation changes as a whole before a scan over their slices.
 
-    By their indices, the name of the operation. The gradient of such an input is made
-    of the stacked gradients of all slices.
+    By their indices, the name of the operation. `changed` are those that were changed
+    before they were given. The gradient of such an input is made of the stacked
+    gradients of all slices.
     """
     found: dict[int, str] = {}
 
@@ -407,7 +408,7 @@ def changed_before_scan(traced: Any) -> dict[int, str]:
                         known[x.outvars[0]] = given[0], name
 
     jaxpr = _open(traced)
-    visit(jaxpr, {x: (i, "") for i, x in enumerate(jaxpr.invars)})
+    visit(jaxpr, {x: (i, changed.get(i, "")) for i, x in enumerate(jaxpr.invars)})
     return found
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
-from optax_tokenaccum._compiled.whole_gradients import whole_gradients
+from optax_tokenaccum.compiled import whole_gradients
 from optax_tokenaccum._core.backward import BackwardPass
 
 LAYERS, WIDTH = 16, 64
@@ -33,6 +33,14 @@ def loss_with(change: Any) -> Any:
 
 def turned(w: Any) -> Any:
     return jnp.swapaxes(jnp.swapaxes(w, 0, 1), 0, 1)
+
+
+def test_bfloat16_layers_with_float32_sums_are_named():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    step = make_train_step(loss_with(lambda w: w), optax.sgd(0.1), 2)
+    state = step.init(params)
+    found = whole_gradients(step, state, X.astype(jnp.bfloat16))
+    assert IS_OLD or [*found] == ["['layers']"] and "float32" in found["['layers']"]
 
 
 CHANGES: dict[str, tuple[Any, str | None]] = {

@@ -396,9 +396,6 @@ IN_WORDS: dict[str, list[str]] = {
         "stepped(make_window_step(dot, sgd), jnp.ones((4, 1)), jnp.ones(2))",
         "window_value_and_grad(dot)(jnp.ones(2), jnp.ones((4, 1)))",
     ],
-    "a `PlannedWindow` in a window step with `gradient_noise`": [
-        "stepped(make_window_step(loss_fn, sgd, gradient_noise=True), planned)"
-    ],
     "`aux` of another shape for another length": [
         "window_value_and_grad(sum_and_losses, has_aux=True)(params, planned)"
     ],
