@@ -310,6 +310,7 @@ class BackwardPass:
         consts: list[Any],
     ) -> Added:
         """The same with whole gradients, which JAX can map."""
+        report(dict.fromkeys(self._names, "jax.vmap cannot map mutable arrays"))
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             self._evaluate, has_aux=True, allow_int=True
         )(leaves, consts)
