@@ -2,7 +2,12 @@
 
 import ast
 import functools
+import importlib
 from pathlib import Path
+
+import pytest
+
+import optax_tokenaccum
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "optax_tokenaccum"
@@ -10,10 +15,10 @@ PACKAGE = "optax_tokenaccum"
 BELOW = {
     "_core": set(),
     "_devices": {"_core"},
-    "_ragged": {"_core"},
     "_audit": {"_core"},
-    "_compiled": set(),
-    "_steps": {"_core", "_devices", "_ragged", "_compiled"},
+    "_steps": {"_core", "_devices"},
+    "ragged": {"_core", "_steps"},
+    "compiled": {"_core", "_steps"},
     "_nnx": {"_core", "_devices", "_steps"},
 }
 # What needs an extra, and the public modules that may import it.
@@ -84,3 +89,17 @@ def test_the_core_knows_no_devices_and_compiles_nothing():
             text = path.read_text()
             assert "jax.jit(" not in text and "shard_map(" not in text, name
             assert "Mesh" not in text, name
+
+
+def test_names_that_moved_say_where_they_are():
+    for module, names in optax_tokenaccum._MOVED.items():
+        public = importlib.import_module(f"{PACKAGE}.{module}")
+        assert {*names} <= {*public.__all__}
+        for name in names:
+            with pytest.warns(DeprecationWarning, match=rf"{module}\.{name} now"):
+                assert getattr(optax_tokenaccum, name) is getattr(public, name)
+    with pytest.warns(DeprecationWarning):
+        from optax_tokenaccum import pad_window
+    assert optax_tokenaccum.ragged.pad_window is pad_window
+    with pytest.raises(AttributeError, match="no attribute 'no_name'"):
+        optax_tokenaccum.no_name  # noqa: B018
