@@ -34,8 +34,13 @@ def as_saved(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
-# Window steps before 0.3.0 kept the inner optimizer's state alone.
-CONVERTED = {(version, "window_step") for version in ("v0.1.0", "v0.2.0")}
+# Before 0.3.0, window steps kept the inner optimizer's state alone, and the noise of a
+# window was in the state.
+CONVERTED = {
+    ("v0.1.0", "window_step"),
+    ("v0.2.0", "window_step"),
+    ("v0.2.0_more", "train_step_with_noise"),
+}
 
 
 @functools.cache
