@@ -5,7 +5,7 @@ from typing import Any
 import helpers
 import jax
 
-from optax_tokenaccum import pad_micro_batch, plan_window
+from optax_tokenaccum.ragged import pad_micro_batch, plan_window
 
 PADS = {"tokens": 0, "labels": 0, "mask": False}
 CUT: dict[str, Any] = {"max_tokens": 128, "length_buckets": [8, 24, 40, 64]}

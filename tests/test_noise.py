@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum import gradient_noise, pad_window
+from optax_tokenaccum import gradient_noise
+from optax_tokenaccum.ragged import pad_window
 
 K, ROWS, DIM = 4, 32, 8
 

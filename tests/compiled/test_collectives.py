@@ -14,13 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum import (
-    CollectiveReport,
-    collectives,
-    make_train_step,
-    make_window_step,
-    split_batch,
-)
+from optax_tokenaccum import make_train_step, make_window_step, split_batch
+from optax_tokenaccum.compiled import CollectiveReport, collectives
 
 K, ROWS = 4, 64
 SHAPES = {"in": (16, 48), "out": (48, 8)}

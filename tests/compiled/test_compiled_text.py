@@ -6,8 +6,8 @@ stated otherwise.
 
 import pytest
 
-from optax_tokenaccum._compiled.replica_groups import connected_by
-from optax_tokenaccum._compiled.text import Operation, Program
+from optax_tokenaccum.compiled._replica_groups import connected_by
+from optax_tokenaccum.compiled._text import Operation, Program
 
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
-from optax_tokenaccum.compiled import whole_gradients
 from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum.compiled import whole_gradients
 
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}

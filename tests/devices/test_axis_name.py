@@ -23,13 +23,9 @@ from meshes import (
     stacked,
 )
 
-from optax_tokenaccum import (
-    TokenAccumulationState,
-    close_window,
-    collectives,
-    token_accumulation,
-)
+from optax_tokenaccum import TokenAccumulationState, close_window, token_accumulation
 from optax_tokenaccum._core.trees import as_varying
+from optax_tokenaccum.compiled import collectives
 
 DEVICES = 8
 SGD = optax.sgd(SCALE)

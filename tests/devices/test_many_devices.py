@@ -30,7 +30,7 @@ from meshes import (
     stacked,
 )
 
-from optax_tokenaccum import collectives
+from optax_tokenaccum.compiled import collectives
 
 SLOW = pytest.mark.slow
 # The state of this optimizer is not shaped like its parameters, so the compiler would

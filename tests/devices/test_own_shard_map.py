@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh
 from ways_in import PARAMS
 
-from optax_tokenaccum import accumulate_over_window, collectives, window_value_and_grad
+from optax_tokenaccum import accumulate_over_window, window_value_and_grad
 from optax_tokenaccum._core.trees import as_varying
+from optax_tokenaccum.compiled import collectives
 
 K, ROWS, DEVICES = 3, 16, 8
 WHOLE, ROW_SPEC = P(), P(None, "data")

@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from meshes import ALL_WAYS, make_mesh
 from ragged_windows import PADS, ragged_window
 
-from optax_tokenaccum import make_train_step, pad_window, regroup_sums
+from optax_tokenaccum import make_train_step, regroup_sums
+from optax_tokenaccum.ragged import pad_window
 
 DEVICES = 8
 SGD = optax.sgd(1.0)

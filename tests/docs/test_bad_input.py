@@ -23,12 +23,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_tokenaccum.nnx
-from optax_tokenaccum import (
-    make_train_step,
-    make_window_step,
-    memory,
-    token_accumulation,
-)
+from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
+from optax_tokenaccum.compiled import memory
 
 PAGE = (Path(__file__).parents[2] / "docs/bad_input.md").read_text(encoding="utf-8")
 SGD, PARAMS, BATCH = optax.sgd(1.0), {"w": jnp.zeros(3)}, jnp.ones((4, 3))

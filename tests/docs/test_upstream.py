@@ -27,7 +27,8 @@ from jax.experimental import topologies
 from optax.experimental import aggregating
 
 from benchmarks.tpu import ENVIRONMENT
-from optax_tokenaccum import make_window_step, memory, token_accumulation
+from optax_tokenaccum import make_window_step, token_accumulation
+from optax_tokenaccum.compiled import memory
 
 UPSTREAM = Path(__file__).parents[2] / "upstream"
 PATCHES = sorted(UPSTREAM.glob("*.patch"))

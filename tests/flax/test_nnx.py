@@ -22,13 +22,13 @@ from meshes import make_mesh
 
 from optax_tokenaccum import (
     MultiSteps,
-    collectives,
-    pad_window,
     regroup_sums,
     softmax_cross_entropy_sum,
     token_accumulation,
 )
+from optax_tokenaccum.compiled import collectives
 from optax_tokenaccum.nnx import make_train_step, make_window_step
+from optax_tokenaccum.ragged import pad_window
 
 K, DEVICES = 4, 8
 MESH = make_mesh((DEVICES,))

@@ -17,8 +17,9 @@ import optax
 import pytest
 from grain.python import ReadOptions
 
-from optax_tokenaccum import make_train_step, make_window_step, pad_window
+from optax_tokenaccum import make_train_step, make_window_step
 from optax_tokenaccum.grain import PlannedMicroBatch, planned_micro_batches
+from optax_tokenaccum.ragged import pad_window
 
 ROWS, WINDOW = 37, 8
 PLAN: Any = {"max_tokens": 144, "length_buckets": (16, 64), "batch_multiple": 2}

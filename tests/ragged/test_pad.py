@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ragged_windows import CUT, PADS, ragged_window
 
-from optax_tokenaccum import (
+from optax_tokenaccum.ragged import (
     MicroBatchPlan,
     PlannedWindow,
     pad_micro_batch,

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from optax_tokenaccum import choose_length_buckets, pad_window, plan_window
 from optax_tokenaccum.grain import planned_micro_batches
+from optax_tokenaccum.ragged import choose_length_buckets, pad_window, plan_window
 
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 buckets = st.sets(st.integers(1, 64), max_size=5).map(

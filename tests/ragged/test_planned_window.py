@@ -10,13 +10,8 @@ import optax
 import pytest
 from ragged_windows import CUT, PADS, planned, ragged_window
 
-from optax_tokenaccum import (
-    PlannedWindow,
-    make_train_step,
-    make_window_step,
-    pad_window,
-    window_value_and_grad,
-)
+from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
+from optax_tokenaccum.ragged import PlannedWindow, pad_window
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
 SGD = optax.sgd(1.0, momentum=0.0)

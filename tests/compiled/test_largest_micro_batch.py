@@ -14,15 +14,11 @@ from flax import nnx
 from meshes import make_mesh
 
 import optax_tokenaccum.nnx
-from optax_tokenaccum import (
-    largest_micro_batch,
-    make_train_step,
-    make_window_step,
-    memory,
-    token_accumulation,
-)
-from optax_tokenaccum._steps.largest_micro_batch import _free
+from benchmarks import tpu
+from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 from optax_tokenaccum._steps.program import Program
+from optax_tokenaccum.compiled import largest_micro_batch, memory
+from optax_tokenaccum.compiled._largest_micro_batch import _free
 
 WIDTH, LAYERS, K = 64, 4, 2
 ADAMW = optax.adamw(1e-3)
@@ -197,21 +193,27 @@ def test_every_shape_of_the_list_must_fit():
     assert fit.peak_bytes == run.peak(fit.size) <= limit < run.peak(fit.size + 32)
 
 
-def test_a_size_that_does_not_compile_does_not_fit(monkeypatch: pytest.MonkeyPatch):
-    """As for a TPU, whose compiler raises an error for programs that need more."""
-    run, compile_ = two_programs(), jax.stages.Lowered.compile
+@pytest.mark.slow
+@pytest.mark.skipif(not tpu.is_available(), reason="needs libtpu, which compiles")
+def test_what_a_tpu_cannot_compile_does_not_fit():
+    """A v5e has 16 GB; the compiler raises an error for programs that need more."""
+    place = tpu.on_a_chip()
+    step = make_train_step(loss_fn, ADAMW, K)
+    params = jax.ShapeDtypeStruct((24, 4096, 4096), jnp.float32)
+    state = place(jax.eval_shape(step.init, params))
 
-    def compile_at_most_36_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = [x.shape[0] for x in jax.tree.leaves(self.in_avals) if x.ndim == 3]
-        if max(rows) > 36:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return compile_(self, *args, **kwargs)
+    def batch_of(n: int) -> list[Any]:
+        return [place(jax.ShapeDtypeStruct((256 * n, 4096), jnp.float32))]
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_at_most_36_rows)
-    fit = run.fit(10**9)
-    assert 1 < fit.size <= 36 and fit.peak_bytes == run.peak(fit.size)
-    with pytest.raises(ValueError, match="one of size 64 needs more"):
-        run.fit(10**9, multiple_of=64)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        step.accumulate.lower(state, *batch_of(2**10)).compile()
+    fit = largest_micro_batch(step, state, batch_of, limit_bytes=10**12)
+    assert fit.size > 1
+    step.accumulate.lower(state, *batch_of(fit.size)).compile()
+    with pytest.raises(ValueError, match="one of size 1024 needs more"):
+        largest_micro_batch(
+            step, state, batch_of, limit_bytes=10**12, multiple_of=2**10
+        )
 
 
 def test_what_a_device_says():
