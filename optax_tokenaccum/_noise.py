@@ -37,6 +37,12 @@ class GradientNoise(NamedTuple):
 
     Source: McCandlish et al., An Empirical Model of Large-Batch Training (2018),
     arXiv 1812.06162, appendix A.
+
+    Example:
+      >>> from optax_tokenaccum import GradientNoise
+      >>> noise = GradientNoise(trace=18.0, squared_norm=2.0)
+      >>> print(noise.scale)  # tokens
+      9.0
     """
 
     trace: Any  # shape=(), dtype=float32, or wider where a parameter is

@@ -235,7 +235,9 @@ class BackwardPass:
         def leave() -> Any:
             jax.lax.cond(is_first, empty, lambda: None)
             if not jax.tree.leaves(self._aux_shapes):
-                return jnp.zeros((), self._loss_shape.dtype), self._aux_shapes
+                zero = jnp.zeros((), self._loss_shape.dtype)
+                marks = trees.varying_axes(self._loss_shape)
+                return trees.as_varying(zero, marks), self._aux_shapes
             loss_sum, (_, aux) = self._evaluate(leaves, consts)
             return loss_sum, aux
 

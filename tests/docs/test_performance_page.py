@@ -65,7 +65,7 @@ def test_sentences_about_other_results_quote_them():
         for model in ("stacked", "stacked, tied embedding")
         for way in ways
     ]
-    older = PERFORMANCE.partition("- on [jax older")[2].partition("\n- ")[0]
+    older = PERFORMANCE.partition("- jax is [older")[2].partition("\n- ")[0]
     assert re.findall(r"\d\.\d\d ", older) == [
         f"{peaks['older', way]:.2f} " for way in ("train step", "scan by hand")
     ]
