@@ -239,7 +239,7 @@ def cases(losses: dict[str, Any], quick: int) -> list[Any]:
     return first + [pytest.param(name, marks=pytest.mark.slow) for name in later]
 
 
-@pytest.mark.parametrize("name", cases(RIGHT, 5))
+@pytest.mark.parametrize("name", cases(RIGHT, 3))
 def test_right_losses_pass(name: str):
     loss_fn, how = RIGHT[name]
     params, batch = problem(loss_fn)
@@ -249,7 +249,7 @@ def test_right_losses_pass(name: str):
     assert re.search(how, report.count_checked or "")
 
 
-@pytest.mark.parametrize("name", cases(WRONG, 9))
+@pytest.mark.parametrize("name", cases(WRONG, 5))
 def test_wrong_losses_are_found(name: str):
     loss_fn, says = WRONG[name]
     params, batch = problem(loss_fn)

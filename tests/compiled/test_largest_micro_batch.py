@@ -120,7 +120,7 @@ def window_step() -> Run:
     "make",
     [
         two_programs,
-        abstract_nnx,
+        pytest.param(abstract_nnx, marks=pytest.mark.slow),
         pytest.param(on_a_mesh, marks=pytest.mark.slow),
         pytest.param(window_step, marks=pytest.mark.slow),
     ],

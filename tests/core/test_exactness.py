@@ -55,7 +55,9 @@ def median_error(way: Any, k: int, any_rows: bool = False) -> float:
 
 
 @pytest.mark.parametrize(
-    ("k", "any_rows"), [(32, False), (5, True)], ids=["single rows", "any rows"]
+    ("k", "any_rows"),
+    [(32, False), pytest.param(5, True, marks=pytest.mark.slow)],
+    ids=["single rows", "any rows"],
 )
 @pytest.mark.parametrize("way", ways_in.WAYS, ids=lambda way: way.__name__)
 def test_error_is_that_of_the_full_batch(way: Any, k: int, any_rows: bool):

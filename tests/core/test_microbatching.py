@@ -22,7 +22,11 @@ def microbatched(loss_fn: Any, accumulator: Any, **options: Any) -> Any:
     return jax.jit(microbatch(gradient, 1, ROWS // K, accumulator, **options))
 
 
-@pytest.mark.parametrize("real", [None, 3], ids=["all", "the first three"])
+@pytest.mark.parametrize(
+    "real",
+    [pytest.param(None, marks=pytest.mark.slow), 3],
+    ids=["all", "the first three"],
+)
 def test_the_gradient_is_that_of_the_full_batch(real: int | None):
     f = microbatched(helpers.loss_sum_fn, token_mean(), num_real_microbatches=real)
     (loss, n), grads = f(PARAMS, WINDOW)

@@ -157,7 +157,10 @@ def test_a_wider_result_for_wider_losses():
             assert {x.dtype for x in found} == {jnp.promote_types(dtype, jnp.float32)}
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    "reduction",
+    [REDUCTIONS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in REDUCTIONS[1:])],
+)
 def test_a_step_on_8_devices_descends_on_the_full_batch(reduction: str):
     # Uneven micro-batches.
     parts = sequences_of(2, 5), sequences_of(3, 8)

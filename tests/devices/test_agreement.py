@@ -49,6 +49,7 @@ def said_by_two_processes() -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes():
     said = said_by_two_processes()
     # The rows of both are one batch.

@@ -68,10 +68,14 @@ def step_of(optimizer: Any, names: Any, of: Any, loss_fn: Any) -> Any:
     ("names", "shape", "of", "loss_fn", "check_vma"),
     [
         (BOTH, (4, 2), of_varying, loss_mean_fn, True),
-        (DATA, (8,), on_this_device, loss_mean_fn, False),
+        pytest.param(
+            *(DATA, (8,), on_this_device, loss_mean_fn, False), marks=pytest.mark.slow
+        ),
         (BOTH, (4, 2), on_this_device, loss_sum_fn, False),
         # Manual over the data axis only, beside tensor parallelism.
-        (DATA, (4, 2), on_this_device, loss_sum_fn, False),
+        pytest.param(
+            *(DATA, (4, 2), on_this_device, loss_sum_fn, False), marks=pytest.mark.slow
+        ),
         # `jax.grad` adds up the gradients of replicated parameters, which count once.
         # The count with them is each device's own, or also already reduced.
         (DATA, (8,), on_this_device, loss_sum_fn, True),

@@ -49,19 +49,19 @@ SGD_BESIDE_A_FACTORED_STATE = optax.GradientTransformation(FACTORED.init, update
 CASES: list[Any] = [
     ("data parallel", "auto", "two programs", "window", True),
     ("data parallel", "explicit", "one program", "window", False),
-    ("tensor parallel", "auto", "one program", "micro_batch", True),
     ("tensor parallel", "auto explicit", "window", "window", False),
-    ("tensor parallel", "auto", "two programs", "no mesh", False),
     ("fsdp", "explicit", "two programs", "micro_batch", True),
-    ("fsdp", "auto", "window", "window", False),
-    ("fsdp and tensor parallel", "auto", "two programs", "window", False),
     ("fsdp and tensor parallel", "explicit auto", "one program", "window", True),
-    ("fsdp and tensor parallel", "explicit", "window", "micro_batch", False),
     ("data parallel", "auto", "nnx two programs", "window", True),
     ("fsdp", "auto", "nnx window", "window", False),
     *(
         pytest.param(*case, marks=SLOW)
         for case in [
+            ("tensor parallel", "auto", "one program", "micro_batch", True),
+            ("tensor parallel", "auto", "two programs", "no mesh", False),
+            ("fsdp", "auto", "window", "window", False),
+            ("fsdp and tensor parallel", "auto", "two programs", "window", False),
+            ("fsdp and tensor parallel", "explicit", "window", "micro_batch", False),
             ("data parallel", "explicit", "window", "micro_batch", True),
             ("tensor parallel", "explicit", "two programs", "window", False),
             ("tensor parallel", "auto", "window", "no mesh", False),

@@ -83,7 +83,10 @@ def program(form: Any) -> Any:
     return jax.jit(functools.partial(form, masked_sum_fn))
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x == "maxtext" else pytest.mark.slow) for x in FORMS],
+)
 def test_a_form_next_to_ours(name: str):
     form, micro_batches = program(FORMS[name]), split_batch(BATCH, K)
     expected = helpers.float64_gradient(PARAMS, BATCH)

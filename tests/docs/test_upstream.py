@@ -55,6 +55,7 @@ def patched(tmp_path_factory: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_new_cells_of_the_notebook_run(capsys):
     blocks = re.findall(r"(?:^\+(?!\+).*\n)+", PATCHES[0].read_text(), re.MULTILINE)
     added = re.sub(r"^\+", "", max(blocks, key=len), flags=re.MULTILINE)

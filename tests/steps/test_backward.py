@@ -254,7 +254,14 @@ def test_an_error_of_the_loss_reaches_the_user(way: Any, once: bool, error: Any)
         way(loss_fn, params_of(), BATCHES)
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, None), (None, None, 0)])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (0, 0, 0),
+        pytest.param((None, 0, None), marks=slow),
+        pytest.param((None, None, 0), marks=slow),
+    ],
+)
 def test_vmap_is_a_window_for_each_lane(axes: Any):
     """As many tokens in each would hide lanes that are swapped."""
     lanes = [
@@ -355,7 +362,7 @@ def random_loss(seed: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(i, marks=slow) for i in range(2, 16))]
+    "seed", [0, *(pytest.param(i, marks=slow) for i in range(1, 16))]
 )
 @every_way
 def test_random_programs_with_scans(way: Any, seed: int):

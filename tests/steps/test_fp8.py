@@ -99,10 +99,10 @@ def after(step: Any, window: list[Any], params: Any = PARAMS) -> Any:
     [
         ("two programs", {}),
         ("one program", SKIPS),
-        ("window", {}),
         ("two programs", OVER),
-        ("two programs", EACH),
-        ("window", OVER),
+        pytest.param("window", {}, marks=pytest.mark.slow),
+        pytest.param("two programs", EACH, marks=pytest.mark.slow),
+        pytest.param("window", OVER, marks=pytest.mark.slow),
         pytest.param("two programs", EXPLICIT, marks=pytest.mark.slow),
         pytest.param("window", EACH, marks=pytest.mark.slow),
     ],

@@ -26,9 +26,9 @@ LAYOUTS: dict[str, Any] = {
     "micro_batch": {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
 }
 PAIRS = [
-    ("two programs", "window"),
     ("one program", "one"),
-    ("window", "micro_batch"),
+    pytest.param("two programs", "window", marks=pytest.mark.slow),
+    pytest.param("window", "micro_batch", marks=pytest.mark.slow),
     pytest.param("nnx two programs", "one", marks=pytest.mark.slow),
     pytest.param("nnx one program", "micro_batch", marks=pytest.mark.slow),
     pytest.param("nnx window", "window", marks=pytest.mark.slow),
