@@ -3,6 +3,7 @@
 from typing import Any
 
 import chex
+import cloudpickle
 import helpers
 import jax
 import jax.numpy as jnp
@@ -171,3 +172,14 @@ def test_lower_takes_shapes_and_accumulate_leaves_the_inner_optimizer_out():
     batch = jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
     assert "sqrt" not in step.accumulate.lower(state, batch).as_text()
     assert "sqrt" in step.close_window.lower(state).as_text()
+
+
+def test_a_used_step_goes_through_cloudpickle(kind: str):
+    """For workers in other processes; standard pickle does not support functions."""
+    step = helpers.new_train_step(kind, loss_fn, ADAMW, 2)
+    state, _ = step(step.init(new_params()), BATCH)
+    state = jax.device_get(state)
+    again = cloudpickle.loads(cloudpickle.dumps(step))
+    got, expected = (each(state, 2 * BATCH) for each in (again, step))
+    chex.assert_trees_all_equal(got, expected)
+    assert got[1].updated
