@@ -128,12 +128,6 @@ def accumulate() -> Any:
 
 
 @sends()
-def close() -> Any:
-    step, state = train_step()
-    return step.close_window.lower(state).compile()
-
-
-@sends()
 def rows_by_split_batch() -> Any:
     out = rows(None, BOTH, on=mesh(2))
     return compiled(lambda x: split_batch(x, K), rows(BOTH, on=mesh(2)), out=out)
@@ -204,16 +198,6 @@ def test_what_a_program_sends_in_every_run(program: Program):
     assert found == EXPECTED[program]
     assert all(entry.path == "always" for entry in report.entries)
     assert ("No collective operations" in str(report)) == (not found)
-
-
-def test_rows_in_order_move():
-    def cut(batch: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(K, -1, *x.shape[1:]), batch)
-
-    report = collectives(compiled(cut, rows("data"), out=rows(None, "data")))
-    # The first micro-batch is the rows of two devices, sent to all 8.
-    rows_of_a_device = 4 * 8 * (16 + 8)
-    assert report.bytes(axes="data") >= rows_of_a_device
 
 
 def test_close_of_sharded_parameters_adds_up_norms_in_its_branch():

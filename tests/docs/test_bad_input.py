@@ -7,7 +7,6 @@ that the set-up names after `# or:`, where the row depends on it.
 import ast
 import functools
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def mistakes() -> Iterator[Any]:
         for line in re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]:
             mistake, seen, _ = line.split(" | ")
             if seen.startswith("No error: "):
-                assert mistake in WITHOUT_AN_ERROR
+                assert mistake in (*WITHOUT_AN_ERROR, NOT_SHOWN)
                 continue
             is_code = re.fullmatch("`[^`]+`(?: or `[^`]+`)*", mistake)
             codes = re.findall("`(.*?)`", mistake) if is_code else IN_WORDS[mistake]
@@ -160,10 +159,6 @@ def counted_for_all(params: Any, batch: Any) -> Any:
 
 
 COUNTED = [{"x": jnp.ones(rows), "n": jnp.full(rows[:-2], 8)} for rows in ROWS]
-
-
-def term_for_all(params: Any, batch: Any) -> Any:
-    return {"a": jnp.sum(batch["x"] @ params["w"])}
 
 
 def whole_sums() -> Any:
@@ -267,17 +262,12 @@ NOT_ON_THE_PAGE = {
     wrap(sgd, 2, accumulator_dtype=jnp.int32)
       ValueError: accumulator_dtype must be a floating dtype, …: got int32.
     token_accumulation(sgd, 2, gradients="total")
-    MultiSteps(sgd, 2, gradients="total")
     accumulate_over_window(loss_fn, gradients="total")
       ValueError: gradients must be 'sum' or 'mean', what they are of: got 'total'.
     wrap(sgd, 2, should_skip_update_fn=True)
       TypeError: should_skip_update_fn must be a function such as optax.…: got True.
     updated(token_accumulation(sgd, 2, should_skip_update_fn=two_bools))
       ValueError: should_skip_update_fn must return (a bool scalar, …): got bool of …
-    accumulate_over_window(params)
-      TypeError: value_and_grad_fn must be a function: got ….
-    token_accumulation(sgd, every_n_tokens=0)
-      ValueError: every_n_tokens must be an integer of at least 1 or …: got 0.
     MultiSteps(sgd, None)
       TypeError: MultiSteps needs every_k_schedule: got None.
     with_num_tokens(optax.GradientTransformation(*sgd), 3)
@@ -286,42 +276,27 @@ NOT_ON_THE_PAGE = {
       ValueError: tx must accumulate, or num_tokens would be dropped: got a state ….
 """,
     "Updating": """
-    update(grads, state, params, num_tokens=1, value=jnp.ones(2))
-      ValueError: value must be a scalar, …: got shape (2,). Sum it over the ….
     from_multi_steps_state(optimizer, optax.MultiSteps(adam, 2).init(params), params)
       ValueError: The old inner state must be one of tx's inner optimizer …: at [0]….
-    from_multi_steps_state(optax.MultiSteps(sgd, 2), old, params)
     from_multi_steps_state(sgd, old, params)
       ValueError: tx must accumulate with optax_tokenaccum: its state holds no ….
 """,
     "Steps and losses": """
-    return jnp.sum(losses), None
-      TypeError: loss_fn must return (loss_sum, num_tokens), …: got None for num_tokens.
-    train_step.compile(train_state, batch)
     window_step.compile(window_state, window)
       TypeError: … must be a list, one for each shape of the run: got …. Put a single …
     regroup_sums(make_train_step(loss_fn, adam).init(params), train_state)
       ValueError: The states must be of the same training: …
-    split_batch({"x": np.ones(5), "mask": np.ones(5)}, 2, pad_values={"x": 0})
-      ValueError: pad_values must be one …: got a batch with the leaves ['mask'], ['x']…
     reduce_loss(losses, mask, "mean")
       ValueError: reduction must be one of token-mean, …-sum-norm: got 'mean'.
-    reduce_loss(losses, mask, "seq-mean-token-sum-norm", max_length=0)
-      ValueError: max_length must be positive: got 0.
     reduce_loss(losses, mask[0])
-    reduce_loss(losses[0], mask[0])
       ValueError: losses and mask must both be [rows, length]: got losses … and mask ….
     reduce_loss(losses, mask, segment_ids=mask[0].astype(int))
-    reduce_loss(losses, mask, segment_ids=losses)
       ValueError: segment_ids must be integers of the shape of mask: got … and mask ….
-    reduce_loss(losses, mask, "seq-mean-token-sum", count_empty=True)
     reduce_loss(losses, mask, count_empty=True, segment_ids=mask.astype(int))
       ValueError: count_empty needs segment_ids, …: got … segment_ids and …. Leave it ….
     check_loss_fn(loss_fn, params, [batch], per="row")
       ValueError: per must be 'token' or 'sequence', what the loss counts: got 'row'.
-    audit(print, loss_fn, params, [batch], rtol=0)
     audit(print, loss_fn, params, [batch], rtol=1)
-    audit(print, loss_fn, params, [batch], rtol=np.nan)
       ValueError: rtol must be between 0 and 1, or None: got ….
 """,
     "Ragged windows": """
@@ -341,7 +316,6 @@ NOT_ON_THE_PAGE = {
       ValueError: With axis_name every device must …: at the root of acc_grads got ….
     new_step(mesh="data", data_axes="data")
       TypeError: mesh must be a jax.sharding.Mesh: got 'data'.
-    new_step(mesh=mesh, data_axes=0)
     new_step(mesh=mesh, data_axes=("data", 0))
       TypeError: data_axes must be the name of a mesh axis or several …: got ….
     new_step(mesh=mesh, data_axes=())
@@ -353,14 +327,8 @@ NOT_ON_THE_PAGE = {
     "Compiled programs": """
     largest_micro_batch(step, state, batch_of, limit_bytes="2GB")
       TypeError: limit_bytes must be a number of bytes: got '2GB'.
-    largest_micro_batch(step, state, batch_of, limit_bytes=float("inf"))
-      TypeError: limit_bytes must be a number of bytes: got inf.
     largest_micro_batch(step, batch_of, state)
       TypeError: batch_of must be a function of a size that returns …: got …. Write ….
-    largest_micro_batch(step, state, batch_of, multiple_of=0)
-      ValueError: multiple_of must be an integer of at least 1: got 0.
-    largest_micro_batch(step, state, batch_of, multiple_of=2.0)
-      TypeError: multiple_of must be an integer of at least 1: got 2.0 of type float.
     largest_micro_batch(step, state, lambda size: batch_of(size)[0], limit_bytes=10)
       TypeError: What batch_of returns must be a list, one for each shape …: got ….
     largest_micro_batch(step, state, lambda size: [], limit_bytes=10)
@@ -379,7 +347,6 @@ IN_WORDS: dict[str, list[str]] = {
     "a loss that reads parts of parameters from other devices, in a `shard_map`": [],
     "no `value` for an optimizer that needs the loss, such as `optax.polyak_sgd()`": [
         "updated(token_accumulation(optax.polyak_sgd(), 2))",
-        "updated(MultiSteps(optax.polyak_sgd(), 2))",
     ],
     "`optimizer.update(grads, state, params, num_tokens=1)` outside of `shard_map`, "
     "with an `axis_name`": ["updated(token_accumulation(sgd, 2, axis_name='data'))"],
@@ -390,7 +357,6 @@ IN_WORDS: dict[str, list[str]] = {
     "`make_window_step(lambda w, x: (jnp.sum(x @ w), len(x)), sgd)` with a batch that "
     "was not split": [
         "stepped(make_window_step(dot, sgd), jnp.ones((4, 1)), jnp.ones(2))",
-        "window_value_and_grad(dot)(jnp.ones(2), jnp.ones((4, 1)))",
     ],
     "`aux` of another shape for another length": [
         "window_value_and_grad(sum_and_losses, has_aux=True)(params, planned)"
@@ -402,8 +368,6 @@ IN_WORDS: dict[str, list[str]] = {
     "a count of the whole batch, which is the same on all devices": [
         "stepped(make_train_step(counted_for_all, sgd, 2, **over), COUNTED[0])",
         "stepped(make_window_step(counted_for_all, sgd, **over), COUNTED[1])",
-        "stepped(make_window_step(term_for_all, sgd, count_fn=lambda batch: {'a': "
-        "batch['n']}, **over), COUNTED[1])",
     ],
     "a count that is the same on all devices, with gradients that are not, in a "
     "`shard_map`": ["under_shard_map('sum', with_own_gradient)"],
@@ -418,12 +382,10 @@ IN_WORDS: dict[str, list[str]] = {
     ],
     "assigning a parameter in the loss of an `nnx` step": [
         "nnx_stepped(accumulating, assigning)",
-        "nnx_stepped(accumulating, nnx.remat(assigning))",
         "nnx_stepped(accumulating, assigning, **over)",
     ],
     "a variable of whole numbers that counts the rows of a device": [
         "nnx_stepped(accumulating, counting, **over)",
-        "nnx_stepped(SGD, counting, **over)",
     ],
     "an open window of an `nnx` step on other devices": ["opened_elsewhere()"],
     "a model or an optimizer that an `nnx` step has donated, to a call that failed "
@@ -431,22 +393,20 @@ IN_WORDS: dict[str, list[str]] = {
         "after_a_failed_call(optax_tokenaccum.nnx.make_window_step("
         "with_full_disk(nnx_loss_fn)), model, trained_by(sgd))",
         "after_a_step(lambda step, *state: step(*state, window))",
-        "after_a_step(lambda step, *state: step.init(*state))",
     ],
     "using a clone of a model that an `nnx` step has donated": [
         "after_a_step(lambda step, clone, _: np.asarray(clone.kernel[...]))",
-        "after_a_step(lambda step, clone, _: clone(batch))",
     ],
     "a state that was given to a call that failed while it ran": [
         "after_a_failed_call(step := make_window_step("
         "with_full_disk(loss_fn), sgd), step.init(params))",
-        "after_a_failed_call(step := make_train_step("
-        "with_full_disk(loss_fn), sgd, 2), step.init(params))",
     ],
 }
 
 
 WITHOUT_AN_ERROR = {}
+# What happens depends on which thread is first.
+NOT_SHOWN = "one NNX model that two threads train at once, with `donate=False`"
 
 
 def shows(mistake: str) -> Any:
@@ -505,16 +465,14 @@ def wrapped_by_optax() -> None:
 @shows("a count of the whole batch that looks like the device's own")
 def counts_that_look_own() -> None:
     """Device by device the whole batch is counted: the update is an eighth."""
-    counts = [
-        lambda batch: jnp.where(jnp.sum(batch["x"]) > 0, batch["n"], 0),
-        lambda batch: jnp.maximum(jnp.sum(batch["x"]), batch["n"]),
-        lambda batch: jnp.mean(jnp.full(batch["x"].shape, batch["n"])),
-    ]
-    for count in counts:
-        loss = lambda w, batch: (jnp.sum(w * batch["x"]), count(batch))  # noqa: B023, E731
-        batch = {"x": jnp.ones((8, 2)), "n": jnp.float32(16)}
-        state, _ = stepped(make_train_step(loss, SGD, 1, **OVER), batch, jnp.zeros(()))
-        assert float(state.params) == -1 / 8
+
+    def counted_maximum(w: Any, batch: Any) -> Any:
+        return jnp.sum(w * batch["x"]), jnp.maximum(jnp.sum(batch["x"]), batch["n"])
+
+    step = make_train_step(counted_maximum, SGD, 1, **OVER)
+    batch = {"x": jnp.ones((8, 2)), "n": jnp.float32(16)}
+    state, _ = stepped(step, batch, jnp.zeros(()))
+    assert float(state.params) == -1 / 8
 
 
 @shows("an array that a program closes over, in `memory`")
@@ -524,30 +482,6 @@ def an_array_that_is_closed_over() -> None:
     as_argument = jax.jit(lambda x, y: x + y).lower(x, closed_over)
     assert memory(as_constant.compile()).peak == 2 * x.nbytes
     assert memory(as_argument.compile()).peak == 3 * x.nbytes
-
-
-@shows("one NNX model that two threads train at once, with `donate=False`")
-def trained_by_two_threads() -> None:
-    """The other thread reads the model first, and writes last."""
-    is_read, may_go_on = threading.Event(), threading.Event()
-
-    def slow_loss_fn(model: Any, batch: Any) -> Any:
-        if threading.current_thread() is other:
-            is_read.set()
-            assert may_go_on.wait(60)
-        return sum_and_rows(model, batch)
-
-    model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, OURS, wrt=nnx.Param)
-    step = optax_tokenaccum.nnx.make_train_step(slow_loss_fn, donate=False)
-    other = threading.Thread(target=step, args=(model, optimizer, jnp.ones((1, 3))))
-    other.start()
-    assert is_read.wait(60)
-    assert step(model, optimizer, jnp.ones((5, 3))).mini_step == 1
-    may_go_on.set()
-    other.join()
-    assert optimizer.opt_state.mini_step[...] == 1  # of two
-    assert optimizer.opt_state.acc_tokens[...] == 1  # of six
 
 
 @pytest.mark.parametrize(("program", "code", "seen"), [*mistakes()])
@@ -564,7 +498,9 @@ def test_a_mistake_raises_what_the_page_shows_and_loses_nothing(
 
 
 def test_every_mistake_in_words_is_on_the_page():
-    assert all(f"| {words} | " in PAGE for words in (*IN_WORDS, *WITHOUT_AN_ERROR))
+    assert all(
+        f"| {words} | " in PAGE for words in (*IN_WORDS, *WITHOUT_AN_ERROR, NOT_SHOWN)
+    )
 
 
 @pytest.mark.parametrize("happens", WITHOUT_AN_ERROR.values(), ids=WITHOUT_AN_ERROR)
