@@ -1,12 +1,10 @@
 """NNX models as large ones are written: scanned layers, tied, sharded, in any mesh."""
 
+import contextlib
 from typing import Any
 
-import chex
 import helpers
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -14,7 +12,6 @@ from meshes import make_mesh
 from test_nnx import (
     MESH,
     MICRO_BATCHES,
-    ON_MESH,
     RTOL,
     SGD,
     SLOW,
@@ -70,58 +67,33 @@ class Scanned(nnx.Module):
         return self.embed.attend(run(self.embed(tokens), self.blocks))
 
 
-def check(model: Scanned, way: str, loss_fn: Any = loss_fn, **options: Any) -> None:
-    """Train for two windows; the first gradient is that of the full batch."""
-    expected = full_gradient(Scanned())
-    run = Run(way, loss_fn, model=model, **options)
-    run.step.init(model, run.optimizer)
-    with helpers.count_compilations() as compilations:
-        *_, metrics = run.window(MICRO_BATCHES)
-        given = run.given()
-        run.window(MICRO_BATCHES)
+@pytest.mark.parametrize(
+    ("way", "loss_fn", "mesh", "spec"),
+    [
+        ("two programs", nnx.jit(loss_fn), None, None),
+        pytest.param("window", nnx.remat(loss_fn), MESH, None, marks=SLOW),
+        pytest.param("two programs", loss_fn, EXPLICIT, None, marks=SLOW),
+        pytest.param("two programs", loss_fn, MESH, P("data"), marks=SLOW),
+    ],
+)
+def test_scanned_layers_and_a_tied_embedding(
+    way: str, loss_fn: Any, mesh: Any, spec: P | None
+):
+    """Transformations write parameters back; those of a mesh stay where they are."""
+    options = {"mesh": mesh, "data_axes": "data"} if mesh else {}
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        expected = full_gradient(Scanned())
+        run = Run(way, loss_fn, model=Scanned(spec, remat=spec is None), **options)
+        run.step.init(run.model, run.optimizer)
+        with helpers.count_compilations() as compilations:
+            *_, metrics = run.window(MICRO_BATCHES)
+            given = run.given()
+            run.window(MICRO_BATCHES)
     assert metrics.updated and len(compilations) == (1 if way == "window" else 2)
     assert helpers.relative_error(given, expected) < RTOL
-
-
-@pytest.mark.parametrize(
-    ("way", "mesh", "reduce_every"),
-    [
-        ("two programs", None, "window"),
-        ("window", None, "window"),
-        pytest.param("window", MESH, "micro_batch", marks=SLOW),
-        pytest.param("two programs", EXPLICIT, "window", marks=SLOW),
-    ],
-)
-def test_scanned_layers_and_a_tied_embedding(way: str, mesh: Any, reduce_every: str):
-    if mesh is None:
-        check(Scanned(), way)
-        return
-    options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
-    with jax.set_mesh(mesh):
-        check(Scanned(), way, **options)
-
-
-@pytest.mark.parametrize("way", ["two programs", pytest.param("window", marks=SLOW)])
-def test_parameters_that_were_made_on_a_mesh_stay_there(way: str):
-    with jax.set_mesh(MESH):
-        model = Scanned(P("data"))
-        check(model, way, mesh=MESH, data_axes="data")
-    sharding = model.embed.embedding.get_raw_value().sharding
-    assert sharding.is_equivalent_to(jax.NamedSharding(MESH, P("data")), 2)
-
-
-@pytest.mark.parametrize(
-    ("way", "wrap", "remat", "options"),
-    [
-        ("two programs", nnx.remat, False, {}),
-        ("two programs", nnx.jit, True, {}),
-        pytest.param("window", nnx.remat, True, ON_MESH, marks=SLOW),
-    ],
-)
-def test_transformations_that_write_parameters_back(
-    way: str, wrap: Any, remat: bool, options: Any
-):
-    check(Scanned(remat=remat), way, wrap(loss_fn), **options)
+    if spec is not None:
+        sharding = run.model.embed.embedding.get_raw_value().sharding
+        assert sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2)
 
 
 def test_inside_of_nnx_jit_and_between_evaluations():
@@ -143,23 +115,13 @@ def test_inside_of_nnx_jit_and_between_evaluations():
     assert helpers.relative_error(given, full_gradient(Scanned())) < RTOL
 
 
-class Product(nnx.Module):
-    def __init__(self, kind: type[nnx.Variable]):
-        self.a = self.b = kind(jnp.arange(1.0, 4.0))
+def test_the_core_takes_the_trained_variables_of_a_model():
+    graphdef, params, others = nnx.split(Scanned(), nnx.Param, ...)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.sum(self.a[...] * self.b[...] * x, -1)
+    def split_loss_fn(params: Any, batch: Any, others: Any) -> Any:
+        return loss_fn(nnx.merge(graphdef, params, others, copy=True), batch)
 
-
-@pytest.mark.parametrize("kind", [nnx.Param, nnx.LoRAParam])
-def test_the_core_takes_the_trained_variables_of_a_model(kind: Any):
-    graphdef, params = nnx.split(Product(kind), kind)
-
-    def loss_fn(params: Any, x: jax.Array) -> tuple[jax.Array, int]:
-        return jnp.sum(nnx.merge(graphdef, params)(x)), len(x)
-
-    batches = [jnp.ones((1, 3)), jnp.full((3, 3), 2.0)]  # their mean is 7 / 4
-    step = core_train_step(loss_fn, optax.sgd(0.1), len(batches))
-    state, _ = helpers.run_step(step, step.init(params), batches)
-    right = jnp.arange(1.0, 4.0) * (1 - 0.1 * 2 * 7 / 4)
-    chex.assert_trees_all_close(state.params["a"][...], right, rtol=1e-6)
+    step = core_train_step(split_loss_fn, SGD, K)
+    state, _ = helpers.run_step(step, step.init(params), MICRO_BATCHES, others=others)
+    given = jax.tree.leaves(state.opt_state.inner_opt_state[0].trace)
+    assert helpers.relative_error(given, full_gradient(Scanned())) < RTOL

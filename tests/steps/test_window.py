@@ -7,19 +7,16 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from ways_in import mean_of
 
 from optax_tokenaccum import (
     accumulate_over_window,
-    make_window_step,
     split_batch,
     window_value_and_grad,
 )
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
-RTOL = helpers.RTOL["float32"]
 
 
 def sum_fn(params: Any, batch: Any) -> Any:
@@ -38,32 +35,6 @@ WAYS: dict[str, Any] = {
     "gradients of means": lambda f: of_gradients(mean_of(f), gradients="mean"),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
-
-
-@every_way
-def test_gradient_is_that_of_the_full_batch_and_the_naive_one_is_not(way: str):
-    k = 4
-    f = jax.jit(WAYS[way](helpers.loss_sum_fn))
-    full_batch = jax.jit(jax.value_and_grad(helpers.loss_mean_fn, has_aux=True))
-    errors, full_errors, naive_errors = [], [], []
-    for seed in range(5):
-        params, batch = helpers.init_params(seed), helpers.ragged_batch(seed)
-        reference = helpers.float64_gradient(params, batch)
-        (loss, (num_tokens, aux)), grads = f(params, helpers.stacked(batch, k))
-        (full_loss, _), full_grads = full_batch(params, batch)
-        np.testing.assert_allclose(loss, full_loss, rtol=1e-6)
-        assert float(num_tokens) == batch["mask"].sum()
-        assert aux is None
-        means = [full_batch(params, part)[1] for part in helpers.cut(batch, k)]
-        naive = jax.tree.map(lambda *gs: sum(gs) / k, *means)
-        for gradient, collected in (
-            (grads, errors),
-            (full_grads, full_errors),
-            (naive, naive_errors),
-        ):
-            collected.append(helpers.relative_error(gradient, reference))
-    assert np.median(errors) <= 2 * np.median(full_errors)
-    assert np.median(naive_errors) > 0.01
 
 
 @every_way
@@ -128,10 +99,11 @@ def test_gradients_keep_their_tree_and_dtypes_and_sums_are_wide():
 
     def grad_fn(_: Any, batch: Any) -> Any:
         grads = [jnp.ones((2,), jnp.bfloat16), (jnp.complex64(2j),), None]
-        return (jnp.sum(batch), 1), grads
+        return (jnp.sum(batch), 1), [*grads, np.zeros(2, jax.dtypes.float0)]
 
     f = accumulate_over_window(grad_fn)
-    (_, (num_tokens, _)), grads = jax.jit(f)(PARAMS, jnp.ones((300, 1)))
+    (_, (num_tokens, _)), grads = f(PARAMS, jnp.ones((300, 1)))
+    assert grads.pop().dtype == jax.dtypes.float0
     assert float(num_tokens) == 300.0
     expected = [np.ones(2, jnp.bfloat16), (np.complex64(2j),), None]
     chex.assert_trees_all_equal(grads, expected)
@@ -139,39 +111,19 @@ def test_gradients_keep_their_tree_and_dtypes_and_sums_are_wide():
     assert sum(300 * [jnp.bfloat16(1)]) == 256
 
     narrow = accumulate_over_window(grad_fn, accumulator_dtype=jnp.bfloat16)
-    _, grads = jax.jit(narrow)(PARAMS, jnp.ones((300, 1)))
+    _, grads = narrow(PARAMS, jnp.ones((300, 1)))
     assert float(grads[0][0]) < 1
 
 
-def test_gradients_of_integers_stay_float0():
-    def loss_fn(params: Any, x: Any) -> Any:
-        return jnp.sum(params["w"] * params["k"]) * x, x
-
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)
-    params = PARAMS | {"k": jnp.asarray(3)}
-    _, grads = accumulate_over_window(grad_fn)(params, np.float32([1, 3]))
-    np.testing.assert_array_equal(grads["w"], [3, 3])
-    assert grads["k"].dtype == jax.dtypes.float0
-
-
-def loss_sum_of_rows(w: Any, batch: Any) -> Any:
-    return jnp.sum(jnp.einsum("ri,i->r", batch["x"], w) - batch["y"]), len(batch["y"])
-
-
-@pytest.mark.parametrize("way", ["function", "step on a mesh"])
-def test_what_is_not_a_window_is_named_where_the_loss_fails(way: str):
+def test_what_is_not_a_window_is_named_where_the_loss_fails():
     """The loss raises the error, with a note on the shapes that it was given."""
-    run, params = window_value_and_grad(loss_sum_of_rows), jnp.zeros(3)
-    if way == "step on a mesh":
-        mesh = jax.sharding.Mesh(jax.devices()[:1], "data")
-        run = make_window_step(
-            loss_sum_of_rows, optax.sgd(1.0), mesh=mesh, data_axes="data"
-        )
-        params = run.init(params)
+
+    def loss_sum_of_rows(w: Any, batch: Any) -> Any:
+        return jnp.sum(batch["x"] @ w - batch["y"]), len(batch["y"])
 
     def notes_of(batch: Any) -> str:
         with pytest.raises((ValueError, TypeError)) as raised:
-            run(params, batch)
+            window_value_and_grad(loss_sum_of_rows)(jnp.zeros(3), batch)
         return "".join(raised.value.__notes__)  # jax adds notes, too
 
     batch = {"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)}
@@ -197,19 +149,16 @@ def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
     chex.assert_trees_all_equal(split_batch(batch, 3, pad_values=-1), split)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7])
-def test_missing_rows_hold_the_pad_values(rows: int):
+def test_missing_rows_hold_the_pad_values():
+    rows, size = 7, 3
     batch = {
         "x": jnp.arange(2.0 * rows).reshape(rows, 2),
         "labels": np.arange(rows, dtype=np.int32),
-        "mask": np.ones(rows, bool),
     }
-    pads = {"x": 0, "labels": -100, "mask": False}
+    pads = {"x": 0, "labels": -100}
     split = split_batch(batch, 3, pad_values=pads)
-    size = -(-rows // 3)
     for name, leaf in split.items():
-        assert isinstance(leaf, type(batch[name]))
-        assert leaf.dtype == batch[name].dtype
+        assert isinstance(leaf, type(batch[name])) and leaf.dtype == batch[name].dtype
         assert leaf.shape[:2] == (3, size)
         back = np.swapaxes(leaf, 0, 1).reshape(3 * size, *leaf.shape[2:])
         np.testing.assert_array_equal(back[:rows], batch[name])
