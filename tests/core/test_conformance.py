@@ -204,7 +204,8 @@ def test_wrapped_is_bare_on_the_full_batch(name: str, dtypes: tuple[str, str]):
         return loss_sum, batch["num_tokens"]
 
     step = make_train_step(loss_fn, watched(inner, of_step), K)
-    params = jax.tree.map(lambda x: jnp.asarray(x / 16), cast(eighths(1), dtypes))
+    small = jax.tree.map(lambda x: x / 16, eighths(1))
+    params = jax.tree.map(jnp.asarray, cast(small, dtypes))
     state, step_state = optimizer.init(params), step.init(params)
     before, moved = helpers.signatures(state), set()
     for w in range(len(COUNTS)):
