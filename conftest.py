@@ -26,12 +26,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[name.upper()] = str(value)  # for workers and other processes
 
 
-RECIPES = Path(__file__).parent / "docs" / "recipes"
+DOCS = Path(__file__).parent / "docs"
+# Each takes 6 to 10 seconds; CI runs them on the newest versions.
+SLOW_PAGES = (
+    "how_many_tokens.md",
+    "own_your_step.md",
+    "ragged_run.md",
+    "recipes",
+    "reinforcement_learning.md",
+    "several_losses.md",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the code blocks of the recipes as slow, like the tests of the recipes."""
+    """Marks the code of long pages as slow."""
     for item in items:
-        if item.path.is_relative_to(RECIPES):
+        if any(item.path.is_relative_to(DOCS / page) for page in SLOW_PAGES):
             item.add_marker(pytest.mark.slow)

@@ -90,6 +90,7 @@ def test_micro_batches_without_tokens_do_not_count():
     assert np.isnan(gradient_noise(masked_loss_fn, PARAMS, one)).all()
 
 
+@pytest.mark.slow
 def test_unbiased_where_counts_vary_a_hundred_times():
     dim, windows, k = 512, 4000, 8
 

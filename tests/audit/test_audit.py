@@ -39,7 +39,13 @@ PRECISIONS = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=() if x == "train step" else pytest.mark.slow)
+        for x in RIGHT
+    ],
+)
 def test_right_loops_pass(name: str, dtype: str):
     report = audit(RIGHT[name], loss_fn, init_params(0, dtype), MICRO_BATCHES)
     assert report.verdict is Verdict.EXACT, str(report)

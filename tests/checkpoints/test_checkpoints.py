@@ -64,7 +64,12 @@ def written(version: Path) -> Any:
 @pytest.mark.parametrize(
     ("version", "name"),
     [
-        pytest.param(path, name, id=f"{path.name} {name}")
+        pytest.param(
+            path,
+            name,
+            id=f"{path.name} {name}",
+            marks=pytest.mark.slow if path.name == "v0.1.0" else (),
+        )
         for path in VERSIONS
         for name in names_in(path)
     ],

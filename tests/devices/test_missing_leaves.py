@@ -47,10 +47,15 @@ def expected() -> Any:
     [
         ("two programs", "auto", "window", True, "masked"),
         ("two programs", "explicit", "micro_batch", False, "plain"),
-        ("window", "auto", "micro_batch", False, "masked"),
         ("window", "explicit", "window", True, "plain"),
-        ("nnx two programs", "explicit", "window", True, "plain"),
-        ("nnx window", "auto", "micro_batch", True, "plain"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("window", "auto", "micro_batch", False, "masked"),
+                ("nnx two programs", "explicit", "window", True, "plain"),
+                ("nnx window", "auto", "micro_batch", True, "plain"),
+            ]
+        ),
     ],
 )
 def test_parameters_without_some_leaves(
@@ -71,7 +76,7 @@ def test_parameters_without_some_leaves(
     assert metrics.aux["missing"] is None and metrics.updated
 
 
-@pytest.mark.parametrize("way", meshes.WAYS)
+@pytest.mark.parametrize("way", meshes.WAYS[::2])
 def test_a_mesh_of_one_device_with_explicit_axes(way: str):
     types = (meshes.TYPES["explicit"],)
     mesh = jax.make_mesh((1,), ("data",), types, devices=jax.devices()[:1])

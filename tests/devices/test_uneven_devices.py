@@ -171,9 +171,9 @@ def step_on(devices: int | str, loss_fn: Any = loss_fn) -> Any:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (8, "4 x 2"),
         (8, 3),
-        ("no mesh", 8),
+        pytest.param(8, "4 x 2", marks=pytest.mark.slow),
+        pytest.param("no mesh", 8, marks=pytest.mark.slow),
         pytest.param("sharded sums", 8, marks=pytest.mark.slow),
     ],
 )

@@ -148,8 +148,8 @@ def full_gradient(model: Any, wrt: Any = nnx.Param) -> list[Any]:
 @pytest.mark.parametrize(
     ("way", "options", "wrt"),
     [
-        ("two programs", ONE_DEVICE, nnx.Param),
         ("two programs", ON_MESH, nnx.LoRAParam),
+        pytest.param("two programs", ONE_DEVICE, nnx.Param, marks=pytest.mark.slow),
         ("window", ON_MESH, nnx.Param),
     ],
 )
@@ -262,6 +262,7 @@ def test_statistics_are_means_over_devices(reduce_every: str):
     assert run.model.calls[...] == K + sees_all * BATCH["mask"].sum()
 
 
+@pytest.mark.slow
 def test_the_ways_move_variables_alike():
     """And no two devices or micro-batches share a dropout mask."""
     moved = []

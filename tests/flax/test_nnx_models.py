@@ -96,6 +96,7 @@ def test_scanned_layers_and_a_tied_embedding(
         assert sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2)
 
 
+@pytest.mark.slow
 def test_inside_of_nnx_jit_and_between_evaluations():
     model, step = Scanned(), make_train_step(loss_fn)
     optimizer = nnx.Optimizer(model, token_accumulation(SGD, K), wrt=nnx.Param)

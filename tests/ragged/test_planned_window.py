@@ -82,6 +82,7 @@ def test_labels_that_are_ignored_weigh_nothing_and_zeros_would():
     assert errors[0] > 0.01
 
 
+@pytest.mark.slow
 def test_a_number_for_each_sequence_is_a_row_of_its_own():
     """Sequences are weighted by a scalar leaf; missing rows would have weight 1."""
 

@@ -121,7 +121,11 @@ def test_windows_are_the_full_batches(way: str, options: Any):
         )
 
 
-@pytest.mark.parametrize("options", [{}, OVER], ids=["one device", "8 devices"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), OVER],
+    ids=["one device", "8 devices"],
+)
 def test_what_adds_nothing_leaves_no_trace_in_the_scales(options: Any):
     """A rejected micro-batch, and one without tokens, both with NaN activations.
 

@@ -56,7 +56,7 @@ OVER = {
     "8, explicit": MESH | {"mesh": meshes.make_mesh((8,), "explicit")},
     "8, each": MESH | {"reduce_every": "micro_batch"},
 }
-FAST = ["core-1-raw", "core-1-rejected", "core-8-", "nnx-8, each-rejected"]
+FAST = ["core-1-rejected", "core-8-", "nnx-8, each-rejected"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,7 @@ FAST = ["core-1-raw", "core-1-rejected", "core-8-", "nnx-8, each-rejected"]
         )
         for case in [
             *FAST,
+            "core-1-raw",
             "core-8, explicit-rejected",
             "core-8, each-",
             "nnx-1-",
