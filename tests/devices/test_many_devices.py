@@ -51,12 +51,18 @@ CASES: list[Any] = [
     ("data parallel", "explicit", "one program", "window", False),
     ("tensor parallel", "auto explicit", "window", "window", False),
     ("fsdp", "explicit", "two programs", "micro_batch", True),
-    ("fsdp and tensor parallel", "explicit auto", "one program", "window", True),
     ("data parallel", "auto", "nnx two programs", "window", True),
     ("fsdp", "auto", "nnx window", "window", False),
     *(
         pytest.param(*case, marks=SLOW)
         for case in [
+            (
+                "fsdp and tensor parallel",
+                "explicit auto",
+                "one program",
+                "window",
+                True,
+            ),
             ("tensor parallel", "auto", "one program", "micro_batch", True),
             ("tensor parallel", "auto", "two programs", "no mesh", False),
             ("fsdp", "auto", "window", "window", False),
@@ -123,7 +129,7 @@ def test_mean_over_devices_of_means_is_another_gradient():
     ("layout", "kind", "reduce_every"),
     [
         ("data parallel", "auto", "window"),
-        ("fsdp and tensor parallel", "auto", "window"),
+        pytest.param("fsdp and tensor parallel", "auto", "window", marks=SLOW),
         ("data parallel", "auto", "micro_batch"),
         pytest.param("tensor parallel", "explicit", "window", marks=SLOW),
         pytest.param("fsdp", "auto", "window", marks=SLOW),
