@@ -65,13 +65,8 @@ CASES: list[Any] = [
             ),
             ("tensor parallel", "auto", "one program", "micro_batch", True),
             ("tensor parallel", "auto", "two programs", "no mesh", False),
-            ("fsdp", "auto", "window", "window", False),
             ("fsdp and tensor parallel", "auto", "two programs", "window", False),
             ("fsdp and tensor parallel", "explicit", "window", "micro_batch", False),
-            ("data parallel", "explicit", "window", "micro_batch", True),
-            ("tensor parallel", "explicit", "two programs", "window", False),
-            ("tensor parallel", "auto", "window", "no mesh", False),
-            ("tensor parallel", "auto", "nnx one program", "no mesh", False),
             ("fsdp and tensor parallel", "explicit", "nnx window", "window", True),
         ]
     ),
@@ -131,7 +126,6 @@ def test_mean_over_devices_of_means_is_another_gradient():
         ("data parallel", "auto", "window"),
         pytest.param("fsdp and tensor parallel", "auto", "window", marks=SLOW),
         ("data parallel", "auto", "micro_batch"),
-        pytest.param("tensor parallel", "explicit", "window", marks=SLOW),
         pytest.param("fsdp", "auto", "window", marks=SLOW),
     ],
 )
