@@ -34,7 +34,7 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from optax_tokenaccum import make_train_step
-      >>> from optax_tokenaccum.compiled._whole_gradients import whole_gradients
+      >>> from optax_tokenaccum.compiled import whole_gradients
       >>> def loss_fn(params, x):
       ...     layers = params["layers"].astype(jnp.bfloat16)  # of all layers at once
       ...     y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
