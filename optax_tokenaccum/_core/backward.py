@@ -203,14 +203,15 @@ class BackwardPass:
         without = copy.copy(self)
         del without._consts
         add = _unless_mapped(without._add_within, without._add_after)
-        return add(sums, is_first, leaves, self._consts)
+        sums, loss_sum, num_tokens, aux = add(sums, is_first, leaves, self._consts)
+        if self._known_tokens is not None:  # which int32 may not hold
+            num_tokens = self._known_tokens
+        return sums, loss_sum, num_tokens, aux
 
     def _evaluate(self, leaves: list[Any], consts: list[Any]) -> Any:
-        """`(loss_sum, (num_tokens, aux))`"""
+        """`(loss_sum, (num_tokens, aux))`; no `num_tokens` if the number is known."""
         outputs = jax.core.eval_jaxpr(self._jaxpr, consts, *leaves)
         num_tokens, loss_sum, aux = jax.tree.unflatten(self._structure, outputs)
-        if self._known_tokens is not None:
-            num_tokens = self._known_tokens
         return loss_sum, (num_tokens, aux)
 
     def _add_within(
@@ -329,10 +330,10 @@ class BackwardPass:
 
     def _counts(self, num_tokens: Any) -> tuple[Any, Any]:
         """Whether this device, and whether any device, has tokens."""
-        tokens = self._usable_tokens(num_tokens)
         if self._known_tokens is not None:
-            has_tokens = bool(np.asarray(num_tokens) > 0)
+            has_tokens = bool(np.asarray(self._known_tokens) > 0)
             return has_tokens, has_tokens
+        tokens = self._usable_tokens(num_tokens)
         of_all = self._layout.sum(tokens)
         has_tokens = tokens > 0
         return has_tokens, has_tokens if of_all is tokens else of_all > 0

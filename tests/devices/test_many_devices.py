@@ -66,8 +66,6 @@ CASES: list[Any] = [
             ("tensor parallel", "auto", "one program", "micro_batch", True),
             ("tensor parallel", "auto", "two programs", "no mesh", False),
             ("fsdp and tensor parallel", "auto", "two programs", "window", False),
-            ("fsdp and tensor parallel", "explicit", "window", "micro_batch", False),
-            ("fsdp and tensor parallel", "explicit", "nnx window", "window", True),
         ]
     ),
 ]
@@ -126,7 +124,6 @@ def test_mean_over_devices_of_means_is_another_gradient():
         ("data parallel", "auto", "window"),
         pytest.param("fsdp and tensor parallel", "auto", "window", marks=SLOW),
         ("data parallel", "auto", "micro_batch"),
-        pytest.param("fsdp", "auto", "window", marks=SLOW),
     ],
 )
 def test_what_is_sent_and_what_a_device_holds(

@@ -115,6 +115,9 @@ def test_tokens_that_are_known_need_no_conditional():
     for known in (0, 5):
         fewer = conditionals_of(known) < conditionals
         assert fewer or jax.__version_info__ < (0, 11)  # none in a backward pass
+    step = make_train_step(with_count(2**31), optax.sgd(1.0), 1)  # beyond int32
+    _, metrics = step(step.init(params_of()), batch_of(0, 8))
+    assert metrics.updated and metrics.num_tokens == 2.0**31
 
 
 @pytest.mark.parametrize("options", [{}, OVER, EACH], ids=["1", "8", "8, each"])

@@ -31,7 +31,6 @@ def loss_fn(params: Any, x: Any, *, rng: Any, frozen: Any, scale: str) -> Any:
 @pytest.mark.parametrize(
     ("make", "options", "kind"),
     [
-        pytest.param(make_train_step, {}, "real", marks=pytest.mark.slow),
         (make_train_step, {"every_k_schedule": 2}, "abstract"),
         (make_train_step, {"every_n_tokens": 6}, "committed"),
         (make_window_step, {"num_micro_batches": 2}, "committed"),
