@@ -406,6 +406,7 @@ def test_an_array_that_stands_twice_is_donated_once():
 # Devices.
 
 
+@pytest.mark.slow
 def test_on_a_mesh_each_program_is_compiled_once():
     """Without a mesh of its own, a step takes arrays where they are, as with FSDP."""
     model, spread = Model(nnx.Rngs(0)), NamedSharding(MESH, P("data"))
