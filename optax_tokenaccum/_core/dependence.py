@@ -396,11 +396,8 @@ def changed_before_scan(traced: Any, changed: dict[int, str]) -> dict[int, str]:
                 of_body = {var: given for var, given in own if given}
                 visit(body, of_body)
                 for out, own_out in zip(x.outvars, body.outvars, strict=False):
-                    given = None
-                    if not isinstance(own_out, Literal):
-                        given = of_body.get(own_out)
-                    if given:
-                        known[out] = given
+                    if not isinstance(own_out, Literal) and own_out in of_body:
+                        known[out] = of_body[own_out]
             else:
                 sizes = [getattr(out.aval, "size", None) for out in x.outvars]
                 for var, given in zip(x.invars, taken, strict=True):

@@ -10,10 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from optax_tokenaccum._core import arrays, trees
-from optax_tokenaccum._core.state import (
-    TokenAccumulationState,
-    has_sums,
-)
+from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
 from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._devices.one_device import OneDevice
 from optax_tokenaccum._nnx.model_loss import (
