@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_tokenaccum._core import arrays, trees
-from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, Params
@@ -113,13 +113,13 @@ class MultiSteps:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
 
-def accumulation_of(tx: Any) -> Accumulation | None:
-    """The accumulation of `token_accumulation(...)` or a `MultiSteps`, else `None`."""
+def transformation_of(tx: Any) -> Transformation | None:
+    """What `token_accumulation(...)` or a `MultiSteps` was made of, else `None`."""
     # An optax transformation is a pair of functions, with no room for more. Ours are
     # bound methods. Where `update` is another function, callers raise an error.
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     owner = owner._tx if isinstance(owner, MultiSteps) else owner
-    return owner.accumulation if isinstance(owner, Transformation) else None
+    return owner if isinstance(owner, Transformation) else None
 
 
 def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:

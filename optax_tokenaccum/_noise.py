@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import checks, sums, trees
+from optax_tokenaccum._core import checks, overwritten, sums, trees
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, function_loss, key_at, loss_of
+from optax_tokenaccum._core.body import add_micro_batch
+from optax_tokenaccum._core.loss import LossFn, MicroBatch, make_loss
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Batch, Params
-from optax_tokenaccum._core.variables import NO_VARIABLES
 from optax_tokenaccum._steps.micro_batches import (
     GroupedWindow,
     explained,
@@ -137,26 +136,27 @@ def gradient_noise(
             "gradient_noise must see the parameters and rows of all devices: got some "
             f"that differ along {sorted(mapped)}, in a shard_map. Call it outside."
         )
-    accumulation, layout = (
-        make_accumulation(optax.identity(), make_schedule()),
-        Layout(),
-    )
-    loss, empty = function_loss(loss_fn, has_aux), accumulation.empty_window(params)
+    accumulation = make_accumulation(optax.identity(), make_schedule())
+    loss, empty = make_loss(loss_fn, has_aux), accumulation.empty_window(params)
+    trained, _ = overwritten.split(params)
 
     def add(pick: Any, i: Any, carry: Any) -> Any:
         window, of_parts, num_parts = carry
-        kwargs, batch = loss_kwargs | key_at(rng, layout, i), pick(i)
-        with explained(micro_batches, batch):
-            of_params = loss_of(loss, params, NO_VARIABLES, batch, kwargs, layout)
-            part, *_ = accumulation.add_loss(of_params, empty, params)
+        micro_batch = MicroBatch(pick(i), rng, loss_kwargs).at(i)
+        with explained(micro_batches, micro_batch.rows):
+            part, *_ = add_micro_batch(
+                loss, accumulation, empty, micro_batch, params, None
+            )
         tokens, has_tokens = part.acc_tokens, part.acc_tokens > 0
-        squared_norm = sums.norm(part.acc_grads, tokens.dtype) ** 2
-        window, _ = accumulation.add(part.acc_grads, window, params, tokens)
+        gradients, _ = overwritten.split(part.acc_grads)
+        squared_norm = sums.norm(gradients, tokens.dtype) ** 2
+        window = accumulation.add(gradients, window, None, tokens).state
         of_part = squared_norm / jnp.where(has_tokens, tokens, 1)
         return window, of_parts + of_part, num_parts + has_tokens
 
     zero = jnp.zeros_like(empty.acc_tokens)
-    window, of_parts, num_parts = loop([group], add, (empty, zero, zero))
+    carry = accumulation.empty_window(trained), zero, zero
+    window, of_parts, num_parts = loop([group], add, carry)
     # NaN, and never an error, where there are too few parts.
     num_parts = jnp.where(num_parts > 1, num_parts, jnp.nan)
     tokens = window.acc_tokens

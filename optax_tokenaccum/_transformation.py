@@ -10,11 +10,18 @@ import optax
 
 from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.overwritten import check_nothing_is_overwritten
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.sums import check_only_gradients, zeros_of
-from optax_tokenaccum._core.trees import Gradients, Params
-from optax_tokenaccum._devices.axes import LocalSums, as_names
+from optax_tokenaccum._core.sums import zeros_of
+from optax_tokenaccum._core.trees import (
+    DType,
+    Gradients,
+    OptState,
+    Params,
+    TracedBool,
+)
+from optax_tokenaccum._devices.axes import OwnSums, as_names, bound
 
 
 def token_accumulation(
@@ -24,7 +31,7 @@ def token_accumulation(
     every_n_tokens: CountSchedule | None = None,
     gradients: Literal["sum", "mean"] = "sum",
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DType | None = None,
     axis_name: str | Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs `inner` once per window, on the exact token mean of the window's gradients.
@@ -109,18 +116,15 @@ def token_accumulation(
       0.0
       -3.0
     """
-    layout = None
-    if axis_name is not None:
-        layout = LocalSums(as_names(axis_name, "axis_name"))
+    names = () if axis_name is None else as_names(axis_name, "axis_name")
     accumulation = make_accumulation(
         inner,
         make_schedule(every_k_schedule, every_n_tokens),
         gradients,
         should_skip_update_fn,
         accumulator_dtype,
-        layout=layout,
     )
-    tx = Transformation(accumulation)
+    tx = Transformation(accumulation, names)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
@@ -205,11 +209,28 @@ class Transformation:
     """An accumulation in the form of an optax transformation."""
 
     accumulation: Accumulation
+    names: tuple[str, ...] = ()  # the axes of the map around it
 
     def init(self, params: Params) -> TokenAccumulationState:
-        check_only_gradients(params)
+        check_nothing_is_overwritten(params)
         checks.check_nnx_variables(params)
-        return self.accumulation.init(params)
+        if not self.names:
+            return self.accumulation.init(params)
+        # If init is called outside the map, the map's specs decide.
+        layout, _ = bound(self.names) or (OwnSums(), None)
+        return self.accumulation.on(layout).init(params)
+
+    def _here(self) -> Accumulation:
+        if not self.names:
+            return self.accumulation
+        here = bound(self.names)
+        if here is None:
+            raise ValueError(
+                f"{', '.join(map(repr, self.names))} must be axes of a shard_map (or "
+                "pmap) around the call: got a call outside of it. Call update there, "
+                "or leave axis_name out where jit spreads the work by itself."
+            )
+        return self.accumulation.on(*here)
 
     def update(
         self,
@@ -223,75 +244,67 @@ class Transformation:
         **extra_args: Any,
     ) -> tuple[Gradients, TokenAccumulationState]:
         """See `token_accumulation`."""
-        state, _ = self.accumulation.add(updates, state, params, num_tokens, value)
+        accumulation = self._here()
+        state = accumulation.add(updates, state, params, num_tokens, value).state
         if value is not None:
-            mean_value, _ = self.accumulation.window_so_far(state)
+            mean_value, _ = accumulation.window_so_far(state)
             if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating):
                 mean_value = mean_value.astype(value.dtype)
             extra_args["value"] = mean_value
-        closes = self.accumulation.schedule.closes(
+        closes = accumulation.schedule.closes(
             state.mini_step, state.acc_tokens, state.gradient_step, close_window
         )
-        return self._close(state, closes, updates, params, extra_args)
+        return _close(accumulation, state, closes, updates, params, extra_args)
 
-    def _close(
-        self,
-        state: TokenAccumulationState,
-        closes: bool | jax.Array,
-        like: Gradients,
-        params: Params | None,
-        extra_args: dict[str, Any],
-    ) -> tuple[Gradients, TokenAccumulationState]:
-        """Ends the window if `closes`; otherwise the updates are zeros.
 
-        A conditional stores its outputs in buffers. It therefore returns the updates in
-        the buffers of the sums, which are no longer needed once the window is closed.
-        The zeros are created outside the conditional, where they fuse into the
-        operations that read them. When the conditional returned the zeros, they took a
-        buffer of the gradient's size, and the step of a model with six square layers
-        took 2.5 times as long.
-        """
-        inner, sums = self.accumulation.inner, state.acc_grads
-        checks.check_inner_state(inner, state.inner_opt_state, sums)
-        whole = state._replace(acc_grads=self.accumulation.layout.opened(sums))
-        shapes, _ = jax.eval_shape(
-            lambda: inner.update(
-                self.accumulation.window_gradient(whole, like),
-                state.inner_opt_state,
-                params,
-                **extra_args,
-            )
-        )
-        trees.check_same_tree(
-            shapes,
-            whole.acc_grads,
-            "The inner optimizer must return updates like the parameters",
-        )
-        in_place = jax.tree.map(_holds, sums, shapes)
-        empty = jax.tree.map(
-            lambda fits, acc, u: acc if fits else zeros_of(u),
-            in_place,
-            sums,
-            shapes,
-        )
-        held, state = self.accumulation.close(
-            state,
-            closes,
-            like,
-            params,
-            extra_args,
-            finish=lambda updates, _: arrays.cast_like(updates, empty),
-            otherwise=empty,
-        )
+def _close(
+    accumulation: Accumulation,
+    state: TokenAccumulationState,
+    closes: TracedBool,
+    like: Gradients,
+    params: Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[Gradients, TokenAccumulationState]:
+    """Ends the window if `closes`; otherwise the updates are zeros.
 
-        def update_of(fits: bool, x: jax.Array, u: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.where(state.has_updated, x, 0).astype(u.dtype) if fits else x
+    A conditional stores its outputs in buffers. It therefore returns the updates in the
+    buffers of the sums, which are no longer needed once the window is closed. The zeros
+    are created outside the conditional, where they fuse into the operations that read
+    them. When the conditional returned the zeros, they took a buffer of the gradient's
+    size, and the step of a model with six square layers took 2.5 times as long.
+    """
+    inner, sums = accumulation.inner, state.acc_grads
+    checks.check_inner_state(inner, state.inner_opt_state, sums)
 
-        updates = jax.tree.map(update_of, in_place, held, shapes)
-        sums = jax.tree.map(
-            lambda fits, x, acc: x if fits else acc, in_place, held, sums
-        )
-        return updates, state._replace(acc_grads=sums)
+    def run(gradient: Gradients) -> tuple[Gradients, OptState]:
+        of_window = {"grad": gradient} if "grad" in extra_args else {}
+        extra = extra_args | of_window
+        return inner.update(gradient, state.inner_opt_state, params, **extra)
+
+    whole = state._replace(acc_grads=accumulation.layout.read(sums))
+    shapes, _ = jax.eval_shape(lambda: run(accumulation.window_gradient(whole, like)))
+    trees.check_same_tree(
+        shapes,
+        whole.acc_grads,
+        "The inner optimizer must return updates like the parameters",
+    )
+    in_place = jax.tree.map(_holds, sums, shapes)
+    empty = jax.tree.map(
+        lambda fits, acc, u: acc if fits else zeros_of(u), in_place, sums, shapes
+    )
+
+    def update(gradient: Gradients, _: Any) -> tuple[Gradients, OptState]:
+        updates, inner_opt_state = run(gradient)
+        return arrays.cast_like(updates, empty), inner_opt_state
+
+    held, state = accumulation.close(state, closes, like, update, otherwise=empty)
+
+    def update_of(fits: bool, x: jax.Array, u: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.where(state.has_updated, x, 0).astype(u.dtype) if fits else x
+
+    updates = jax.tree.map(update_of, in_place, held, shapes)
+    sums = jax.tree.map(lambda fits, x, acc: x if fits else acc, in_place, held, sums)
+    return updates, state._replace(acc_grads=sums)
 
 
 def _holds(acc: jax.Array, update: jax.ShapeDtypeStruct) -> bool:

@@ -10,8 +10,8 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
+from optax_tokenaccum._core.overwritten import NOTHING
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.sums import MAXIMUM
 from optax_tokenaccum._core.trees import Gradients, Params
 from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._transformation import has_updated
@@ -144,7 +144,7 @@ def _with_overwrite_state(state: TrainState) -> OverwriteState:
     if isinstance(state.opt_state, OverwriteState):
         return state.opt_state
     scales = state.params[OVERWRITE_WITH_GRADIENT]
-    nothing = jax.tree.map(lambda x: jnp.full_like(x, MAXIMUM.nothing), scales)
+    nothing = jax.tree.map(lambda x: jnp.full_like(x, NOTHING), scales)
     return OverwriteState(state.opt_state, nothing)
 
 
@@ -169,8 +169,8 @@ def _overwritten_when_closed(
     counts = was_added & jnp.isfinite(n) & (n > 0)
 
     def largest(so_far: jax.Array, x: jax.Array) -> jax.Array:
-        so_far = jnp.where(is_first, MAXIMUM.nothing, so_far)
-        return jnp.where(counts, MAXIMUM.combine(so_far, x), so_far)
+        so_far = jnp.where(is_first, NOTHING, so_far)
+        return jnp.where(counts, jnp.maximum(so_far, x), so_far)
 
     def written(acc: jax.Array, scale: jax.Array) -> jax.Array:
         return jnp.where(new.has_updated, acc, scale)

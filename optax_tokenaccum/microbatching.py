@@ -8,7 +8,7 @@ from optax.microbatching import Accumulator
 
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.sums import (
-    SUM,
+    add_if,
     at_least_float32,
     divide,
     is_float0,
@@ -74,7 +74,7 @@ def _update(sums: Any, value: Any, _: Any) -> Any:
     counts = usable_tokens(num_tokens, jnp.float32) > 0
 
     def add(total: Any, x: Any) -> Any:
-        return SUM.added(total, x if is_float0(x) else jnp.asarray(x), counts)
+        return add_if(counts, total, x if is_float0(x) else jnp.asarray(x))
 
     return jax.tree.map(add, sums, value)
 

@@ -9,14 +9,12 @@ from flax import nnx
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import Loss
+from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.trees import Batch
-from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
-from optax_tokenaccum._devices.one_device import OneDevice
-from optax_tokenaccum._multi_steps import accumulation_of
+from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
+from optax_tokenaccum._multi_steps import transformation_of
 from optax_tokenaccum._nnx.model_loss import ModelLoss
 from optax_tokenaccum._nnx.step import ModelStep, Part
 from optax_tokenaccum._steps import train_step, window_step
@@ -59,7 +57,7 @@ class TrainStep(ModelStep):
         self,
         loss_fn: Callable[..., Any],
         has_aux: bool,
-        mode: OneDevice,
+        mode: Mode,
         donate: bool,
     ):
         super().__init__(mode, donate)
@@ -133,7 +131,7 @@ class TrainStep(ModelStep):
             accumulation.should_skip_update_fn is None and not self._mode.data_axes
         )
         call = ModelLoss(self._loss_fn, self._has_aux, may_restructure)
-        loss = Loss(call, self._has_aux or may_restructure)
+        loss = Loss(call, self._has_aux or may_restructure, has_model_state=True)
         return train_step.TrainStep(loss, accumulation, self._mode, self._donate)
 
 
@@ -160,7 +158,7 @@ class WindowStep(ModelStep):
         loss: Loss,
         count_fn: CountFn | None,
         options: dict[str, Any],
-        mode: OneDevice,
+        mode: Mode,
         donate: bool,
     ):
         super().__init__(mode, donate)
@@ -231,7 +229,7 @@ class WindowStep(ModelStep):
 
     def _build(self, optimizer: nnx.Optimizer) -> window_step.WindowStep:
         kinds = TokenAccumulationState, optax.MultiStepsState
-        if accumulation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
+        if transformation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
             raise ValueError(
                 "The optimizer of a window step must not accumulate, since a call is a "
                 "whole window: got an accumulation in it. Give nnx.Optimizer the plain "
@@ -387,31 +385,32 @@ def make_window_step(
         "token_mean": count_fn is None,
     }
     window_step.check_options(count_fn, should_skip_update_fn)
-    loss = Loss(ModelLoss(loss_fn, has_aux, may_restructure=False), has_aux)
+    call = ModelLoss(loss_fn, has_aux, may_restructure=False)
+    loss = Loss(call, has_aux, has_model_state=True)
     mode = make_mode(mesh, data_axes, reduce_every)
     return WindowStep(loss, count_fn, options, mode, donate)
 
 
 def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:
     given = getattr(optimizer, "tx", optimizer)
-    accumulation = accumulation_of(given)
-    if not isinstance(optimizer, nnx.Optimizer) or accumulation is None:
+    transformation = transformation_of(given)
+    if not isinstance(optimizer, nnx.Optimizer) or transformation is None:
         raise TypeError(
             "The optimizer must be an nnx.Optimizer around token_accumulation(...) "
             "itself, or around MultiSteps(..., gradients='sum'): got "
             f"{given!r}. A chain goes inside: token_accumulation(optax.chain(...), k)."
         )
-    gradients = accumulation.gradients
+    gradients = transformation.accumulation.gradients
     if gradients != "sum":
         raise ValueError(
             "loss_fn returns a sum over tokens, so the optimizer must be told "
             f"gradients='sum': got {gradients!r}. Write token_accumulation(inner, k), "
             "or MultiSteps(inner, k, gradients='sum')."
         )
-    if accumulation.layout != Layout():
+    if transformation.names:
         raise ValueError(
             "The step spreads rows over devices itself, so the optimizer must have no "
             f"axis_name: got {given!r} with one. Leave it out, and give mesh and "
             "data_axes to make_train_step."
         )
-    return accumulation
+    return transformation.accumulation

@@ -11,7 +11,7 @@ from optax_tokenaccum._audit import reading
 from optax_tokenaccum._audit.report import AuditReport, Parameter
 from optax_tokenaccum._audit.verdict import Evidence, judge
 from optax_tokenaccum._core import checks, trees
-from optax_tokenaccum._core.loss_fn import LossFn
+from optax_tokenaccum._core.loss import LossFn
 from optax_tokenaccum._core.trees import Params
 
 

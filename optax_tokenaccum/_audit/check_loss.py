@@ -13,7 +13,7 @@ from optax_tokenaccum._audit.check_count import RTOL, Measure, check_count, rows
 from optax_tokenaccum._audit.check_sequences import check_sequences
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
-from optax_tokenaccum._core.loss_fn import LossFn, unpack
+from optax_tokenaccum._core.loss import LossFn, unpack
 from optax_tokenaccum._core.trees import Batch, Params
 
 

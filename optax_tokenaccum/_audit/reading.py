@@ -10,8 +10,9 @@ import optax
 
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
-from optax_tokenaccum._core.loss_fn import LossFn, unpack
-from optax_tokenaccum._core.sums import is_float0, kinds_of
+from optax_tokenaccum._core.loss import LossFn, unpack
+from optax_tokenaccum._core.overwritten import is_overwritten
+from optax_tokenaccum._core.sums import is_float0
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
@@ -169,10 +170,9 @@ def flat(tree: Any) -> np.ndarray:
 
 def numbers(tree: Any) -> list[np.ndarray]:
     """The numbers of each leaf; none for integer and overwritten leaves."""
-    leaves, kinds = jax.tree.leaves(tree), jax.tree.leaves(kinds_of(tree))
     return [
-        _numbers_of(leaf) if kind.is_gradient else np.zeros(0)
-        for leaf, kind in zip(leaves, kinds, strict=True)
+        np.zeros(0) if is_overwritten(path, leaf) else _numbers_of(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
 
 

@@ -3,13 +3,14 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_tokenaccum._core import arrays, checks, sums, trees
+from optax_tokenaccum._core import arrays, checks, overwritten, sums, trees
 from optax_tokenaccum._core.backward import BackwardPass, CannotAdd, Whole, plan, report
 from optax_tokenaccum._core.contribution import (
     Contribution,
@@ -17,11 +18,29 @@ from optax_tokenaccum._core.contribution import (
     make_contribution,
     usable_tokens,
 )
-from optax_tokenaccum._core.layout import Layout, Reduced
+from optax_tokenaccum._core.layout import ALONE, Layout, Peers, Reduced
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.sums import SUM, Kind, kinds_of
-from optax_tokenaccum._core.trees import Gradients, Params
+from optax_tokenaccum._core.trees import (
+    DType,
+    Gradients,
+    OptState,
+    Params,
+    T,
+    TracedBool,
+)
+
+A = TypeVar("A")
+
+
+class Added(NamedTuple, Generic[A]):
+    """A micro-batch that was added to a window, or skipped."""
+
+    state: TokenAccumulationState
+    skipped: jax.Array
+    counts: jax.Array  # whether any device added something
+    aux: A
+    gradients: list[jax.Array]  # of what is differentiated, but not summed
 
 
 @dataclass(frozen=True)
@@ -32,17 +51,18 @@ class Accumulation:
     schedule: Schedule
     gradients: Literal["sum", "mean"]  # of the loss over the tokens
     should_skip_update_fn: SkipFn | None
-    accumulator_dtype: Any  # `None`: float32 or wider
+    accumulator_dtype: DType | None  # `None`: float32 or wider
     token_mean: bool  # `False`: sums are handed over undivided
     layout: Layout
+    peers: Peers
 
-    def with_layout(self, layout: Layout) -> "Accumulation":
-        return replace(self, layout=layout)
+    def on(self, layout: Layout, peers: Peers = ALONE) -> "Accumulation":
+        return replace(self, layout=layout, peers=peers)
 
     def init(self, params: Params) -> TokenAccumulationState:
         return self.empty_window(params, self.init_inner(params))
 
-    def init_inner(self, params: Params) -> Any:
+    def init_inner(self, params: Params) -> OptState:
         """The inner optimizer's state; `ValueError` if that accumulates already."""
         checks.check_are_numbers(params)
         inner_opt_state = self.inner.init(params)
@@ -54,7 +74,7 @@ class Accumulation:
         return arrays.stable(params, inner_opt_state)
 
     def empty_window(
-        self, params: Params, inner_opt_state: Any = None
+        self, params: Params, inner_opt_state: OptState = ()
     ) -> TokenAccumulationState:
         dtypes = self._dtypes(params)
         state = _counters(dtypes, inner_opt_state)
@@ -75,17 +95,13 @@ class Accumulation:
         state = _counters(self._dtypes(params), inner_opt_state)
         return arrays.stable(params, state)
 
-    def _dtypes(self, params: Params) -> Any:
-        """The dtypes of the sums."""
-        return jax.tree.map(
-            lambda p, kind: (
-                sums.accumulator_dtype_of(p, self.accumulator_dtype)
-                if kind.is_gradient
-                else jnp.result_type(p)
-            ),
-            params,
-            kinds_of(params),
+    def _dtypes(self, params: Params) -> Params:
+        """The dtypes of the sums, and of what is stored like them."""
+        trained, values = overwritten.split(params)
+        dtypes = jax.tree.map(
+            lambda p: sums.accumulator_dtype_of(p, self.accumulator_dtype), trained
         )
+        return overwritten.join(dtypes, [*map(jnp.result_type, values)], params)
 
     def add(
         self,
@@ -94,8 +110,8 @@ class Accumulation:
         params: Params | None,
         num_tokens: Any,
         value: Any = None,
-    ) -> tuple[TokenAccumulationState, jax.Array]:
-        """Adds a micro-batch to the window; also returns whether it was skipped.
+    ) -> Added[None]:
+        """Adds a micro-batch to the window.
 
         The first micro-batch of a window overwrites the sums here, outside of any
         conditional, because XLA copies gradient-sized sums that a conditional carries.
@@ -103,79 +119,77 @@ class Accumulation:
         Over several devices the counters, tokens and losses are those of all devices,
         and a micro-batch that one device rejects is added on none.
         """
-        layout, totals = self._opened(state, updates)
+        so_far = self._read(state, updates)
         new = make_contribution(
-            jax.tree.map(_without_float0, updates, totals),
+            jax.tree.map(_without_float0, updates, so_far),
             state,
             params,
             num_tokens,
             value,
-            layout=layout,
+            peers=self.peers,
             of=self.gradients,
             token_mean=self.token_mean,
             should_skip_update_fn=self.should_skip_update_fn,
         )
         is_first = (state.mini_step == 0) & ~new.skipped
-        # The rows of a device count for a maximum even if only others have tokens.
-        any_tokens = (layout.sum(new.num_tokens) > 0) & ~new.skipped
-        counts = _counts(layout, new)
+        adds = self._adds(new)
 
-        def add(total: jax.Array, x: jax.Array, kind: Kind) -> jax.Array:
-            so_far = kind.emptied(total, is_first)
-            if not kind.is_gradient:
-                return kind.added(so_far, x, any_tokens)
+        def add(total: jax.Array, x: jax.Array) -> jax.Array:
             x = new.weighted(x, total.dtype)
-            return kind.added(so_far, x, counts(layout.reduced(x)))
+            total = sums.emptied(total, is_first)
+            return sums.add_if(adds(self.peers.reduced(x)), total, x)
 
-        totals = jax.tree.map(add, totals, new.gradients, kinds_of(totals))
-        return self._counted(state, layout, new, totals), new.skipped
+        return self._added(state, new, jax.tree.map(add, so_far, new.gradients))
 
     def add_loss(
         self,
-        loss: Callable[[Params], tuple[Any, tuple[Any, Any]]],
+        loss: Callable[[Params, list[jax.Array]], tuple[Any, tuple[Any, A]]],
         state: TokenAccumulationState,
         params: Params,
-    ) -> tuple[TokenAccumulationState, jax.Array, Any]:
+        others: list[jax.Array],
+    ) -> Added[A]:
         """Differentiates a summed loss, and adds the micro-batch.
 
         The backward pass itself adds to the sums where it can, so that no gradient is
         held next to them.
 
         Args:
-          loss: `loss(params) -> (loss_sum, (num_tokens, aux))`.
+          loss: `loss(params, others) -> (loss_sum, (num_tokens, aux))`.
           state: the open window.
           params: the parameters.
-
-        Returns:
-          `(state, skipped, aux)`.
+          others: what gradients are returned of, and not added to the sums.
         """
-        planned = self._plan(loss, state, params)
+        planned = self._plan(loss, state, params, others)
         if isinstance(planned, BackwardPass):
             try:
-                return self._add_within(planned, state, params)
+                return self._add_within(planned, state, params, others)
             except CannotAdd as error:
                 planned = Whole(str(error))
         report({path: planned.reason for path, _ in trees.named_leaves(params)})
-        (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
-            loss, has_aux=True, allow_int=True
-        )(params)
-        state, skipped = self.add(gradients, state, params, num_tokens, loss_sum)
-        return state, skipped, aux
+        (loss_sum, (num_tokens, aux)), (gradients, of_others) = jax.value_and_grad(
+            loss, argnums=(0, 1), has_aux=True, allow_int=True
+        )(params, others)
+        added = self.add(gradients, state, params, num_tokens, loss_sum)
+        return Added(*added[:3], aux, of_others)
 
     def _plan(
-        self, loss: Any, state: TokenAccumulationState, params: Params
+        self,
+        loss: Callable[[Params, list[jax.Array]], Any],
+        state: TokenAccumulationState,
+        params: Params,
+        others: list[jax.Array],
     ) -> BackwardPass | Whole:
         if self.should_skip_update_fn is not None:
             return Whole("should_skip_update_fn is given every gradient first")
-        layout, totals = self._opened(state, params)
         structure = jax.tree.structure(params)
         return plan(
-            lambda leaves: loss(jax.tree.unflatten(structure, leaves)),
+            lambda leaves, others: loss(structure.unflatten(leaves), others),
             trees.named_leaves(params),
-            jax.tree.leaves(totals),
-            jax.tree.leaves(kinds_of(params)),
+            others,
+            jax.tree.leaves(self._read(state, params)),
+            self.layout.has_whole_first_axes,
             functools.partial(usable_tokens, dtype=state.acc_tokens.dtype),
-            layout,
+            self.peers,
         )
 
     def _add_within(
@@ -183,87 +197,86 @@ class Accumulation:
         backward_pass: BackwardPass,
         state: TokenAccumulationState,
         params: Params,
-    ) -> tuple[TokenAccumulationState, jax.Array, Any]:
-        layout, totals = self._opened(state, params)
-        added, loss_sum, num_tokens, aux = backward_pass.add(
-            jax.tree.leaves(totals), state.mini_step == 0, jax.tree.leaves(params)
+        others: list[jax.Array],
+    ) -> Added[Any]:
+        so_far, structure = jax.tree.flatten(self._read(state, params))
+        passed = backward_pass.add(
+            so_far, state.mini_step == 0, jax.tree.leaves(params), others
         )
         new = make_contribution(
             None,
             state,
             params,
-            num_tokens,
-            loss_sum,
-            layout=layout,
+            passed.num_tokens,
+            passed.loss_sum,
+            peers=self.peers,
             of="sum",
             token_mean=self.token_mean,
             should_skip_update_fn=None,
         )
-        totals = jax.tree.unflatten(jax.tree.structure(totals), added)
-        return self._counted(state, layout, new, totals), new.skipped, aux
+        added = self._added(state, new, structure.unflatten(passed.sums))
+        return Added(*added[:3], passed.aux, passed.gradients)
 
-    def _opened(
-        self, state: TokenAccumulationState, like: Gradients
-    ) -> tuple[Layout, Gradients]:
-        """The layout here, and its sums, whose tree and shapes `like` must have."""
+    def _read(self, state: TokenAccumulationState, like: Gradients) -> Gradients:
+        """The sums, whose tree and shapes `like` must have."""
         trees.check_state(state, TokenAccumulationState)
-        layout = self.layout.bound()
-        totals = layout.opened(state.acc_grads)
+        so_far = self.layout.read(state.acc_grads)
         trees.check_same_tree(
             like,
-            totals,
+            so_far,
             "Gradients must have the tree and shapes of the parameters given to init",
         )
-        return layout, totals
+        return so_far
 
-    def _counted(
-        self,
-        state: TokenAccumulationState,
-        layout: Layout,
-        new: Contribution,
-        totals: Gradients,
-    ) -> TokenAccumulationState:
+    def _adds(self, new: Contribution) -> Callable[[Reduced], jax.Array]:
+        """Whether this device adds a value that is reduced over some axes."""
+
+        @functools.cache
+        def adds(reduced: Reduced) -> jax.Array:
+            return self.peers.contributes(reduced, new.num_tokens) & ~new.skipped
+
+        return adds
+
+    def _added(
+        self, state: TokenAccumulationState, new: Contribution, so_far: Gradients
+    ) -> Added[None]:
         """The state with new sums of gradients; adds the other numbers."""
-        is_first, counts = state.mini_step == 0, _counts(layout, new)
-        is_first &= ~new.skipped
-
-        def own(x: jax.Array) -> jax.Array:
-            is_own = counts(layout.reduced(x))
-            return jax.lax.select(is_own, x, jnp.zeros_like(x))
+        is_first, adds = (state.mini_step == 0) & ~new.skipped, self._adds(new)
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
-            return SUM.add(SUM.emptied(total, is_first), layout.sum(own(x)))
+            is_own = adds(self.peers.reduced(x))
+            own = jax.lax.select(is_own, x, jnp.zeros_like(x))
+            return sums.add(sums.emptied(total, is_first), self.peers.sum(own))
 
         value = new.weighted(new.value, state.acc_value.dtype)
-        return state._replace(
+        added = state._replace(
             mini_step=state.mini_step + (1 - new.skipped.astype(jnp.int32)),
-            acc_grads=layout.stored(totals),
+            acc_grads=self.layout.write(so_far),
             acc_tokens=add(state.acc_tokens, new.num_tokens),
             acc_value=add(state.acc_value, value),
             has_updated=jnp.zeros_like(state.has_updated),
             skip_state=new.skip_state,
         )
+        counts = (self.peers.sum(new.num_tokens) > 0) & ~new.skipped
+        return Added(added, new.skipped, counts, None, [])
 
     def close(
         self,
         state: TokenAccumulationState,
-        closes: bool | jax.Array,
+        closes: TracedBool,
         like: Gradients,
-        params: Params | None,
-        extra_args: dict[str, Any],
-        finish: Callable[[Gradients, TokenAccumulationState], Any],
-        otherwise: Any,
-    ) -> tuple[Any, TokenAccumulationState]:
+        update: Callable[[Gradients, TokenAccumulationState], tuple[T, OptState]],
+        otherwise: T,
+    ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
         Args:
           state: as `add` left it.
           closes: whether the window ends now.
           like: the window's gradient has the dtypes of this tree.
-          params: passed to the inner optimizer, as are `extra_args`.
-          extra_args: keywords.
-          finish: if there is an update, makes the result, from the inner optimizer's
-            updates and the state with the sums over all devices.
+          update: `update(gradient, total)` runs the inner optimizer on the window's
+            gradient; it returns a result and the optimizer's state. `total` is the
+            state with the sums over all devices.
           otherwise: the result if there is no update.
 
         Returns:
@@ -271,21 +284,14 @@ class Accumulation:
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
-        def update() -> tuple[Any, Any]:
-            whole = state._replace(acc_grads=self.layout.total(state.acc_grads))
-            gradient = sums.only_gradients(self.window_gradient(whole, like))
-            of_window = {"grad": gradient} if "grad" in extra_args else {}
-            updates, inner_opt_state = self.inner.update(
-                gradient, state.inner_opt_state, params, **(extra_args | of_window)
-            )
-            return finish(updates, whole), arrays.cast_like(
-                inner_opt_state, state.inner_opt_state
-            )
+        def on_update() -> tuple[T, OptState]:
+            total = state._replace(acc_grads=self.layout.total(state.acc_grads))
+            result, inner_opt_state = update(self.window_gradient(total, like), total)
+            return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
 
-        def leave() -> tuple[Any, Any]:
-            return otherwise, state.inner_opt_state
-
-        result, inner_opt_state = _branch(due, update, leave)
+        result, inner_opt_state = _branch(
+            due, on_update, lambda: (otherwise, state.inner_opt_state)
+        )
         return result, state._replace(
             mini_step=jnp.where(closes, 0, state.mini_step),
             gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
@@ -306,21 +312,17 @@ class Accumulation:
     ) -> Gradients:
         """`sum g / sum n` in the dtypes of `like`, divided before the one cast.
 
-        A float0 leaf of `like` stays float0. The "gradient" of a parameter to be
-        overwritten is its next value.
+        A float0 leaf of `like` stays float0.
         """
 
-        def of_leaf(acc: jax.Array, g: Any, kind: Kind) -> Any:
+        def of_leaf(acc: jax.Array, g: jax.Array) -> jax.Array | np.ndarray:
             if sums.is_float0(g):
                 return sums.zeros_of(g)
-            if not kind.is_gradient:
-                return acc.astype(jnp.result_type(g))
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
             # first, and then stores the divided gradient for its several readers.
             return sums.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
 
-        kinds = kinds_of(state.acc_grads)
-        return jax.tree.map(of_leaf, state.acc_grads, like, kinds)
+        return jax.tree.map(of_leaf, state.acc_grads, like)
 
     def window_gradient_in_place(
         self, state: TokenAccumulationState, like: Gradients
@@ -371,16 +373,6 @@ def _counters(dtypes: Any, inner_opt_state: Any) -> TokenAccumulationState:
     )
 
 
-def _counts(layout: Layout, new: Contribution) -> Callable[[Reduced], jax.Array]:
-    """Whether this device adds a value that is reduced over some axes."""
-
-    @functools.cache
-    def counts(reduced: Reduced) -> jax.Array:
-        return layout.contributes(reduced, new.num_tokens) & ~new.skipped
-
-    return counts
-
-
 def make_accumulation(
     inner: Any,
     schedule: Schedule,
@@ -388,7 +380,6 @@ def make_accumulation(
     should_skip_update_fn: Any = None,
     accumulator_dtype: Any = None,
     token_mean: bool = True,
-    layout: Layout | None = None,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
     if gradients not in ("sum", "mean"):
@@ -414,7 +405,8 @@ def make_accumulation(
         should_skip_update_fn,
         accumulator_dtype,
         token_mean,
-        layout or Layout(),
+        Layout(),
+        ALONE,
     )
 
 

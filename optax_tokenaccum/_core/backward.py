@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core import dependence, trees
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.sums import Kind, at_least_float32
+from optax_tokenaccum._core.layout import Peers
+from optax_tokenaccum._core.sums import add as add_to
+from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
 
 # In place of a mutable array: the gradient is returned, not added.
 _RETURNED = False
@@ -26,8 +27,10 @@ _RETURNED = False
 # a wrong one: an optimization barrier, or an Explicit mesh that is not set.
 _UNSUPPORTED = AssertionError, NotImplementedError, TypeError, ValueError
 
-# (sums, loss_sum, num_tokens, aux)
-Added = tuple[list[jax.Array], jax.Array, Any, Any]
+# A loss of the parameters' leaves, and of what is differentiated but not summed.
+LossOfLeaves = Callable[
+    [list[jax.Array], list[jax.Array]], tuple[jax.Array, tuple[Any, Any]]
+]
 
 _reasons: ContextVar[dict[str, str] | None] = ContextVar("reasons", default=None)
 
@@ -62,13 +65,24 @@ class CannotAdd(Exception):
     """JAX cannot differentiate this loss into mutable arrays."""
 
 
+class Passed(NamedTuple):
+    """What a backward pass leaves behind."""
+
+    sums: list[jax.Array]
+    loss_sum: jax.Array
+    num_tokens: Any  # as the loss returned it
+    aux: Any
+    gradients: list[jax.Array]  # of what is differentiated, but not summed
+
+
 def plan(
-    loss: Callable[[list[Any]], tuple[Any, tuple[Any, Any]]],
-    named: list[tuple[str, Any]],
+    loss: LossOfLeaves,
+    named: list[tuple[str, jax.Array]],
+    others: list[jax.Array],
     sums: list[jax.Array],
-    kinds: list[Kind],
+    has_whole_first_axes: Callable[[list[jax.Array]], list[bool]],
     usable_tokens: Callable[[Any], jax.Array],
-    layout: Layout,
+    peers: Peers,
 ) -> "BackwardPass | Whole":
     """Decides whether gradients are added as they are made.
 
@@ -76,18 +90,22 @@ def plan(
     be taken back. Where it must run, all gradients are whole.
 
     Args:
-      loss: `loss(leaves) -> (loss_sum, (num_tokens, aux))`.
+      loss: `loss(leaves, others) -> (loss_sum, (num_tokens, aux))`.
       named: the parameters, with their paths.
-      sums: of their gradients.
-      kinds: how each of these adds up.
+      others: what is differentiated too; these gradients are returned.
+      sums: of the parameters' gradients.
+      has_whole_first_axes: of sums, whether the first axis is not spread over devices.
       usable_tokens: the number of tokens as a scalar, 0 if it must not count.
-      layout: of the sums.
+      peers: the other devices.
     """
     if not BackwardPass.is_supported:
         return Whole("this version of jax is older than 0.11")
     names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
-    planned = BackwardPass(loss, names, leaves, sums, kinds, usable_tokens, layout)
-    reason = planned.reason_to_run_always(leaves)
+    is_whole = has_whole_first_axes(sums)
+    planned = BackwardPass(
+        loss, names, leaves, others, sums, is_whole, usable_tokens, peers
+    )
+    reason = planned.reason_to_run_always(leaves, others)
     return planned if reason is None else Whole(reason)
 
 
@@ -100,37 +118,34 @@ class BackwardPass:
 
     def __init__(
         self,
-        loss: Callable[[list[Any]], tuple[Any, tuple[Any, Any]]],
+        loss: LossOfLeaves,
         names: list[str],
-        leaves: list[Any],
+        leaves: list[jax.Array],
+        others: list[jax.Array],
         sums: list[jax.Array],
-        kinds: list[Kind],
+        is_whole: list[bool],
         usable_tokens: Callable[[Any], jax.Array],
-        layout: Layout,
+        peers: Peers,
     ):
-        self._names, self._kinds = names, kinds
-        self._usable_tokens, self._layout = usable_tokens, layout
-        # A scan over an axis that is spread over devices would gather the whole sum.
-        is_whole = layout.has_whole_first_axes(sums)
+        self._names, self._usable_tokens, self._peers = names, usable_tokens, peers
         self._reasons: dict[int, str] = {}
-        for i, (x, total, kind) in enumerate(zip(leaves, sums, kinds, strict=True)):
+        for i, (x, total) in enumerate(zip(leaves, sums, strict=True)):
             if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
                 continue
-            if not kind.is_gradient:
-                self._reasons[i] = "the gradient is its next value"
-            elif not _adds_alike(x, total):
+            if not _adds_alike(x, total):
                 self._reasons[i] = (
                     f"a {jnp.result_type(x)} gradient rounds differently when it is "
                     f"added to a {total.dtype} sum in place"
                 )
             elif not is_whole[i]:
+                # A scan over an axis that is spread would gather the whole sum.
                 self._reasons[i] = "its first axis is spread over devices"
         self._known_tokens: Any = None
         tokens_vary: frozenset[str] = frozenset()
 
-        def traced(leaves: list[Any]) -> Any:
+        def traced(leaves: list[jax.Array], others: list[jax.Array]) -> Any:
             nonlocal tokens_vary
-            loss_sum, (num_tokens, aux) = loss(leaves)
+            loss_sum, (num_tokens, aux) = loss(leaves, others)
             if trees.is_concrete(num_tokens):
                 self._known_tokens, num_tokens = num_tokens, None
             else:
@@ -138,7 +153,7 @@ class BackwardPass:
             return num_tokens, loss_sum, aux
 
         # What the loss closes over becomes an argument: custom_vmap maps only these.
-        closed, shape = jax.make_jaxpr(traced, return_shape=True)(leaves)
+        closed, shape = jax.make_jaxpr(traced, return_shape=True)(leaves, others)
         # On the supported versions of JAX, the jaxpr would keep them too.
         self._consts = [*closed.consts]
         self._jaxpr = closed.jaxpr.with_consts([None] * len(self._consts))
@@ -152,6 +167,7 @@ class BackwardPass:
         self._changed_before_scan = {
             i: f"{name} changes it before the scan over its layers"
             for i, name in dependence.changed_before_scan(closed, casts).items()
+            if i < len(leaves)
         }
         self._effects = closed.effects
         of_count = dependence.only(closed, [0])
@@ -160,7 +176,9 @@ class BackwardPass:
             tokens_vary - trees.varying_axes(x) for x in leaves
         )
 
-    def reason_to_run_always(self, leaves: list[Any]) -> str | None:
+    def reason_to_run_always(
+        self, leaves: list[jax.Array], others: list[jax.Array]
+    ) -> str | None:
         """Why the backward pass must run even for a micro-batch without tokens."""
         if self._effects:
             return "loss_fn has side effects"
@@ -170,11 +188,13 @@ class BackwardPass:
             return "num_tokens depends on the parameters"
         # A device without tokens would not take part in communication, for which the
         # others would wait forever.
-        if self._exchanges or self._communicates_on_some_devices(leaves):
+        if self._exchanges or self._communicates_on_some_devices(leaves, others):
             return "devices of a shard_map communicate in the backward pass"
         return None
 
-    def _communicates_on_some_devices(self, leaves: list[Any]) -> bool:
+    def _communicates_on_some_devices(
+        self, leaves: list[jax.Array], others: list[jax.Array]
+    ) -> bool:
         """Whether devices of a `shard_map` may communicate in the backward pass."""
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.manual_axes:
@@ -185,15 +205,19 @@ class BackwardPass:
             mesh.shape[name] > 1 for name in {*mesh.axis_names} - {*mesh.manual_axes}
         ):
             return True
-        if not self._layout.may_communicate:
+        if not self._peers.may_communicate:
             return False
         gradient = jax.grad(self._evaluate, has_aux=True, allow_int=True)
-        traced = jax.make_jaxpr(gradient)(leaves, self._consts)
+        traced = jax.make_jaxpr(gradient)([*leaves, *others], self._consts)
         return any(dependence.exchanges(traced))
 
     def add(
-        self, sums: list[jax.Array], is_first: jax.Array, leaves: list[Any]
-    ) -> Added:
+        self,
+        sums: list[jax.Array],
+        is_first: jax.Array,
+        leaves: list[jax.Array],
+        others: list[jax.Array],
+    ) -> Passed:
         """Adds the gradients to `sums`, and nothing for a micro-batch without tokens.
 
         Without tokens, gradients may be NaN, and the backward pass does not run. Nor
@@ -203,14 +227,17 @@ class BackwardPass:
         without = copy.copy(self)
         del without._consts
         add = _unless_mapped(without._add_within, without._add_after)
-        sums, loss_sum, num_tokens, aux = add(sums, is_first, leaves, self._consts)
+        passed = add(sums, is_first, leaves, others, self._consts)
         if self._known_tokens is not None:  # which int32 may not hold
-            num_tokens = self._known_tokens
-        return sums, loss_sum, num_tokens, aux
+            passed = passed._replace(num_tokens=self._known_tokens)
+        return passed
 
-    def _evaluate(self, leaves: list[Any], consts: list[Any]) -> Any:
-        """`(loss_sum, (num_tokens, aux))`; no `num_tokens` if the number is known."""
-        outputs = jax.core.eval_jaxpr(self._jaxpr, consts, *leaves)
+    def _evaluate(self, inputs: list[jax.Array], consts: list[Any]) -> Any:
+        """`(loss_sum, (num_tokens, aux))`; no `num_tokens` if the number is known.
+
+        The inputs are the parameters, and what is differentiated besides them.
+        """
+        outputs = jax.core.eval_jaxpr(self._jaxpr, consts, *inputs)
         num_tokens, loss_sum, aux = jax.tree.unflatten(self._structure, outputs)
         return loss_sum, (num_tokens, aux)
 
@@ -218,77 +245,84 @@ class BackwardPass:
         self,
         sums: list[jax.Array],
         is_first: jax.Array,
-        leaves: list[Any],
+        leaves: list[jax.Array],
+        others: list[jax.Array],
         consts: list[Any],
-    ) -> Added:
+    ) -> Passed:
         is_float = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
         refs = {i: jax.new_ref(sums[i]) for i, floats in enumerate(is_float) if floats}
-        maxima = {i: x for i, x in refs.items() if not self._kinds[i].is_gradient}
 
         def empty() -> None:
             for i, ref in refs.items():
-                ref[...] = jnp.full_like(sums[i], self._kinds[i].nothing)
+                ref[...] = jnp.zeros_like(sums[i])
 
         def add(to: dict[int, Any]) -> Any:
             jax.lax.cond(is_first, empty, lambda: None)
-            return self._differentiate(to, list(refs), sums, leaves, consts)
+            return self._differentiate(to, list(refs), sums, leaves, others, consts)
 
         def leave() -> Any:
             jax.lax.cond(is_first, empty, lambda: None)
+            nothing = [*map(_zero_like, others)]
             if not jax.tree.leaves(self._aux_shapes):
-                zero = jnp.zeros((), self._loss_shape.dtype)
-                marks = trees.varying_axes(self._loss_shape)
-                return trees.as_varying(zero, marks), self._aux_shapes
-            loss_sum, (_, aux) = self._evaluate(leaves, consts)
-            return loss_sum, aux
+                return _zero_like(self._loss_shape), self._aux_shapes, nothing
+            loss_sum, (_, aux) = self._evaluate([*leaves, *others], consts)
+            return loss_sum, aux, nothing
 
-        def only_maxima() -> Any:
-            return jax.lax.cond(any_tokens, lambda: add(maxima), leave)
+        def add_where_others_have_tokens() -> Any:
+            return jax.lax.cond(any_tokens, lambda: add({}), leave)
 
         # XLA drops the rest of this forward pass, which the count does not need. With
         # a count from inside the conditional, it would have to keep all that the
         # backward pass needs of the forward pass, and could fuse nothing of both.
-        _, (num_tokens, _) = self._evaluate(leaves, consts)
+        _, (num_tokens, _) = self._evaluate([*leaves, *others], consts)
         has_tokens, any_tokens = self._counts(num_tokens)
         if trees.is_concrete(has_tokens):
-            loss_sum, aux = add(refs) if has_tokens else leave()
+            loss_sum, aux, gradients = add(refs) if has_tokens else leave()
         else:
-            others = maxima and any_tokens is not has_tokens
-            loss_sum, aux = jax.lax.cond(
-                has_tokens, lambda: add(refs), only_maxima if others else leave
+            is_of_others = others and any_tokens is not has_tokens
+            loss_sum, aux, gradients = jax.lax.cond(
+                has_tokens,
+                lambda: add(refs),
+                add_where_others_have_tokens if is_of_others else leave,
             )
         sums = [jax.freeze(refs[i]) if i in refs else x for i, x in enumerate(sums)]
-        return sums, loss_sum, num_tokens, aux
+        return Passed(sums, loss_sum, num_tokens, aux, gradients)
 
     def _differentiate(
         self,
         to: dict[int, Any],
         trained: list[int],
         sums: list[jax.Array],
-        leaves: list[Any],
+        leaves: list[jax.Array],
+        others: list[jax.Array],
         consts: list[Any],
-    ) -> tuple[jax.Array, Any]:
-        """Adds the gradients whose sums are in `to`; returns `(loss_sum, aux)`."""
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
+        """Adds the gradients whose sums are in `to`.
+
+        Returns the loss, `aux` and the gradients of `others`.
+        """
         twins = {i: jnp.asarray(leaves[i]) for i in trained} | {
             i: jnp.zeros_like(leaves[i], sums[i].dtype)
             for i in trained
             if i not in self._reasons and jnp.result_type(leaves[i]) != sums[i].dtype
         }
 
-        def of_twins(twins: dict[int, Any]) -> Any:
+        def of_twins(twins: dict[int, jax.Array], others: list[jax.Array]) -> Any:
             own = [twins.get(i, jnp.asarray(x)) for i, x in enumerate(leaves)]
             own = [
                 x if x.dtype == jnp.result_type(leaf) else _stand_in(leaf, x)
                 for x, leaf in zip(own, leaves, strict=True)
             ]
-            return self._evaluate(own, consts)
+            return self._evaluate([*own, *others], consts)
 
         vjp: Any = jax.vjp  # its type does not mention `with_refs`
-        loss_sum, backward, (_, aux) = vjp(of_twins, twins, has_aux=True)
+        loss_sum, backward, (_, aux) = vjp(of_twins, twins, others, has_aux=True)
         # JAX fails to add to one array from two inputs of a scan: it raises
         # NotImplementedError for an array that is both scanned over and a constant, and
         # a TypeError about shapes, which might have agreed, for one scanned over twice.
-        used_twice = dependence.used_twice(backward.jaxpr, trained)
+        used_twice = dependence.used_twice(
+            backward.jaxpr, [*trained, *[None for _ in others]]
+        )
         twice = "one operation of loss_fn reads it twice"
         reasons = dict.fromkeys(used_twice, twice) | self._reasons
         shown = self._changed_before_scan | reasons
@@ -296,37 +330,37 @@ class BackwardPass:
         accumulators = {
             i: to[i] if i in to and i not in reasons else _RETURNED for i in trained
         }
+        returned = [_RETURNED for _ in others]
         try:
-            (gradients,) = backward.with_refs(accumulators)(jnp.ones_like(loss_sum))
+            add = backward.with_refs(accumulators, returned)
+            gradients, of_others = add(jnp.ones_like(loss_sum))
         except _UNSUPPORTED as error:
             raise CannotAdd(f"jax cannot add in place: {_summary(error)}") from error
         for i, ref in to.items():
             if accumulators[i] is _RETURNED:
-                ref[...] = self._kinds[i].add(ref[...], gradients[i])
-        return loss_sum, aux
+                ref[...] = add_to(ref[...], gradients[i])
+        return loss_sum, aux, of_others
 
     def _add_after(
         self,
         sums: list[jax.Array],
         is_first: jax.Array,
-        leaves: list[Any],
+        leaves: list[jax.Array],
+        others: list[jax.Array],
         consts: list[Any],
-    ) -> Added:
+    ) -> Passed:
         """The same with whole gradients, which JAX can map."""
         report(dict.fromkeys(self._names, "jax.vmap cannot map mutable arrays"))
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             self._evaluate, has_aux=True, allow_int=True
-        )(leaves, consts)
-        has_tokens, any_tokens = self._counts(num_tokens)
+        )([*leaves, *others], consts)
+        has_tokens, _ = self._counts(num_tokens)
+        own, of_others = gradients[: len(leaves)], gradients[len(leaves) :]
         sums = [
-            kind.added(
-                kind.emptied(x, is_first),
-                g,
-                has_tokens if kind.is_gradient else any_tokens,
-            )
-            for x, g, kind in zip(sums, gradients, self._kinds, strict=True)
+            add_if(has_tokens, emptied(x, is_first), g)
+            for x, g in zip(sums, own, strict=True)
         ]
-        return sums, loss_sum, num_tokens, aux
+        return Passed(sums, loss_sum, num_tokens, aux, of_others)
 
     def _counts(self, num_tokens: Any) -> tuple[Any, Any]:
         """Whether this device, and whether any device, has tokens."""
@@ -334,9 +368,13 @@ class BackwardPass:
             has_tokens = bool(np.asarray(self._known_tokens) > 0)
             return has_tokens, has_tokens
         tokens = self._usable_tokens(num_tokens)
-        of_all = self._layout.sum(tokens)
+        of_all = self._peers.sum(tokens)
         has_tokens = tokens > 0
         return has_tokens, has_tokens if of_all is tokens else of_all > 0
+
+
+def _zero_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    return trees.as_varying(jnp.zeros(x.shape, x.dtype), trees.varying_axes(x))
 
 
 def _summary(error: Exception) -> str:
@@ -345,7 +383,7 @@ def _summary(error: Exception) -> str:
 
 
 def _adds_alike(leaf: Any, total: jax.Array) -> bool:
-    """Whether adding to `total` itself rounds as adding in `Kind.add` does."""
+    """Whether adding to `total` itself rounds as `sums.add` does."""
     dtype = jnp.result_type(leaf)
     is_wide = at_least_float32(total.dtype) == total.dtype
     are_alike = jnp.iscomplexobj(leaf) == jnp.iscomplexobj(total)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core import sums, trees
-from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.layout import Peers
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, Params
 
@@ -39,7 +39,7 @@ def make_contribution(
     num_tokens: Any,
     value: Any,
     *,
-    layout: Layout,
+    peers: Peers,
     of: Literal["sum", "mean"],
     token_mean: bool,
     should_skip_update_fn: SkipFn | None,
@@ -52,24 +52,23 @@ def make_contribution(
     is_weighted = token_mean and of == "mean"
     num_tokens = as_num_tokens(num_tokens, dtype=dtype)
     if not trees.is_zero(num_tokens):
-        layout.check_tokens(gradients, num_tokens, is_mean=is_weighted)
+        peers.check_tokens(gradients, num_tokens, is_mean=is_weighted)
     value = _as_real_scalar(0.0 if value is None else value, "value", dtype)
     num_tokens = usable_tokens(num_tokens, dtype)
     skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
     if should_skip_update_fn is not None:
-        mean = gradients if of == "mean" else _per_token(gradients, num_tokens, layout)
-        mean = sums.only_gradients(mean)
+        mean = gradients if of == "mean" else _per_token(gradients, num_tokens, peers)
         asked = should_skip_update_fn(mean, state.gradient_step, params)
         skipped, skip_state = _decision(*asked, state.skip_state, num_tokens > 0)
-        skipped, skip_state = layout.agree(skipped, skip_state)
+        skipped, skip_state = peers.agree(skipped, skip_state)
     return Contribution(gradients, num_tokens, value, is_weighted, skipped, skip_state)
 
 
-def _per_token(gradients: Gradients, num_tokens: jax.Array, layout: Layout) -> Any:
+def _per_token(gradients: Gradients, num_tokens: jax.Array, peers: Peers) -> Gradients:
     """The mean gradients of the micro-batch, in the dtypes of its sums."""
 
     def divided(g: jax.Array) -> jax.Array:
-        n = layout.tokens_of(layout.reduced(g), num_tokens)
+        n = peers.tokens_of(peers.reduced(g), num_tokens)
         mean = sums.divide(g, jnp.where(n > 0, n, 1))
         return mean.astype(jnp.result_type(g))
 

@@ -1,19 +1,86 @@
-"""Where the sums of an open window live, and what they are a sum over."""
+"""Where the sums of an open window live, and how the devices that share it talk."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core.trees import Batch, Gradients, Params
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import (
+    Batch,
+    Gradients,
+    Params,
+    T,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """On one device: a sum for each parameter, of its shape, placed like it.
+
+    The layouts over several devices override these methods.
+    """
+
+    @property
+    def leading_axes(self) -> tuple[int, ...]:
+        """The axes of a sum before those of its parameter."""
+        return ()
+
+    def check(self, stored: Gradients, params: Params) -> None:
+        """Raises `ValueError` if the sums belong to another number of devices."""
+        named = trees.named_leaves(stored)
+        for (path, acc), p in zip(named, jax.tree.leaves(params), strict=False):
+            got, own = jnp.shape(acc), jnp.shape(p)
+            expected = (*self.leading_axes, *own)
+            if got != expected and own in (got, got[1:]):
+                raise ValueError(
+                    "The sums of the open window must be laid out for this step's "
+                    f"devices: at {path} of acc_grads expected shape {expected}, got "
+                    f"{got}. Take over the state of a run on others with "
+                    "regroup_sums(state, step.init(params))."
+                )
+
+    def zeros(self, params: Params, dtypes: Params) -> Gradients:
+        """Sums of nothing, as the state holds them."""
+        return jax.tree.map(lambda p, dtype: jnp.zeros_like(p, dtype), params, dtypes)
+
+    def read(self, stored: Gradients) -> Gradients:
+        """The sums to add to, with the shapes of the parameters."""
+        return stored
+
+    def write(self, sums: Gradients) -> Gradients:
+        """The inverse of `read`."""
+        return sums
+
+    def total(self, stored: Gradients) -> Gradients:
+        """The sums over all devices: called once, when the window closes."""
+        return stored
+
+    def largest(self, stored: list[jax.Array]) -> list[jax.Array]:
+        """The maxima over all devices of values that are stored like sums."""
+        return stored
+
+    def has_whole_first_axes(self, sums: Sequence[jax.Array]) -> list[bool]:
+        """Whether the first axis of each sum is not spread over devices."""
+        return [True] * len(sums)
+
+    def split(self, params: Params) -> tuple["Layout", "Layout"]:
+        """Where the sums of what is trained live, and the values of what is not."""
+        return self, self
+
+    def place(self, params: Params) -> Params:
+        """Updated parameters, placed where they were before the update."""
+        return params
+
 
 # The axes along which a value is the same on every device, being a sum over them.
 Reduced = tuple[str, ...]
 
 
-class Computed(NamedTuple):
+@dataclass(frozen=True)
+class Computed:
     """What is computed from the rows of one device.
 
     Attributes:
@@ -23,58 +90,26 @@ class Computed(NamedTuple):
       rest: everything else.
     """
 
-    counts: dict[str, Any] = {}
-    same: dict[str, Any] = {}
+    counts: dict[str, jax.Array] = field(default_factory=dict)
+    same: dict[str, jax.Array] = field(default_factory=dict)
     loss_sum: Any = 0.0
     rest: Any = None
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The layout on one device: a sum for each parameter, of its shape, placed like it.
+class Peers:
+    """A device without others, or the compiler's view of all of them at once.
 
-    The layouts over several devices override these methods.
+    What holds for a map over named axes overrides these methods.
     """
 
     may_communicate = True  # whether a loss may name the axes of a map around it
 
-    def bound(self) -> Self:
-        """The layout, knowing which mesh axes are bound where this is called."""
-        return self
-
-    def in_loop(self) -> "Layout":
-        """The layout in a loop whose number of rounds may differ between devices."""
-        return self
-
-    def zeros(self, params: Params, dtypes: Any) -> Any:
-        """Sums of nothing, as the state holds them."""
-        return jax.tree.map(lambda p, dtype: jnp.zeros_like(p, dtype), params, dtypes)
-
-    def opened(self, stored: Any) -> Any:
-        """The sums to add to, with the shapes of the parameters."""
-        return stored
-
-    def stored(self, opened: Any) -> Any:
-        """The inverse of `opened`."""
-        return opened
-
-    def total(self, stored: Any) -> Any:
-        """The sums over all devices: called once, when the window closes."""
-        return stored
-
-    def has_whole_first_axes(self, opened: list[jax.Array]) -> list[bool]:
-        """Whether the first axis of each sum is not spread over devices."""
-        return [True] * len(opened)
-
-    def settled(self, params: Params) -> Any:
-        """Updated parameters, placed where they were before the update."""
-        return params
-
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: T) -> T:
         """The sum over all devices of the value that each of them holds."""
         return x
 
-    def reduced(self, x: Any) -> Reduced:
+    def reduced(self, x: jax.Array) -> Reduced:
         """The axes along which `x` is the same on every device."""
         return ()
 
@@ -89,14 +124,26 @@ class Layout:
         """
         return num_tokens > 0
 
+    def agree(self, flag: jax.Array, record: T) -> tuple[jax.Array, T]:
+        """Whether `flag` is set on any device, and the record of the first such one."""
+        return flag, record
+
+    def own_key(self, rng: jax.Array) -> jax.Array:
+        """A key that differs from device to device."""
+        return rng
+
+    def unify(self, x: jax.Array) -> jax.Array:
+        """One value for all devices of what each of them computed from its rows."""
+        return x
+
     def check_tokens(
-        self, gradients: Gradients, num_tokens: Any, *, is_mean: bool
+        self, gradients: Gradients, num_tokens: jax.Array, *, is_mean: bool
     ) -> None:
         """Raises `ValueError` if these cannot be gradients of `num_tokens` tokens."""
 
     def check_counts(
         self,
-        of_rows: Callable[[Params, Batch, Any], Computed],
+        of_rows: Callable[[Params, Batch, jax.Array | None], Computed],
         params: Params,
         batch: Batch,
         rng: jax.Array | None,
@@ -106,18 +153,5 @@ class Layout:
         Its counts must be of the rows of this device alone.
         """
 
-    def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:
-        """Whether `flag` is set on any device, and the record of the first such one."""
-        return flag, record
 
-    def own_key(self, rng: jax.Array) -> jax.Array:
-        """A key that differs from device to device."""
-        return rng
-
-    def shared(self, x: jax.Array) -> jax.Array:
-        """One value for all devices of what each of them computed from its rows."""
-        return x
-
-    def stacked(self, tree: Any, axis: int = 0) -> Any:
-        """`tree` with a new axis, along which the devices' values are concatenated."""
-        return tree
+ALONE = Peers()

@@ -1,7 +1,7 @@
 """Looks into trees of arrays and states, with errors that name the leaf."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,16 @@ Params = Any  # parameters
 Gradients = Any  # a tree like the parameters: gradients or sums of gradients
 OptState = Any  # the state of an optax optimizer
 Batch = Any  # the batch argument of a loss; leaves [rows, ...]
+
+# Like the parameters, of their shardings; `None` if these are not known.
+ParamShardings = Any
+
+DType = jax.typing.DTypeLike
+TracedBool = bool | jax.Array
+
+P = TypeVar("P")  # the tree of parameters
+M = TypeVar("M")  # the tree of a model's state
+T = TypeVar("T")
 
 
 def is_concrete(x: Any) -> bool:

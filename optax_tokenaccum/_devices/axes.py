@@ -1,71 +1,42 @@
-"""The layout of each device's sums inside a map over named axes."""
+"""One of several devices, inside a map over named axes: its sums and its peers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_tokenaccum._core.layout import Computed, Layout, Reduced
+from optax_tokenaccum._core.layout import Computed, Layout, Peers, Reduced
 from optax_tokenaccum._core.trees import (
     Batch,
+    DType,
     Gradients,
     Params,
+    T,
     as_varying,
     named_leaves,
     varying_axes,
 )
 from optax_tokenaccum._devices.counts import check_counts
-from optax_tokenaccum._devices.own_map import check_are_not_means
 
 
 @dataclass(frozen=True)
-class LocalSums(Layout):
-    """One sum per device, as the device sees it inside a map over named axes.
+class OwnSums(Layout):
+    """One sum per device, as the device sees it: with a leading axis of 1.
 
-    The map is a `shard_map`, `pmap` or `vmap`. The state holds the sums with a leading
-    axis of 1, so outside the map they are one array, `[devices, ...]`, which can be
-    saved.
-
-    `shard_map` marks in the type of a value the axes along which it may differ. With
-    `check_vma=False`, and under `pmap` and `vmap`, there are no marks, and every value
-    is assumed to belong to this device alone. `copies` are the same on all devices.
+    So outside the map they are one array, `[devices, ...]`, which can be saved.
     """
 
-    names: tuple[str, ...]  # the axes over which rows are spread
-    marked: tuple[str, ...] | None = None  # those that types can mark, set by `bound`
-    copies: frozenset[int] = frozenset()  # indices of leaves of a batch
+    marked: tuple[str, ...] = ()  # the axes along which types say that sums differ
 
-    may_communicate = False  # `check_counts` refuses such losses
-
-    @property
-    def are_bound(self) -> bool:
-        try:
-            jax.lax.axis_index(self.names)
-        except NameError:
-            return False
-        return True
-
-    def bound(self) -> Self:
-        if not self.are_bound:
-            raise ValueError(
-                f"{', '.join(map(repr, self.names))} must be axes of a shard_map (or "
-                "pmap) around the call: got a call outside of it. Call update there, "
-                "or leave axis_name out where jit spreads the work by itself."
-            )
-        marked = [n for n in self.names if n in varying_axes(jax.lax.axis_index(n))]
-        return replace(self, marked=tuple(marked))
-
-    def zeros(self, params: Params, dtypes: Any) -> Any:
-        def zero(p: Any, dtype: Any) -> jax.Array:
-            x = jnp.zeros((1, *jnp.shape(p)), dtype)
-            # If init is called outside the map, the map's specs decide.
-            return as_varying(x, self.bound().marked or ()) if self.are_bound else x
+    def zeros(self, params: Params, dtypes: Params) -> Gradients:
+        def zero(p: jax.Array, dtype: DType) -> jax.Array:
+            return as_varying(jnp.zeros((1, *jnp.shape(p)), dtype), self.marked)
 
         return jax.tree.map(zero, params, dtypes)
 
-    def opened(self, stored: Any) -> Any:
+    def read(self, stored: Gradients) -> Gradients:
         for path, x in named_leaves(stored):
             if jnp.shape(x)[:1] != (1,):
                 raise ValueError(
@@ -76,24 +47,44 @@ class LocalSums(Layout):
                 )
         return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), stored)
 
-    def stored(self, opened: Any) -> Any:
-        return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), opened)
+    def write(self, sums: Gradients) -> Gradients:
+        return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), sums)
 
-    def total(self, stored: Any) -> Any:
-        return jax.tree.map(self.sum, self.opened(stored))
 
-    def sum(self, x: Any) -> Any:
+@dataclass(frozen=True)
+class ReducedSums(OwnSums):
+    """The same, and added up in the map when the window closes."""
+
+    names: tuple[str, ...] = ()
+
+    def total(self, stored: Gradients) -> Gradients:
+        return jax.lax.psum(self.read(stored), self.names)
+
+
+@dataclass(frozen=True)
+class PeersOnAxes(Peers):
+    """The devices along named axes of a `shard_map`, `pmap` or `vmap`.
+
+    `shard_map` marks in the type of a value the axes along which it may differ. With
+    `check_vma=False`, and under `pmap` and `vmap`, there are no marks, and every value
+    is assumed to belong to this device alone.
+    """
+
+    names: tuple[str, ...]  # the axes over which rows are spread
+    marked: tuple[str, ...] = ()  # those that types can mark
+    copies: frozenset[int] = frozenset()  # leaves of a batch that all devices share
+
+    may_communicate = False  # `check_counts` refuses such losses
+
+    def sum(self, x: T) -> T:
         return jax.lax.psum(x, self.names)
 
-    def varying(self, x: Any) -> tuple[str, ...]:
+    def varying(self, x: jax.Array) -> tuple[str, ...]:
         """The axes along which `x` may differ."""
-        marked = self.bound().marked if self.marked is None else self.marked
-        if not marked:
-            return self.names
-        marks = varying_axes(x)
-        return tuple(n for n in self.names if n not in marked or n in marks)
+        marks = varying_axes(x) if self.marked else frozenset()
+        return tuple(n for n in self.names if n not in self.marked or n in marks)
 
-    def reduced(self, x: Any) -> Reduced:
+    def reduced(self, x: jax.Array) -> Reduced:
         varying = self.varying(x)
         return tuple(name for name in self.names if name not in varying)
 
@@ -108,7 +99,7 @@ class LocalSums(Layout):
         return any_tokens & (jax.lax.axis_index(reduced) == 0)
 
     def check_tokens(
-        self, gradients: Gradients, num_tokens: Any, *, is_mean: bool
+        self, gradients: Gradients, num_tokens: jax.Array, *, is_mean: bool
     ) -> None:
         for path, g in named_leaves(gradients):
             varying, reduced = self.varying(g), self.reduced(g)
@@ -126,50 +117,71 @@ class LocalSums(Layout):
 
     def check_counts(
         self,
-        of_rows: Callable[[Params, Batch, Any], Computed],
+        of_rows: Callable[[Params, Batch, jax.Array | None], Computed],
         params: Params,
         batch: Batch,
         rng: jax.Array | None,
     ) -> None:
         check_counts(of_rows, params, batch, rng, self.names, self.copies)
 
-    def agree(self, flag: jax.Array, record: Any) -> tuple[jax.Array, Any]:
+    def agree(self, flag: jax.Array, record: T) -> tuple[jax.Array, T]:
         names = self.varying(flag)
         if not names:
             return flag, record
         place, end = jax.lax.axis_index(names), jax.lax.axis_size(names)
         first = jax.lax.pmin(jnp.where(flag, place, end), names)
         source = jnp.where(first == end, 0, first)
-        record = jax.tree.map(
-            lambda x: _value_at(source, jnp.asarray(x), names), record
-        )
+        record = jax.tree.map(lambda x: value_at(source, jnp.asarray(x), names), record)
         return first != end, record
 
     def own_key(self, rng: jax.Array) -> jax.Array:
         return jax.random.fold_in(rng, jax.lax.axis_index(self.names))
 
-    def shared(self, x: jax.Array) -> jax.Array:
+    def unify(self, x: jax.Array) -> jax.Array:
         """The mean of floating values; the first device's keys.
 
         Other values are the same on all devices: `check_counts` has seen to it.
         """
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = _value_at(0, jax.random.key_data(x), self.names)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+            return value_at(0, x, self.names)
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jax.lax.pmean(x, self.names)
         return x
 
-    def stacked(self, tree: Any, axis: int = 0) -> Any:
-        return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
+
+def check_are_not_means(path: str, reduced: Reduced) -> None:
+    """Raises `ValueError` for a gradient of a mean that is reduced over some axes."""
+    if reduced:
+        raise ValueError(
+            'gradients="mean" needs the gradients of each device: got some that were '
+            f"reduced over {list(reduced)} already (at {path}), where no weight can "
+            "make up for their unequal counts. Take the gradient of a sum, or "
+            f"differentiate with respect to jax.lax.pcast(params, {reduced}, "
+            "to='varying')."
+        )
 
 
-def _value_at(place: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def value_at(place: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The value of `x` on one device, on all of them."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = value_at(place, jax.random.key_data(x), names)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     is_source = jax.lax.axis_index(names) == place
     masked = jnp.where(is_source, wide, jnp.zeros_like(wide))
     return jax.lax.psum(masked, names).astype(x.dtype)
+
+
+def bound(names: tuple[str, ...]) -> tuple[ReducedSums, PeersOnAxes] | None:
+    """The sums of one device and its peers; `None` outside a map over `names`."""
+    try:
+        places = [jax.lax.axis_index(name) for name in names]
+    except NameError:
+        return None
+    marked = tuple(
+        n for n, x in zip(names, places, strict=True) if n in varying_axes(x)
+    )
+    return ReducedSums(marked, names), PeersOnAxes(names, marked)
 
 
 def as_names(axes: Any, argument: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ marks, so the trace of the loss is inspected.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -80,13 +80,7 @@ def check_counts(
     of_same = range(len(counts), len(names))
     for i in of_same if _is_own(traced, of_same, own) else ():
         if _is_own(traced, [i], own):
-            raise ValueError(
-                f"{names[i]} must be the same on all devices, because the model has "
-                "only one: got a value that depends on the rows of the batch, which "
-                "differ from device to device, and no mean of it can be taken. Return "
-                'it as aux, or use reduce_every="micro_batch", where loss_fn sees all '
-                "rows."
-            )
+            refuse_own(names[i])
     suspects = [i for i in range(len(counts)) if _is_shared(traced, i, own)]
     if not suspects:
         return
@@ -109,6 +103,16 @@ def check_counts(
                 f"{size} times. Sum their mask in loss_fn; multiply a weight that all "
                 "rows share by mask.sum()."
             )
+
+
+def refuse_own(name: str) -> NoReturn:
+    """Raises `ValueError` for a value of which each device has its own."""
+    raise ValueError(
+        f"{name} must be the same on all devices, because the model has only one: got "
+        "a value that depends on the rows of the batch, which differ from device to "
+        "device, and no mean of it can be taken. Return it as aux, or use "
+        'reduce_every="micro_batch", where loss_fn sees all rows.'
+    )
 
 
 def _is_own(traced: Any, outputs: Collection[int], own: int) -> bool:

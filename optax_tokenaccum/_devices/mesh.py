@@ -1,8 +1,9 @@
 """Data parallelism over a mesh: placing rows, sums and parameters."""
 
+import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,14 +12,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.trees import Params
+from optax_tokenaccum._core import overwritten, trees
+from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.loss import Output
+from optax_tokenaccum._core.trees import DType, OptState, Params
 from optax_tokenaccum._devices.shardings import (
     Unknown,
     entries_of,
     entry_of,
     is_explicit,
     names_in,
+    only,
 )
 
 
@@ -41,6 +45,10 @@ class DataParallel:
 
     def sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
+
+    def rows_spec(self, axis: int) -> P:
+        """The spec of what is spread over the devices along `axis`."""
+        return P(*[None] * axis, self.entry)
 
     def map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         """Applies `f` to each device's part; other axes are left to the compiler.
@@ -75,7 +83,7 @@ class DataParallel:
                 break
         return spec
 
-    def place_params(self, params: Params) -> Any:
+    def place(self, params: Params) -> Params:
         """Places the parameters on the mesh, unless they are on it already."""
 
         def place(path: str, x: Any) -> Any:
@@ -92,3 +100,48 @@ class DataParallel:
 
         leaves = [place(path, x) for path, x in trees.named_leaves(params)]
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+    def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
+        is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
+        # An optimizer's init may make arrays from those that the mesh's types bind.
+        binds = is_explicit(self.mesh) and not is_traced
+        with jax.set_mesh(self.mesh) if binds else contextlib.nullcontext():
+            return init(params)
+
+    def auto(
+        self, f: Callable[..., Output], shardings: Any, aux: P
+    ) -> Callable[..., Output]:
+        """`f`, whose outputs alone have shardings in their types, on an Explicit mesh.
+
+        `shardings` are those of `Output.state`, where known.
+        """
+        if not is_explicit(self.mesh):
+            return f
+        explicit = self.mesh.explicit_axes
+
+        def in_types(sharding: Any) -> NamedSharding:
+            return self.sharding(*only(explicit, [*sharding.spec]))
+
+        state = same = self.sharding()
+        if shardings is not None:
+            state = jax.tree.map(in_types, shardings)
+        own = self.sharding(*only(explicit, [*aux]))
+        auto_axes: Any = jax.sharding.auto_axes
+        return auto_axes(f, out_sharding=Output(state, same, own))
+
+
+def zeros_on(
+    sharding: NamedSharding, shape: tuple[int, ...], dtype: DType, like: jax.Array
+) -> jax.Array:
+    """Zeros that are never made on one device first, where they may not fit."""
+    if trees.is_concrete(like):
+        return jnp.zeros(shape, dtype, device=sharding)
+    return jnp.zeros(shape, dtype)
+
+
+def split_shardings(layout: Any, params: Params) -> tuple[Layout, Layout]:
+    """`Layout.split` of a layout that knows the parameters' shardings."""
+    if layout.shardings is None:
+        return layout, layout
+    trained, values = overwritten.split(layout.shardings, params)
+    return replace(layout, shardings=trained), replace(layout, shardings=values)

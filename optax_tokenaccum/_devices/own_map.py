@@ -5,19 +5,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from optax_tokenaccum._core import trees
+from optax_tokenaccum._core import overwritten, trees
 from optax_tokenaccum._core.dependence import exchanges
-from optax_tokenaccum._core.layout import Layout, Reduced
+from optax_tokenaccum._core.layout import Layout, Peers, Reduced
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.sums import Kind, kinds_of
-from optax_tokenaccum._core.trees import Gradients, Params, as_varying, varying_axes
+from optax_tokenaccum._core.trees import (
+    Gradients,
+    Params,
+    T,
+    as_varying,
+    varying_axes,
+)
+from optax_tokenaccum._devices.axes import check_are_not_means, value_at
+from optax_tokenaccum._devices.counts import refuse_own
+
+
+class SumsInMap(Layout):
+    """Sums whose types are those of the parameters."""
+
+    def zeros(self, params: Params, dtypes: Params) -> Gradients:
+        zeros = super().zeros(params, dtypes)
+        return jax.tree.map(lambda x, p: as_varying(x, varying_axes(p)), zeros, params)
 
 
 @dataclass(frozen=True)
-class SumsInMap(Layout):
-    """Sums whose types are those of the gradients.
+class PeersInMap(Peers):
+    """The devices that share parameters.
 
     A gradient with respect to a parameter that is the same on all devices is a sum over
     them, which JAX reduces. So the count and the loss are summed over them too.
@@ -25,14 +41,10 @@ class SumsInMap(Layout):
 
     names: tuple[str, ...]  # the axes along which some parameter is the same
 
-    def zeros(self, params: Params, dtypes: Any) -> Any:
-        zeros = super().zeros(params, dtypes)
-        return jax.tree.map(lambda x, p: as_varying(x, varying_axes(p)), zeros, params)
-
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: T) -> T:
         return jax.lax.psum(x, self.names) if self.names else x
 
-    def reduced(self, x: Any) -> Reduced:
+    def reduced(self, x: jax.Array) -> Reduced:
         return tuple(name for name in self.names if name not in varying_axes(x))
 
     def tokens_of(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
@@ -42,67 +54,76 @@ class SumsInMap(Layout):
         return self.tokens_of(reduced, num_tokens) > 0
 
     def check_tokens(
-        self, gradients: Gradients, num_tokens: Any, *, is_mean: bool
+        self, gradients: Gradients, num_tokens: jax.Array, *, is_mean: bool
     ) -> None:
         for path, g in trees.named_leaves(gradients) if is_mean else ():
             check_are_not_means(path, self.reduced(g))
 
-    def own(self, params: Params) -> Params:
-        """The parameters as each device's own: their gradients are not reduced."""
-        return jax.tree.map(lambda x: as_varying(x, self.names), params)
-
-    def in_loop(self) -> "SumsInMap":
-        return SumsInMap(())
+    def own(self, tree: T) -> T:
+        """Values as each device's own, whose gradients JAX does not reduce."""
+        return jax.tree.map(lambda x: as_varying(x, self.names), tree)
 
     def reduced_like(
         self, state: TokenAccumulationState, params: Params
     ) -> TokenAccumulationState:
         """The state after a loop over `own(params)`, reduced as that of `params`."""
 
-        def reduce(g: Any, p: Any, kind: Kind) -> Any:
-            axes = self.reduced(p)
-            over_devices = jax.lax.psum if kind.is_gradient else jax.lax.pmax
-            return over_devices(g, axes) if axes else g
+        def reduce(over_devices: Callable[..., Any], tree: T, params: T) -> T:
+            return jax.tree.map(
+                lambda x, p: over_devices(x, self.reduced(p)) if self.reduced(p) else x,
+                tree,
+                params,
+            )
 
+        sums, maxima = overwritten.split(state.acc_grads)
+        trained, values = overwritten.split(params)
+        total = reduce(jax.lax.psum, sums, trained)
+        largest = reduce(jax.lax.pmax, maxima, values)
         return state._replace(
-            acc_grads=jax.tree.map(
-                reduce, state.acc_grads, params, kinds_of(state.acc_grads)
-            ),
+            acc_grads=overwritten.join(total, largest, params),
             acc_tokens=self.sum(state.acc_tokens),
             acc_value=self.sum(state.acc_value),
         )
 
+    def unified_like(self, new: T, old: T) -> T:
+        """What devices made of `own(old)`: the mean, or the first device's value."""
 
-def check_are_not_means(path: str, reduced: Reduced) -> None:
-    """Raises `ValueError` for a gradient of a mean that is reduced over some axes."""
-    if reduced:
-        raise ValueError(
-            'gradients="mean" needs the gradients of each device: got some that were '
-            f"reduced over {list(reduced)} already (at {path}), where no weight can "
-            "make up for their unequal counts. Take the gradient of a sum, or "
-            f"differentiate with respect to jax.lax.pcast(params, {reduced}, "
-            "to='varying')."
-        )
+        def unify(x: jax.Array, like: jax.Array) -> jax.Array:
+            axes = self.reduced(like)
+            if not axes:
+                return x
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                return jax.lax.pmean(x, axes)
+            return value_at(0, x, axes)
+
+        return jax.tree.map(unify, new, old)
 
 
-def layout_in_map(of_first: Callable[[], tuple[Any, Any, Any]]) -> SumsInMap:
-    """The layout of a window's sums where this is called.
+def peers_in_map(
+    of_first: Callable[[], tuple[Any, Any, Any, dict[str, jax.Array]]],
+) -> PeersInMap:
+    """The devices that share a window where this is called.
 
-    `of_first()` returns the losses and the counts of the first micro-batch, and the
-    parameters or their gradients. It is only traced.
+    `of_first()` returns the losses and the counts of the first micro-batch, the
+    parameters or their gradients, and values by their names that must be the same on
+    all devices. It is only traced.
 
     Raises:
-      ValueError: a sum over devices needs the loss and the count of each of them.
+      ValueError: a sum over devices needs the loss and the count of each of them; or
+        one of the last values differs.
     """
     if not trees.types_are_marked():
-        return SumsInMap(())
+        return PeersInMap(())
     found: list[list[frozenset[str]]] = []
+    of_same: dict[str, frozenset[str]] = {}
 
     def trace() -> Any:
-        values, counts, like = map(jax.tree.leaves, of_first())
+        *of_loss, same = of_first()
+        values, counts, like = map(jax.tree.leaves, of_loss)
         # A Python number, such as that of the rows, is each device's own.
         counts = [n for n in counts if not trees.is_concrete(n)]
         found.extend([*map(varying_axes, leaves)] for leaves in (values, counts, like))
+        of_same.update({name: varying_axes(x) for name, x in same.items()})
         return values, like
 
     traced = jax.make_jaxpr(trace)()
@@ -110,6 +131,9 @@ def layout_in_map(of_first: Callable[[], tuple[Any, Any, Any]]) -> SumsInMap:
     value = frozenset().union(*values)
     along = value.union(*counts)
     names = tuple(sorted(along.difference(along.intersection(*like))))
+    for name, axes in of_same.items():
+        if not axes.isdisjoint(names):
+            refuse_own(name)
     for name in names:
         if name not in value or not all(name in count for count in counts):
             differs, same = ["loss", "num_tokens"][:: 1 if name in value else -1]
@@ -131,4 +155,4 @@ def layout_in_map(of_first: Callable[[], tuple[Any, Any, Any]]) -> SumsInMap:
             "a gradient of the losses of all. Return both reduced with "
             f"jax.lax.psum(..., {name!r})."
         )
-    return SumsInMap(names)
+    return PeersInMap(names)

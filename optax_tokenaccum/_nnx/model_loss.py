@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from optax_tokenaccum._core.dependence import forwarded
-from optax_tokenaccum._core.loss_fn import unpack
+from optax_tokenaccum._core.loss import unpack
 from optax_tokenaccum._core.trees import Batch, Params
-from optax_tokenaccum._core.variables import Variables
 
 
 class Model:
@@ -35,6 +34,28 @@ class Model:
             jax.tree.unflatten(self._params, jax.tree.leaves(params)),
             jax.tree.unflatten(self._rest, jax.tree.leaves(values)),
         )
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, eq=False)
+class Variables:
+    """A model's arrays that are not trained, as the model state of the core's steps.
+
+    Attributes:
+      values: a tree of arrays for each variable.
+      model: the rest of the model, which is static.
+    """
+
+    values: list[Any]
+    model: Model
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Model]:
+        names = map(jax.tree_util.GetAttrKey, self.model.names)
+        return [*zip(names, self.values, strict=True)], self.model
+
+    @classmethod
+    def tree_unflatten(cls, model: Model, values: Any) -> "Variables":
+        return cls([*values], model)
 
 
 class Models:
@@ -61,7 +82,7 @@ class AuxAndVariables(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """`loss_fn(model, batch)` in the form of `Loss.call`.
+    """`loss_fn(model, batch)` as a loss of the core, with a model state.
 
     If `may_restructure`, it always returns an `aux`, with `AuxAndVariables`. Otherwise
     new variables and other shapes raise `ValueError`.
@@ -73,8 +94,8 @@ class ModelLoss:
 
     def __call__(
         self, params: Params, variables: Variables, batch: Batch, **loss_kwargs: Any
-    ) -> tuple[Any, dict[int, Any]]:
-        model = variables.model
+    ) -> tuple[Any, Variables]:
+        model, values = variables.model, [*variables.values]
 
         def run(params: Params, values: list[Any]) -> tuple[Any, ...]:
             copy = model.merged(params, values)
@@ -95,7 +116,7 @@ class ModelLoss:
             for path in rewritten
         ):  # nnx.remat and nnx.jit write the parameters back, mostly as they were
             rewritten -= _as_before(run, rewritten, params, variables.values)
-        changed, others, assigned = {}, {}, []
+        others, assigned = {}, []
         for path, leaf in after.items():
             if path in before and path not in rewritten:
                 continue
@@ -103,7 +124,7 @@ class ModelLoss:
             if path in before and place is None:
                 assigned.append(path)
             elif place is not None and _shapes(value_of(leaf)) == _shapes(before[path]):
-                changed[place] = value_of(leaf)
+                values[place] = value_of(leaf)
             else:
                 others[path] = leaf
         _refuse(
@@ -122,7 +143,7 @@ class ModelLoss:
             loss_sum, (num_tokens, aux) = unpack(returned, self.has_aux)
             state = nnx.from_flat_state(list(others.items())) if others else None
             returned = loss_sum, (num_tokens, AuxAndVariables(aux, state))
-        return returned, changed
+        return returned, Variables(values, model)
 
 
 def _as_before(run: Any, paths: Collection[Any], *args: Any) -> set[Any]:

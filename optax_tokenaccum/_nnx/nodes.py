@@ -11,15 +11,15 @@ from jax.sharding import NamedSharding
 
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
-from optax_tokenaccum._core.variables import Variables
-from optax_tokenaccum._devices.one_device import OneDevice
+from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._nnx.model_loss import (
     Model,
     Models,
+    Variables,
     is_variable,
     value_of,
 )
-from optax_tokenaccum._steps.state import ModelState
+from optax_tokenaccum._steps.state import ModelStepState
 
 
 class Places(NamedTuple):
@@ -48,11 +48,11 @@ class Nodes(NamedTuple):
     rest: Places
     static: Model
 
-    def state(self) -> ModelState:
+    def state(self) -> ModelStepState:
         variables = Variables(self.rest.values(), self.static)
-        return ModelState(self.params.tree(), self.opt_state.tree(), variables)
+        return ModelStepState(self.params.tree(), self.opt_state.tree(), variables)
 
-    def donatable(self, state: ModelState, given: Any) -> ModelState:
+    def donatable(self, state: ModelStepState, given: Any) -> ModelStepState:
         """The state with copies of the arrays that must outlive the donation.
 
         These are arrays that are there twice, or are `given` to the call too, and those
@@ -65,12 +65,12 @@ class Nodes(NamedTuple):
             return state
         return structure.unflatten([arrays.settled(x, taken) for x in leaves])
 
-    def write(self, state: ModelState) -> None:
+    def write(self, state: ModelStepState) -> None:
         """Puts the arrays of a state into their places."""
         self.params.write(state.params)
         self.opt_state.write(state.opt_state)
         for path, place in self.static.place_of.items():
-            leaf, x = self.rest.leaves[place], state.variables.values[place]
+            leaf, x = self.rest.leaves[place], state.model_state.values[place]
             if is_variable(leaf):
                 _write(leaf, x)
             elif leaf is not x:
@@ -100,7 +100,7 @@ def read(
     return Nodes(model, params, opt_state, rest, static)
 
 
-def check_alive(state: ModelState) -> None:
+def check_alive(state: ModelStepState) -> None:
     """Raises `ValueError` if a call that failed, or another step, took an array."""
     if not trees.is_alive(state):
         raise ValueError(
@@ -118,7 +118,7 @@ def _write(leaf: Any, x: Any) -> None:
         leaf.set_raw_value(x)
 
 
-def laid_out(state: ModelState, mode: OneDevice) -> ModelState:
+def laid_out(state: ModelStepState, mode: Mode) -> ModelStepState:
     """The state where a step needs it: arrays placed, and sums laid out.
 
     Arrays that were never placed, and with a mesh those that are not on it, move to the
@@ -130,7 +130,8 @@ def laid_out(state: ModelState, mode: OneDevice) -> ModelState:
     Raises:
       ValueError: the window is open, and its sums are laid out for other devices.
     """
-    params, like = mode.init(state.params, lambda model: model)
+    params = mode.place(state.params)
+    like = mode.init(lambda model: model, params)
     home = arrays.home(params)
     placed_like = {
         path: (jnp.shape(x), arrays.home(x, whole=False)) for path, x in _by_path(like)
@@ -149,10 +150,10 @@ def laid_out(state: ModelState, mode: OneDevice) -> ModelState:
         opt_state = _with_sums(opt_state, params, mode)
     opt_state, variables = (
         jax.tree_util.tree_map_with_path(place, tree)
-        for tree in (opt_state, state.variables)
+        for tree in (opt_state, state.model_state)
     )
     params = jax.tree.map(functools.partial(arrays.settled, taken=set()), params)
-    return ModelState(params, opt_state, variables)
+    return ModelStepState(params, opt_state, variables)
 
 
 def _by_path(tree: Any) -> list[tuple[Any, Any]]:
@@ -167,13 +168,15 @@ def _may_move(x: Any, home: jax.sharding.Sharding) -> bool:
     return not x.committed or (isinstance(home, NamedSharding) and not is_spread)
 
 
-def check_laid_out(state: ModelState, mode: OneDevice) -> None:
+def check_laid_out(state: ModelStepState, mode: Mode) -> None:
     """Raises `ValueError` for sums that only `laid_out` can bring into place."""
     if not has_sums(state.opt_state):
         return
     sums = jax.tree.leaves(state.opt_state.acc_grads)
     params = jax.tree.leaves(state.params)
-    if [*map(jnp.shape, sums)] != [(*mode.leading_axes, *jnp.shape(p)) for p in params]:
+    if [*map(jnp.shape, sums)] != [
+        (*mode.layout().leading_axes, *jnp.shape(p)) for p in params
+    ]:
         raise ValueError(
             "Inside of a jit, and with shapes in the place of arrays, the optimizer's "
             "sums must be laid out already: got sums of shapes "
@@ -185,10 +188,12 @@ def check_laid_out(state: ModelState, mode: OneDevice) -> None:
 def _with_sums(
     opt_state: TokenAccumulationState,
     params: Any,
-    mode: OneDevice,
+    mode: Mode,
 ) -> TokenAccumulationState:
     """The state with sums laid out for the devices of a step."""
-    shapes = [(*mode.leading_axes, *jnp.shape(p)) for p in jax.tree.leaves(params)]
+    shapes = [
+        (*mode.layout().leading_axes, *jnp.shape(p)) for p in jax.tree.leaves(params)
+    ]
     sums = jax.tree.leaves(opt_state.acc_grads)
     is_laid_out = [jnp.shape(x) for x in sums] == shapes
     if is_laid_out and not mode.data_axes:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from optax_tokenaccum._core.trees import is_concrete
-from optax_tokenaccum._devices.one_device import OneDevice
+from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._nnx.model_loss import AuxAndVariables, Models
 from optax_tokenaccum._nnx.nodes import (
     Nodes,
@@ -19,7 +19,7 @@ from optax_tokenaccum._nnx.nodes import (
 )
 from optax_tokenaccum._steps.compile_ahead import Programs
 from optax_tokenaccum._steps.program import ArrayMemo
-from optax_tokenaccum._steps.state import ModelState, StepMetrics, key_array
+from optax_tokenaccum._steps.state import ModelStepState, StepMetrics, key_array
 
 
 class ModelStep(abc.ABC):
@@ -32,7 +32,7 @@ class ModelStep(abc.ABC):
 
     _counts_calls = True  # in `optimizer.step`; otherwise the program counts updates
 
-    def __init__(self, mode: OneDevice, donate: bool):
+    def __init__(self, mode: Mode, donate: bool):
         self._mode = mode
         self._donate = donate
         self._steps: dict[Any, Any] = {}
@@ -142,7 +142,7 @@ class ModelStep(abc.ABC):
 
     def _opened(
         self, model: nnx.Module, optimizer: nnx.Optimizer, given: Any = ()
-    ) -> tuple[Any, Nodes, ModelState]:
+    ) -> tuple[Any, Nodes, ModelStepState]:
         step, nodes = self._step_of(optimizer), self._read(model, optimizer)
         state = nodes.state()
         check_alive(state)

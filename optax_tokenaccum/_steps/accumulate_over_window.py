@@ -8,12 +8,13 @@ import optax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import key_at, unpack
+from optax_tokenaccum._core.body import add_gradients, window_gradient
+from optax_tokenaccum._core.loss import MicroBatch, unpack
 from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import is_float0, zeros_of
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
-from optax_tokenaccum._devices.own_map import layout_in_map
+from optax_tokenaccum._devices.own_map import SumsInMap, peers_in_map
 from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
 
 # value_and_grad_fn(params, batch, **kwargs) -> ((value, num_tokens), grads). With
@@ -101,22 +102,21 @@ def accumulate_over_window(
 
         def call(batch: Batch, i: Any) -> Any:
             with explained(micro_batches, batch):
-                returned = value_and_grad_fn(
-                    params, batch, **kwargs, **key_at(rng, Layout(), i)
-                )
+                key = MicroBatch(batch, rng, kwargs).at(i).rng
+                own = {} if rng is None else {"rng": key}
+                returned = value_and_grad_fn(params, batch, **kwargs, **own)
             return _unpack(returned, has_aux)
 
         def of_first() -> Any:
             (value, (num_tokens, _)), grads = call(groups[0].pick(0), 0)
-            return value, num_tokens, _without_float0(grads)
+            return value, num_tokens, _without_float0(grads), {}
 
-        own = accumulation.with_layout(layout_in_map(of_first))
+        own = accumulation.on(SumsInMap(), peers_in_map(of_first))
 
-        def add(batch: Batch, i: Any, state: Any) -> tuple[Any, Any]:
-            (value, (num_tokens, aux)), grads = call(batch, i)
+        def add(batch: Batch, state: TokenAccumulationState) -> tuple[Any, Any]:
+            (value, (num_tokens, aux)), grads = call(batch, state.mini_step)
             grads = _without_float0(grads)
-            state, _ = own.add(grads, state, None, num_tokens, value)
-            return state, aux
+            return add_gradients(own, state, grads, num_tokens, value), aux
 
         _, like = jax.eval_shape(lambda: call(groups[0].pick(0), 0))
         state, aux = for_each(
@@ -127,7 +127,7 @@ def accumulate_over_window(
             capacity,
         )
         loss, num_tokens = accumulation.window_so_far(state)
-        grads = accumulation.window_gradient_in_place(state, _without_float0(like))
+        grads = window_gradient(accumulation, state, _without_float0(like))
         return (loss, (num_tokens, aux)), _with_float0(grads, like)
 
     return accumulate

@@ -1,17 +1,18 @@
 """Several losses in one window, each divided by its own denominator."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core.contribution import as_num_tokens
-from optax_tokenaccum._core.layout import Computed, Layout
-from optax_tokenaccum._core.loss_fn import Loss
+from optax_tokenaccum._core.layout import Computed, Peers
+from optax_tokenaccum._core.loss import Loss
+from optax_tokenaccum._core.model_state import M
 from optax_tokenaccum._core.sums import divide
 from optax_tokenaccum._core.trees import Batch, Params
-from optax_tokenaccum._core.variables import Variables
 from optax_tokenaccum._steps.micro_batches import Group, loop
 
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
@@ -34,20 +35,20 @@ class LossTerms:
         self._count_dtype = count_dtype
         self._count_fn = count_fn
 
-    def totals(self, groups: list[Group], layout: Layout) -> dict[str, Any]:
+    def totals(self, groups: list[Group], peers: Peers) -> dict[str, Any]:
         """Sums the count of each term over the micro-batches that run."""
 
         def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
             return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
 
-        def of_rows(params: Params, batch: Batch, rng: None) -> Computed:
+        def of_rows(params: Params, batch: Batch, rng: jax.Array | None) -> Computed:
             named = self._counts(batch).items()
             return Computed({f"the count {n!r}": x for n, x in named if x is not None})
 
-        layout.check_counts(of_rows, (), groups[0].pick(0), None)
+        peers.check_counts(of_rows, (), groups[0].pick(0), None)
         shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
         totals = loop(groups, add, jax.tree.map(jnp.zeros_like, shapes))
-        return layout.sum(totals)
+        return peers.sum(totals)
 
     def share_of(self, totals: dict[str, Any]) -> Loss:
         """Returns a micro-batch's share of the window's loss.
@@ -59,9 +60,9 @@ class LossTerms:
         has_aux = self._loss.has_aux
 
         def share(
-            params: Params, variables: Variables, batch: Batch, **loss_kwargs: Any
-        ) -> Any:
-            returned, changed = self._loss.call(params, variables, batch, **loss_kwargs)
+            params: Params, model_state: M, batch: Batch, **loss_kwargs: Any
+        ) -> tuple[Any, M]:
+            returned, new = self._loss.call(params, model_state, batch, **loss_kwargs)
             terms, aux = split(returned, has_aux)
             _check_names(terms, totals)
             loss = sum(_divided(terms[name], total) for name, total in totals.items())
@@ -70,9 +71,9 @@ class LossTerms:
                 [True if count is None else count > 0 for count in counts.values()]
             ).any()
             num_tokens = holds_any.astype(jnp.float32)
-            return (loss, (num_tokens, aux) if has_aux else num_tokens), changed
+            return (loss, (num_tokens, aux) if has_aux else num_tokens), new
 
-        return Loss(share, has_aux)
+        return replace(self._loss, call=share)
 
     def _counts(self, batch: Batch) -> dict[str, Any]:
         counts = self._count_fn(batch)

@@ -125,12 +125,12 @@ def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[G
 
 def for_each(
     groups: list[Group],
-    add: Callable[[Any, Any, Any], tuple[Any, Any]],
+    add: Callable[[Batch, Any], tuple[Any, Any]],
     carry: Any,
     aux_of: Callable[[Any], Any] | None,
     capacity: int,
 ) -> tuple[Any, Any]:
-    """Runs `add(micro_batch, i, carry) -> (carry, aux)` in window order.
+    """Runs `add(micro_batch, carry) -> (carry, aux)` in window order.
 
     Args:
       groups: from `groups_of`.
@@ -152,7 +152,7 @@ def for_each(
 
     def body(pick: Callable[[Any], Any], i: Any, carry_and_auxes: Any) -> Any:
         carry, auxes = carry_and_auxes
-        carry, aux = add(pick(i), i, carry)
+        carry, aux = add(pick(i), carry)
         auxes = jax.tree.map(
             lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
         )

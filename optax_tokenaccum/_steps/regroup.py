@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.sums import Kind, kinds_of
+from optax_tokenaccum._core.overwritten import NOTHING, is_overwritten
 from optax_tokenaccum._steps.state import StepState, require_step_state
 
 State = TypeVar("State")
@@ -73,9 +73,10 @@ def regroup_sums(state: Any, like: State) -> State:
         saved = _with_counters(saved, wanted)
     elif isinstance(state, StepState):
         require_step_state(state, accumulates=accumulates)
-    kinds = zip(wanted, jax.tree.leaves(kinds_of(like)), strict=True)
+    marks = [is_overwritten(*x) for x in jax.tree_util.tree_leaves_with_path(like)]
     leaves = [
-        _regrouped(name, saved.pop(name, None), wanted[name], k) for name, k in kinds
+        _regrouped(name, saved.pop(name, None), x, is_maximum)
+        for (name, x), is_maximum in zip(wanted.items(), marks, strict=True)
     ]
     for name, x in saved.items():
         raise _unlike(name, None, x)
@@ -115,9 +116,9 @@ def _with_counters(saved: dict[Name, Any], wanted: dict[Name, Any]) -> dict[Name
     return numbers | of_inner
 
 
-def _regrouped(name: Name, old: Any, like: Any, kind: Kind) -> Any:
+def _regrouped(name: Name, old: Any, like: Any, is_maximum: bool) -> Any:
     if old is not None and "acc_grads" in name:
-        old = _sums_for(old, like, kind)
+        old = _sums_for(old, like, is_maximum)
     if old is None or jnp.shape(old) != like.shape:
         raise _unlike(name, like, old)
     return _put(old, like)
@@ -133,7 +134,7 @@ def _unlike(name: Name, expected: Any, got: Any) -> ValueError:
     )
 
 
-def _sums_for(acc: Any, like: Any, kind: Kind) -> Any:
+def _sums_for(acc: Any, like: Any, is_maximum: bool) -> Any:
     """The sums in groups for other devices, which have an axis or none."""
     if acc.shape == like.shape:
         return acc
@@ -150,9 +151,9 @@ def _sums_for(acc: Any, like: Any, kind: Kind) -> Any:
         groups = _number_of_sums(like, shape)
         missing = -len(acc) % groups
         padding = [(0, missing), *[(0, 0)] * len(shape)]
-        acc = jnp.pad(acc, padding, constant_values=kind.nothing)
+        acc = jnp.pad(acc, padding, constant_values=NOTHING if is_maximum else 0)
         acc = acc.reshape(groups, len(acc) // groups, *shape)
-        return kind.reduce(acc, 1).reshape(like.shape)
+        return (jnp.max if is_maximum else jnp.sum)(acc, 1).reshape(like.shape)
 
     return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
 

@@ -1,17 +1,16 @@
 """The state that every step carries from call to call, and its metrics."""
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
-from optax_tokenaccum._core.trees import Params
-from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
+from optax_tokenaccum._core.trees import M, P
 
 
-class StepState(NamedTuple):
+class StepState(NamedTuple, Generic[P]):
     """The state that a train step carries from call to call; save all of it.
 
     Attributes:
@@ -34,8 +33,26 @@ class StepState(NamedTuple):
       StepState ()
     """
 
-    params: Params
+    params: P
     opt_state: TokenAccumulationState
+
+
+class ModelStepState(NamedTuple, Generic[P, M]):
+    """The state of a step with `has_model_state=True`; save all of it.
+
+    Attributes:
+      params: the parameters.
+      opt_state: as in `StepState`.
+      model_state: what the loss changes besides parameters, such as the statistics of
+        batch normalization: the state that the last micro-batch left.
+    """
+
+    params: P
+    opt_state: TokenAccumulationState
+    model_state: M
+
+
+AnyStepState = StepState[P] | ModelStepState[P, Any]
 
 
 class StepMetrics(NamedTuple):
@@ -75,21 +92,14 @@ class StepMetrics(NamedTuple):
     aux: Any = None
 
 
-class ModelState(NamedTuple):
-    """A `StepState` with the variables of a model, such as its batch statistics."""
-
-    params: Params
-    opt_state: TokenAccumulationState
-    variables: Variables
+def model_state_of(state: AnyStepState) -> Any:
+    return state.model_state if isinstance(state, ModelStepState) else None
 
 
-def variables_of(state: StepState | ModelState) -> Variables:
-    return state.variables if isinstance(state, ModelState) else NO_VARIABLES
-
-
-def with_variables(state: Any, variables: Variables) -> Any:
-    is_model = isinstance(state, ModelState)
-    return state._replace(variables=variables) if is_model else state
+def with_model_state(state: Any, model_state: Any) -> Any:
+    if isinstance(state, ModelStepState):
+        return state._replace(model_state=model_state)
+    return state
 
 
 def metrics_of(
@@ -109,18 +119,28 @@ def metrics_of(
     )
 
 
-def key_array(state: StepState | ModelState) -> Any:
+def key_array(state: AnyStepState) -> Any:
     """The array whose identity is the key to what the host knows about a state."""
     if has_sums(state.opt_state):
         return state.opt_state.mini_step
     return next(iter(jax.tree.leaves(state.params)), None)
 
 
-def require_step_state(state: Any, *, accumulates: bool) -> None:
-    if not isinstance(state, StepState | ModelState):
+def require_step_state(
+    state: Any, *, accumulates: bool, has_model_state: bool = False
+) -> None:
+    kind, other = StepState, ModelStepState
+    if has_model_state:
+        kind, other = other, kind
+    if isinstance(state, other):
         raise TypeError(
-            "The state must be the StepState that step.init or the last call returned: "
-            f"got {type(state).__name__}. Restore a checkpoint with "
+            f"The state must be a {kind.__name__}, for this step was made with "
+            f"has_model_state={has_model_state}: got a {other.__name__}."
+        )
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"The state must be the {kind.__name__} that step.init or the last call "
+            f"returned: got {type(state).__name__}. Restore a checkpoint with "
             "jax.eval_shape(step.init, params) as its target; take one that was "
             "restored without a target over with regroup_sums(state, "
             "step.init(params))."

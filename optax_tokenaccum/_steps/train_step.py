@@ -1,43 +1,47 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import (
-    Loss,
-    LossFn,
-    function_loss,
-    key_at,
-    loss_of,
-)
+from optax_tokenaccum._core.body import add_micro_batch
+from optax_tokenaccum._core.loss import Loss, LossFn, MicroBatch, Output, make_loss
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Batch, Gradients, Params, is_concrete
-from optax_tokenaccum._core.variables import Variables
-from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
-from optax_tokenaccum._devices.one_device import OneDevice
-from optax_tokenaccum._steps import program
-from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
+from optax_tokenaccum._core.trees import (
+    Batch,
+    DType,
+    Gradients,
+    ParamShardings,
+    is_concrete,
+)
+from optax_tokenaccum._devices.mode import (
+    Mode,
+    ReduceEvery,
+    make_mode,
+)
+from optax_tokenaccum._steps.compile_ahead import Programs, Progress
+from optax_tokenaccum._steps.keywords import Keywords
 from optax_tokenaccum._steps.micro_batches import GroupedWindow
-from optax_tokenaccum._steps.program import Arguments, Program
+from optax_tokenaccum._steps.program import ArrayMemo, Program
 from optax_tokenaccum._steps.state import (
+    AnyStepState,
+    P,
     StepMetrics,
     StepState,
     metrics_of,
-    require_step_state,
-    variables_of,
-    with_variables,
+    model_state_of,
+    with_model_state,
 )
-from optax_tokenaccum._steps.update import close_and_apply
+from optax_tokenaccum._steps.step import Step
 
 
-class TrainStep:
+class TrainStep(Step[P]):
     """The step that `make_train_step` returns: `step(state, batch)`.
 
     Attributes:
@@ -61,71 +65,50 @@ class TrainStep:
       -9.2
     """
 
+    _accumulates = True
+
     def __init__(
-        self,
-        loss: Loss,
-        accumulation: Accumulation,
-        mode: OneDevice,
-        donate: bool,
+        self, loss: Loss, accumulation: Accumulation, mode: Mode, donate: bool
     ):
-        self._loss = loss
-        self._accumulation = accumulation
-        self._mode = mode
+        super().__init__(loss, accumulation, mode, donate)
         # The values of `mini_step` arrays, so that no call waits for the device.
-        self._counts: program.ArrayMemo[int] = program.ArrayMemo()
-        common: Any = dict(mode=mode, shardings=program.ShardingCache(), donate=donate)
+        self._counts: ArrayMemo[int] = ArrayMemo()
+        self._add = functools.partial(add_micro_batch, loss)
         self.accumulate = Program(
             self._accumulate,
-            self._micro_batch_arguments,
-            _window_and_variables,
+            self._micro_batch,
+            _split_window,
             self._join_accumulated,
-            shared=_batch_alone,
-            **common,
+            agree=self._agree,
+            **self._of_programs,
         )
         self.close_window = Program(
             self._close,
-            _no_arguments,
-            _all_but_sums,
+            self._nothing,
+            _split_sums,
             self._join_closed,
-            **common,
+            **self._of_programs,
         )
         self._accumulate_and_close = Program(
-            self._whole, self._micro_batch_arguments, shared=_batch_alone, **common
+            self._whole, self._micro_batch, agree=self._agree, **self._of_programs
         )
 
-    def init(self, params: Params) -> StepState:
-        """Returns a state with a copy of `params`: the caller's are never donated.
-
-        To restore a checkpoint, use `jax.eval_shape(step.init, params)` as the target;
-        over several devices, use the state itself, which has shardings.
-
-        Args:
-          params: a pytree of arrays; integer arrays are never updated. If the step has
-            a mesh, arrays on that mesh stay where they are, and other arrays are copied
-            to all its devices.
-
-        Raises:
-          TypeError: a leaf of `params` is not an array; or `params` is an NNX model,
-            and a variable is not an `nnx.Param` or is in two places.
-          ValueError: an array of `params` is on a mesh other than the step's.
-        """
-        checks.check_nnx_variables(params)
-        params = arrays.owned(params)  # lets go of the caller's
-        init = self._accumulation.with_layout(self._mode.layout()).init
-        params, opt_state = self._mode.init(params, init)
-        # An optimizer may return an array that it keeps: optax.add_noise, its key.
-        state = StepState(params, arrays.owned(opt_state))
+    def init(self, params: P, model_state: Any = None) -> Any:
+        state = super().init(params, model_state)
         self._counts.remember(state.opt_state.mini_step, 0)
         return state
 
+    def _init(self, params: P) -> TokenAccumulationState:
+        return self._accumulation.on(self._mode.layout()).init(params)
+
     def __call__(
         self,
-        state: StepState,
+        state: AnyStepState[P],
         batch: Batch,
         *,
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
-    ) -> tuple[StepState, StepMetrics]:
+    ) -> tuple[Any, StepMetrics]:
         """Adds a micro-batch; if this closes the window, applies the update.
 
         Args:
@@ -141,10 +124,10 @@ class TrainStep:
         Raises:
           ValueError: the step has no schedule; or, with a mesh, the arrays of the batch
             have different numbers of rows, or `num_tokens` does not depend on the rows.
-          TypeError: `state` is not a `StepState`, or `loss_fn` returned anything other
+          TypeError: `state` is not from `init`, or `loss_fn` returned anything other
             than `(loss_sum, num_tokens)`.
         """
-        require_step_state(state, accumulates=True)
+        self._require(state)
         if not self._accumulation.schedule.is_set:
             raise ValueError(
                 "This step has no schedule, so nothing says when its window closes: "
@@ -173,7 +156,7 @@ class TrainStep:
 
     def compile(
         self,
-        state: StepState,
+        state: AnyStepState[P],
         batches: Iterable[Any],
         *,
         rng: jax.Array | None = None,
@@ -209,12 +192,10 @@ class TrainStep:
           >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 9)]
           >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), shapes)
         """
-        programs = self._programs(state, rng=rng, **loss_kwargs)
-        compile_all(programs, batches, "batches", progress)
+        self._compile(state, batches, progress, rng=rng, **loss_kwargs)
 
-    def _programs(self, state: StepState, **kwargs: Any) -> Programs:
-        """The programs of a run whose calls have these keywords."""
-        require_step_state(state, accumulates=True)
+    def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
+        self._require(state)
         has_schedule = self._accumulation.schedule.is_set
         is_whole = has_schedule and self._host_known_k(state) is None
         first = self._accumulate_and_close if is_whole else self.accumulate
@@ -225,126 +206,102 @@ class TrainStep:
             in_one_call=has_schedule and not is_whole,
         )
 
-    def _micro_batch_arguments(
+    def _agree(self, batch: Batch, **_: Any) -> None:
+        self._mode.agree(batch)
+
+    def _nothing(self, state: AnyStepState[P]) -> tuple[()]:
+        self._require(state)
+        return ()
+
+    def _micro_batch(
         self,
-        state: StepState,
+        state: AnyStepState[P],
         batch: Batch,
         *,
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
-    ) -> Arguments:
-        require_step_state(state, accumulates=True)
+    ) -> tuple[MicroBatch]:
+        self._require(state)
         if isinstance(batch, GroupedWindow):
             raise TypeError(
                 "A train step takes one micro-batch: got a PlannedWindow, a whole "
                 "window. Use make_window_step; or plan_window and pad_micro_batch, and "
                 "step.accumulate for each micro-batch."
             )
-        return Arguments((self._mode.spread(batch), rng), loss_kwargs)
+        return (MicroBatch(self._mode.spread(batch), rng, Keywords(loss_kwargs)),)
 
     def _accumulate(
         self,
-        shardings: Any,
-        window: tuple[TokenAccumulationState, Variables],
-        params: Params,
-        rows: Batch,
-        rng: jax.Array | None,
-        traced: list[Any],
-        static: program.StaticPart,
-    ) -> tuple[tuple[TokenAccumulationState, Variables], StepMetrics, Any]:
+        shardings: ParamShardings,
+        window: tuple[TokenAccumulationState, Any],
+        params: P,
+        micro_batch: MicroBatch,
+    ) -> Output:
         """The program for every micro-batch.
 
         It only reads the parameters, and is not given the inner optimizer's state. It
         donates the sums, and adds each gradient to them as soon as that is computed.
         """
-        opt_state, variables = window
-        self._mode.check_layout(opt_state.acc_grads, params)
-
-        def add(
-            layout: Layout,
-            opt_state: TokenAccumulationState,
-            batch: Batch,
-            params: Params,
-            variables: Variables,
-            rng: jax.Array | None,
-            traced: list[Any],
-        ) -> tuple[TokenAccumulationState, tuple[StepMetrics, Variables], Any]:
-            accumulation = self._accumulation.with_layout(layout)
-            loss_kwargs = program.join_arrays(traced, static) | key_at(
-                rng, layout, opt_state.gradient_step, opt_state.mini_step
-            )
-            loss = loss_of(self._loss, params, variables, batch, loss_kwargs, layout)
-            opt_state, skipped, (aux, changed) = accumulation.add_loss(
-                loss, opt_state, params
-            )
-            variables = variables.updated(changed, skipped, layout.shared)
-            metrics = metrics_of(opt_state, *accumulation.window_so_far(opt_state))
-            metrics = metrics._replace(skipped=skipped)
-            return opt_state, (metrics, variables), layout.stacked(aux)
-
-        shared = params, variables, rng, traced
-        opt_state, (metrics, variables), aux = self._mode.map_rows(
-            add, shardings, opt_state, rows, *shared
+        opt_state, model_state = window
+        self._mode.layout().check(opt_state.acc_grads, params)
+        micro_batch = micro_batch.at(opt_state.gradient_step, opt_state.mini_step)
+        add = self._mode.on_rows(self._add, self._accumulation.on, shardings)
+        opt_state, (model_state, skipped), aux = add(
+            opt_state, micro_batch, params, model_state
         )
-        return (opt_state, variables), metrics, aux
+        metrics = metrics_of(opt_state, *self._accumulation.window_so_far(opt_state))
+        return Output((opt_state, model_state), metrics._replace(skipped=skipped), aux)
 
     def _join_accumulated(
-        self, window: tuple[TokenAccumulationState, Variables], old: StepState
-    ) -> StepState:
-        opt_state, variables = window
+        self, window: tuple[TokenAccumulationState, Any], old: AnyStepState[P]
+    ) -> AnyStepState[P]:
+        opt_state, model_state = window
         count = self._counts.get(old.opt_state.mini_step)
         if count is not None and self._accumulation.should_skip_update_fn is None:
             self._counts.remember(opt_state.mini_step, count + 1)
-        inner = old.opt_state.inner_opt_state
-        return with_variables(
-            old._replace(opt_state=opt_state._replace(inner_opt_state=inner)), variables
-        )
+        inner_opt_state = old.opt_state.inner_opt_state
+        opt_state = opt_state._replace(inner_opt_state=inner_opt_state)
+        return with_model_state(old._replace(opt_state=opt_state), model_state)
 
     def _close(
-        self, shardings: Any, state: StepState, acc_grads: Gradients
-    ) -> tuple[StepState, StepMetrics, None]:
+        self, shardings: ParamShardings, state: StepState[P], acc_grads: Gradients
+    ) -> Output:
         """The program for every update; it only reads the sums."""
-        params, opt_state = _with_sums(state, acc_grads)
-        self._mode.check_layout(acc_grads, params)
-        closes = opt_state.mini_step > 0
-        state, metrics = self._update(shardings, closes, params, opt_state)
-        return _with_sums(state, None), metrics, None
+        self._mode.layout().check(acc_grads, state.params)
+        state = _with_sums(state, acc_grads)
+        closes = state.opt_state.mini_step > 0
+        params, opt_state, metrics = self._update(shardings, closes, *state)
+        return Output(_with_sums(StepState(params, opt_state), None), metrics)
 
-    def _join_closed(self, state: StepState, old: StepState) -> StepState:
-        self._counts.remember(state.opt_state.mini_step, 0)
-        state = _with_sums(state, old.opt_state.acc_grads)
-        return old._replace(params=state.params, opt_state=state.opt_state)
+    def _join_closed(
+        self, closed: StepState[P], old: AnyStepState[P]
+    ) -> AnyStepState[P]:
+        self._counts.remember(closed.opt_state.mini_step, 0)
+        return old._replace(**_with_sums(closed, old.opt_state.acc_grads)._asdict())
 
     def _whole(
-        self, shardings: Any, state: StepState, _: Any, *micro_batch: Batch, static: Any
-    ) -> tuple[StepState, StepMetrics, Any]:
+        self,
+        shardings: ParamShardings,
+        state: AnyStepState[P],
+        _: tuple[()],
+        micro_batch: MicroBatch,
+    ) -> Output:
         """Both programs in one, if the host does not know when a window closes."""
-        (opt_state, variables), added, aux = self._accumulate(
-            shardings,
-            (state.opt_state, variables_of(state)),
-            state.params,
-            *micro_batch,
-            static=static,
+        window = state.opt_state, model_state_of(state)
+        (opt_state, model_state), added, aux = self._accumulate(
+            shardings, window, state.params, micro_batch
         )
         closes = self._accumulation.schedule.closes(
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
-        updated, closed = self._update(shardings, closes, state.params, opt_state)
-        state = with_variables(state._replace(**updated._asdict()), variables)
-        return state, closed._replace(skipped=added.skipped), aux
+        params, opt_state, closed = self._update(
+            shardings, closes, state.params, opt_state
+        )
+        state = state._replace(params=params, opt_state=opt_state)
+        state = with_model_state(state, model_state)
+        return Output(state, closed._replace(skipped=added.skipped), aux)
 
-    def _update(
-        self,
-        shardings: Any,
-        closes: jax.Array | bool,
-        params: Params,
-        opt_state: TokenAccumulationState,
-    ) -> tuple[StepState, StepMetrics]:
-        accumulation = self._accumulation.with_layout(self._mode.layout(shardings))
-        *state, metrics = close_and_apply(accumulation, closes, params, opt_state)
-        return StepState(*state), metrics
-
-    def _host_known_k(self, state: StepState) -> int | None:
+    def _host_known_k(self, state: AnyStepState[P]) -> int | None:
         """The number of micro-batches in a window, if the host can count them."""
         k = self._accumulation.schedule.every_k
         keeps_count = self._accumulation.should_skip_update_fn is None
@@ -359,8 +316,9 @@ def make_train_step(
     *,
     every_n_tokens: CountSchedule | None = None,
     has_aux: bool = False,
+    has_model_state: bool = False,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
@@ -395,6 +353,12 @@ def make_train_step(
         tokens; or a function from `gradient_step` to that number. With neither, call
         `accumulate` and `close_window`.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      has_model_state: for batch normalization and everything else that the forward pass
+        updates: `loss_fn(params, model_state, batch, **kwargs) -> ((loss_sum,
+        num_tokens), model_state)`. Every micro-batch sees what the one before it left;
+        a rejected one leaves no trace. Over devices, floating values are averaged and
+        keys folded; integers must not depend on the rows, unless `loss_fn` sees all of
+        them. `init` and the step take and return a `ModelStepState`.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: the mesh of devices, see `data_axes`.
@@ -438,7 +402,7 @@ def make_train_step(
       True 4.0 0.2
     """
     checks.check_function(loss_fn, "loss_fn")
-    loss = function_loss(loss_fn, has_aux)
+    loss = make_loss(loss_fn, has_aux, has_model_state)
     accumulation = make_accumulation(
         optimizer,
         make_schedule(every_k_schedule, every_n_tokens),
@@ -449,26 +413,15 @@ def make_train_step(
     return TrainStep(loss, accumulation, mode, donate)
 
 
-def _batch_alone(batch: Batch, **_: Any) -> tuple[Batch]:
-    return (batch,)
-
-
-def _no_arguments(state: StepState) -> Arguments:
-    require_step_state(state, accumulates=True)
-    return Arguments()
-
-
-def _window_and_variables(
-    state: StepState,
-) -> tuple[tuple[TokenAccumulationState, Variables], Params]:
+def _split_window(state: AnyStepState[P]) -> tuple[tuple[Any, Any], P]:
     window = state.opt_state._replace(inner_opt_state=None)
-    return (window, variables_of(state)), state.params
+    return (window, model_state_of(state)), state.params
 
 
-def _all_but_sums(state: StepState) -> tuple[StepState, Gradients]:
+def _split_sums(state: AnyStepState[P]) -> tuple[StepState[P], Gradients]:
     rest = StepState(state.params, state.opt_state)
     return _with_sums(rest, None), state.opt_state.acc_grads
 
 
-def _with_sums(state: StepState, acc_grads: Gradients) -> StepState:
+def _with_sums(state: StepState[P], acc_grads: Gradients | None) -> StepState[P]:
     return state._replace(opt_state=state.opt_state._replace(acc_grads=acc_grads))

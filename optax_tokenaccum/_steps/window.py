@@ -1,7 +1,7 @@
 """The exact mean loss and gradient of a whole window, in one program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,20 +10,27 @@ import optax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import (
+from optax_tokenaccum._core.body import add_micro_batch, call, window_gradient
+from optax_tokenaccum._core.layout import Peers
+from optax_tokenaccum._core.loss import (
     Loss,
     LossFn,
-    function_loss,
-    key_at,
-    loss_of,
+    MicroBatch,
+    Output,
+    make_loss,
     unpack,
 )
+from optax_tokenaccum._core.model_state import changes, whole_numbers
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Batch, Params
-from optax_tokenaccum._core.variables import NO_VARIABLES, Variables
-from optax_tokenaccum._devices.own_map import SumsInMap, layout_in_map
+from optax_tokenaccum._core.trees import (
+    Batch,
+    DType,
+    Gradients,
+    M,
+    Params,
+)
+from optax_tokenaccum._devices.own_map import PeersInMap, SumsInMap, peers_in_map
 from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms, split
 from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
 
@@ -32,9 +39,10 @@ def window_value_and_grad(
     loss_fn: LossFn,
     *,
     has_aux: bool = False,
+    has_model_state: bool = False,
     count_fn: CountFn | None = None,
-    accumulator_dtype: Any = None,
-) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], Any]]:
+    accumulator_dtype: DType | None = None,
+) -> Callable[..., tuple[tuple[Any, Any], Any]]:
     r"""Like `jax.value_and_grad`, for the exact mean loss of a window.
 
     The returned function computes
@@ -62,6 +70,12 @@ def window_value_and_grad(
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
         *summed* over the micro-batch's tokens.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      has_model_state: for what the forward pass updates, see `make_train_step`:
+        `loss_fn(params, model_state, batch, **kwargs) -> ((loss_sum, num_tokens),
+        model_state)`, or with `count_fn` `({name: loss_sum}, model_state)`. In a
+        `shard_map`, the model state is each device's own during the window, keys
+        included; then floating values are averaged over the devices that share
+        parameters.
       count_fn: for several losses with different denominators: `count_fn(batch) ->
         {name: count}`. `loss_fn` then returns `{name: loss_sum}`, or with `has_aux`
         `({name: loss_sum}, aux)`. The loss is :math:`\sum_j \sum_i \ell_{ij} / \sum_i
@@ -72,7 +86,9 @@ def window_value_and_grad(
 
     Returns:
       `f(params, micro_batches, *, rng=None, num_micro_batches=None, **loss_kwargs) ->
-      ((loss, (num_tokens, aux)), grads)`.
+      ((loss, (num_tokens, aux)), grads)`; with `has_model_state`, `f(params,
+      model_state, micro_batches, ...) -> (((loss, (num_tokens, aux)), model_state),
+      grads)`.
 
       * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`; or a
         `PlannedWindow` of sequences of different lengths, see `pad_window`. In that
@@ -111,43 +127,34 @@ def window_value_and_grad(
       23.0 4.0 23.0
     """
     checks.check_function(loss_fn, "loss_fn")
-    window = Window(
-        function_loss(loss_fn, has_aux),
-        count_fn,
-        make_accumulation(
-            optax.identity(),
-            make_schedule(),
-            accumulator_dtype=accumulator_dtype,
-            token_mean=count_fn is None,
-        ),
+    loss = make_loss(loss_fn, has_aux, has_model_state)
+    value_and_grad = make_window(loss, count_fn, accumulator_dtype).value_and_grad
+    if has_model_state:
+        return value_and_grad
+
+    def without_model_state(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
+        (values, _), grads = value_and_grad(params, None, micro_batches, **kwargs)
+        return values, grads
+
+    return without_model_state
+
+
+def make_window(
+    loss: Loss, count_fn: CountFn | None, accumulator_dtype: DType | None
+) -> "Window":
+    """The loop over a window for a value and its gradient alone."""
+    accumulation = make_accumulation(
+        optax.identity(),
+        make_schedule(),
+        accumulator_dtype=accumulator_dtype,
+        token_mean=count_fn is None,
     )
-
-    def value_and_grad(
-        params: Params,
-        micro_batches: Batch,
-        *,
-        rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
-        **loss_kwargs: Any,
-    ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Any]:
-        checks.check_nnx_variables(params)
-        given = NO_VARIABLES, rng, num_micro_batches, loss_kwargs
-        layout = window.layout_in_map(micro_batches, params, *given)
-        state, (totals, *_), aux = window.run(
-            layout, micro_batches, layout.own(params), *given
-        )
-        state = layout.reduced_like(state, params)
-        loss, num_tokens = window.accumulation.window_so_far(state)
-        num_tokens = num_tokens if count_fn is None else totals
-        gradient = window.accumulation.window_gradient_in_place(state, like=params)
-        return (loss, (num_tokens, aux)), gradient
-
-    return value_and_grad
+    return Window(loss, count_fn, accumulation)
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The loop that `window_value_and_grad` and `make_window_step` share."""
+    """The loop that all functions of a whole window share."""
 
     loss: Loss
     count_fn: CountFn | None
@@ -157,96 +164,119 @@ class Window:
         if self.count_fn is not None:
             checks.check_function(self.count_fn, "count_fn")
 
-    def layout_in_map(
+    def value_and_grad(
         self,
-        micro_batches: Batch,
         params: Params,
-        variables: Variables,
-        rng: jax.Array | None,
-        num_micro_batches: Any,
-        loss_kwargs: dict[str, Any],
-    ) -> SumsInMap:
-        """The layout where this is called, perhaps in a `shard_map`."""
-        _, groups = groups_of(micro_batches, num_micro_batches)
+        model_state: M,
+        micro_batches: Batch,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: jax.typing.ArrayLike | None = None,
+        **loss_kwargs: Any,
+    ) -> tuple[tuple[tuple[jax.Array, tuple[Any, Any]], M], Gradients]:
+        """See `window_value_and_grad`."""
+        checks.check_nnx_variables(params)
+        given = MicroBatch(micro_batches, rng, loss_kwargs)
+        peers = self._peers_in_map(given, params, model_state, num_micro_batches)
+        (state, (new_model_state, _, totals), aux) = self.run(
+            self.accumulation.on(SumsInMap(), PeersInMap(())),
+            None,
+            given,
+            peers.own(params),
+            peers.own(model_state),
+            num_micro_batches,
+            counted_by=peers,
+        )
+        state = peers.reduced_like(state, params)
+        model_state = peers.unified_like(new_model_state, model_state)
+        loss, num_tokens = self.accumulation.window_so_far(state)
+        num_tokens = num_tokens if self.count_fn is None else totals
+        gradient = window_gradient(self.accumulation, state, like=params)
+        return ((loss, (num_tokens, aux)), model_state), gradient
+
+    def _peers_in_map(
+        self,
+        micro_batches: MicroBatch,
+        params: Params,
+        model_state: M,
+        num_micro_batches: jax.typing.ArrayLike | None,
+    ) -> PeersInMap:
+        """The devices that share the window, if this is called in a `shard_map`."""
+        _, groups = groups_of(micro_batches.rows, num_micro_batches)
 
         def of_first() -> Any:
-            batch = groups[0].pick(0)
-            kwargs = loss_kwargs | key_at(rng, Layout(), 0)
-            returned, _ = self.loss.call(params, variables, batch, **kwargs)
+            rows = groups[0].pick(0)
+            returned, new = call(
+                self.loss, params, model_state, micro_batches._replace(rows=rows).at(0)
+            )
+            same = whole_numbers(model_state, changes(model_state, new))
             if self.count_fn is None:
                 loss_sum, (num_tokens, _) = unpack(returned, self.loss.has_aux)
-                return loss_sum, num_tokens, params
+                return loss_sum, num_tokens, params, same
             terms, _ = split(returned, self.loss.has_aux)
-            return terms, self.count_fn(batch), params
+            return terms, self.count_fn(rows), params, same
 
-        return layout_in_map(of_first)
+        return peers_in_map(of_first)
 
     def run(
         self,
-        layout: Layout,
-        micro_batches: Batch,
+        accumulation: Accumulation,
+        _: None,
+        micro_batches: MicroBatch,
         params: Params,
-        variables: Variables,
-        rng: jax.Array | None,
-        num_micro_batches: Any,
-        loss_kwargs: dict[str, Any],
+        model_state: M,
+        num_micro_batches: jax.typing.ArrayLike | None,
         gradient_step: jax.Array | None = None,
-    ) -> tuple[TokenAccumulationState, tuple[Any, jax.Array, Variables], Any]:
-        """Runs the micro-batches.
+        counted_by: Peers | None = None,
+    ) -> Output:
+        """Runs the micro-batches, from an empty window to one that may be closed.
 
-        With a `gradient_step`, `rng` is one key for the whole run, folded as in
+        With a `gradient_step`, the key is one for the whole run, folded as in
         `make_train_step`; without one, it is the key of this window.
 
         Returns:
-          `(state before the close, (num_tokens, any_skipped, variables), aux)`.
+          `Output(opt_state, (model_state, any_skipped, num_tokens), aux)`.
         """
-        accumulation = self.accumulation.with_layout(layout.in_loop())
-        capacity, groups = groups_of(micro_batches, num_micro_batches)
+        rows = micro_batches.rows
+        capacity, groups = groups_of(rows, num_micro_batches)
 
         def with_note(f: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
-                with explained(micro_batches, args[-1]):
+                with explained(rows, args[-1]):
                     return f(*args, **kwargs)
 
             return called
 
-        loss, totals = Loss(with_note(self.loss.call), self.loss.has_aux), None
+        loss = replace(self.loss, call=with_note(self.loss.call))
+        totals: Any = None
         empty = accumulation.empty_window(params)
         if gradient_step is not None:
             empty = empty._replace(gradient_step=gradient_step)
         if self.count_fn is not None:
             count_fn, dtype = with_note(self.count_fn), empty.acc_tokens.dtype
             terms = LossTerms(loss, count_fn, dtype)
-            totals = terms.totals(groups, layout)
+            totals = terms.totals(groups, counted_by or accumulation.peers)
             loss = terms.share_of(totals)
 
-        def kwargs_at(i: Any, state: TokenAccumulationState) -> dict[str, Any]:
-            of_run = state.gradient_step, state.mini_step
-            position = (i,) if gradient_step is None else of_run
-            return loss_kwargs | key_at(rng, layout, *position)
+        def at(batch: Batch, state: TokenAccumulationState) -> MicroBatch:
+            run = () if gradient_step is None else (state.gradient_step,)
+            return micro_batches._replace(rows=batch).at(*run, state.mini_step)
 
-        def add(batch: Batch, i: Any, carry: Any) -> tuple[Any, Any]:
-            state, any_skipped, variables = carry
-            kwargs = kwargs_at(i, state)
-            of_params = loss_of(loss, params, variables, batch, kwargs, layout)
-            state, skipped, (aux, changed) = accumulation.add_loss(
-                of_params, state, params
+        def add(batch: Batch, carry: Any) -> tuple[Any, Any]:
+            state, model_state, any_skipped = carry
+            state, (model_state, skipped), aux = add_micro_batch(
+                loss, accumulation, state, at(batch, state), params, model_state
             )
-            variables = variables.updated(changed, skipped, layout.shared)
-            return (state, any_skipped | skipped, variables), aux
+            return (state, model_state, any_skipped | skipped), aux
 
         def aux_of(batch: Batch) -> Any:
-            own = variables.with_keys(layout.own_key)
-            returned, _ = loss.call(params, own, batch, **kwargs_at(0, empty))
+            returned, _ = call(loss, params, model_state, at(batch, empty))
             return unpack(returned, loss.has_aux)[1][1]
 
-        (state, any_skipped, variables), aux = for_each(
-            groups,
-            add,
-            (empty, jnp.zeros((), jnp.bool_), variables),
-            aux_of if loss.has_aux else None,
-            capacity,
+        carry = empty, model_state, jnp.zeros((), jnp.bool_)
+        (state, model_state, any_skipped), aux = for_each(
+            groups, add, carry, aux_of if loss.has_aux else None, capacity
         )
-        if totals is None:
+        if self.count_fn is None:
             totals = accumulation.window_so_far(state)[1]
-        return state, (totals, any_skipped, variables), layout.stacked(aux, 1)
+        return Output(state, (model_state, any_skipped, totals), aux)

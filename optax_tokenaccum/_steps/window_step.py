@@ -8,35 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum._core import arrays, checks
+from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss_fn import LossFn, function_loss
+from optax_tokenaccum._core.contribution import SkipFn
+from optax_tokenaccum._core.loss import LossFn, MicroBatch, Output, make_loss
 from optax_tokenaccum._core.schedule import make_schedule
-from optax_tokenaccum._core.trees import Batch, Params
-from optax_tokenaccum._devices.modes import ReduceEvery, make_mode
-from optax_tokenaccum._devices.one_device import OneDevice
-from optax_tokenaccum._steps import program
-from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import Batch, DType, ParamShardings
+from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
+from optax_tokenaccum._steps.compile_ahead import Programs, Progress
+from optax_tokenaccum._steps.keywords import Keywords
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.micro_batches import (
     GroupedWindow,
     check_micro_batches,
     explained,
 )
-from optax_tokenaccum._steps.program import Arguments, Program
+from optax_tokenaccum._steps.program import Program
 from optax_tokenaccum._steps.state import (
+    AnyStepState,
+    P,
     StepMetrics,
-    StepState,
-    require_step_state,
-    variables_of,
-    with_variables,
+    model_state_of,
+    with_model_state,
 )
-from optax_tokenaccum._steps.update import close_and_apply
+from optax_tokenaccum._steps.step import Step
 from optax_tokenaccum._steps.window import Window
 
 
-class WindowStep:
+class WindowStep(Step[P]):
     """The step that `make_window_step` returns: `step(state, micro_batches)`.
 
     `.lower` takes the same arguments; arrays may be `jax.ShapeDtypeStruct`.
@@ -52,52 +52,32 @@ class WindowStep:
       -5.0 4.0
     """
 
-    def __init__(self, window: Window, mode: OneDevice, donate: bool):
+    _accumulates = False
+
+    def __init__(self, window: Window, mode: Mode, donate: bool):
+        super().__init__(window.loss, window.accumulation, mode, donate)
         self._window = window
-        self._mode = mode
-        self._program = Program(
-            self._run,
-            self._arguments,
-            mode=mode,
-            shardings=program.ShardingCache(),
-            donate=donate,
-            shared=_known_shapes,
+        self._run = Program(
+            self._whole,
+            self._micro_batches,
+            agree=self._agree,
             row_axis=1,
+            **self._of_programs,
         )
-        self.lower = self._program.lower
+        self.lower = self._run.lower
 
-    def init(self, params: Params) -> StepState:
-        """Returns a state with a copy of `params`: the caller's are never donated.
-
-        To restore a checkpoint, use `jax.eval_shape(step.init, params)` as the target;
-        over several devices, use the state itself, which has shardings. A state of
-        version 0.2.0 is restored without a target, and converted by `regroup_sums`.
-
-        Args:
-          params: a pytree of arrays; integer arrays are never updated. If the step has
-            a mesh, arrays on that mesh stay where they are, and other arrays are copied
-            to all its devices.
-
-        Raises:
-          TypeError: a leaf of `params` is not an array; or `params` is an NNX model,
-            and a variable is not an `nnx.Param` or is in two places.
-          ValueError: an array of `params` is on a mesh other than the step's.
-        """
-        checks.check_nnx_variables(params)
-        params = arrays.owned(params)  # lets go of the caller's
-        init = self._window.accumulation.init_without_sums
-        params, opt_state = self._mode.init(params, init)
-        return StepState(params, arrays.owned(opt_state))
+    def _init(self, params: P) -> TokenAccumulationState:
+        return self._accumulation.init_without_sums(params)
 
     def __call__(
         self,
-        state: StepState,
+        state: AnyStepState[P],
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
+        num_micro_batches: jax.typing.ArrayLike | None = None,
         **loss_kwargs: Any,
-    ) -> tuple[StepState, StepMetrics]:
+    ) -> tuple[Any, StepMetrics]:
         """Runs a window and applies its update, unless the window has no tokens.
 
         Args:
@@ -114,7 +94,7 @@ class WindowStep:
           **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
             numbers are traced; bools, strings and functions are static.
         """
-        return self._program(
+        return self._run(
             state,
             micro_batches,
             rng=rng,
@@ -124,11 +104,11 @@ class WindowStep:
 
     def compile(
         self,
-        state: StepState,
+        state: AnyStepState[P],
         windows: Iterable[Any],
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
+        num_micro_batches: jax.typing.ArrayLike | None = None,
         progress: Progress = iter,
         **loss_kwargs: Any,
     ) -> None:
@@ -165,64 +145,58 @@ class WindowStep:
           -1.0 12.0
         """
         kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
-        compile_all(self._programs(state, **kwargs), windows, "windows", progress)
+        self._compile(state, windows, progress, **kwargs)
 
-    def _programs(self, state: StepState, **kwargs: Any) -> Programs:
-        """The programs of a run whose calls have these keywords."""
-        return Programs(state, lambda x: self._program.lowering(state, x, **kwargs))
+    def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
+        return Programs(state, lambda x: self._run.lowering(state, x, **kwargs))
 
-    def _arguments(
+    def _agree(
         self,
-        state: StepState,
+        micro_batches: Batch,
+        *,
+        num_micro_batches: jax.typing.ArrayLike | None = None,
+        **_: Any,
+    ) -> None:
+        is_known = isinstance(num_micro_batches, int | np.integer)
+        self._mode.agree(micro_batches, int(num_micro_batches) if is_known else None)
+
+    def _micro_batches(
+        self,
+        state: AnyStepState[P],
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
+        num_micro_batches: jax.typing.ArrayLike | None = None,
         **loss_kwargs: Any,
-    ) -> Arguments:
-        require_step_state(state, accumulates=False)
+    ) -> tuple[MicroBatch, jax.typing.ArrayLike | None]:
+        self._require(state)
         check_micro_batches(micro_batches, num_micro_batches)
         rows = _spread(self._mode, micro_batches)
-        return Arguments((rows, rng, num_micro_batches), loss_kwargs)
+        return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
 
-    def _run(
+    def _whole(
         self,
-        shardings: Any,
-        state: StepState,
-        _: Any,
-        rows: Batch,
-        rng: jax.Array | None,
-        num_micro_batches: Any,
-        traced: list[Any],
-        static: program.StaticPart,
-    ) -> tuple[StepState, StepMetrics, Any]:
+        shardings: ParamShardings,
+        state: AnyStepState[P],
+        _: tuple[()],
+        micro_batches: MicroBatch,
+        num_micro_batches: jax.typing.ArrayLike | None,
+    ) -> Output:
         old = state.opt_state
-
-        def run(layout: Layout, _: None, micro_batches: Batch, *shared: Any) -> Any:
-            params, variables, rng, num_micro_batches, traced, gradient_step = shared
-            return self._window.run(
-                layout,
-                micro_batches,
-                params,
-                variables,
-                rng,
-                num_micro_batches,
-                program.join_arrays(traced, static),
-                gradient_step,
-            )
-
-        gradient_step = old.gradient_step.astype(jnp.int32)
-        of_call = rng, num_micro_batches, traced, gradient_step
-        shared = state.params, variables_of(state), *of_call
-        open_window, (num_tokens, any_skipped, variables), aux = self._mode.map_rows(
-            run, shardings, None, rows, *shared
-        )
-        accumulation = self._window.accumulation
-        params, closed, metrics = close_and_apply(
-            accumulation.with_layout(self._mode.layout(shardings)),
-            open_window.mini_step > 0,
+        run = self._mode.on_rows(self._window.run, self._accumulation.on, shardings)
+        window, (model_state, any_skipped, num_tokens), aux = run(
+            None,
+            micro_batches,
             state.params,
-            open_window._replace(inner_opt_state=old.inner_opt_state),
+            model_state_of(state),
+            num_micro_batches,
+            old.gradient_step.astype(jnp.int32),
+        )
+        params, closed, metrics = self._update(
+            shardings,
+            window.mini_step > 0,
+            state.params,
+            window._replace(inner_opt_state=old.inner_opt_state),
         )
         metrics = metrics._replace(num_tokens=num_tokens, skipped=any_skipped)
         opt_state = old._replace(
@@ -232,7 +206,7 @@ class WindowStep:
         if old.has_updated is not None:  # an nnx.Optimizer has no place for it
             opt_state = opt_state._replace(has_updated=closed.has_updated)
         state = state._replace(params=params, opt_state=opt_state)
-        return with_variables(state, variables), metrics, aux
+        return Output(with_model_state(state, model_state), metrics, aux)
 
 
 def make_window_step(
@@ -240,9 +214,10 @@ def make_window_step(
     optimizer: optax.GradientTransformation,
     *,
     has_aux: bool = False,
+    has_model_state: bool = False,
     count_fn: CountFn | None = None,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
@@ -262,6 +237,9 @@ def make_window_step(
         *summed* over the micro-batch's tokens.
       optimizer: the plain optimizer, run once per window. Put clipping inside it.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      has_model_state: for what the forward pass updates, see `make_train_step`.
+        `loss_fn(params, model_state, batch, **kwargs) -> ((loss_sum, num_tokens),
+        model_state)`, or with `count_fn` `({name: loss_sum}, model_state)`.
       count_fn: for several losses with different denominators, see
         `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
@@ -300,11 +278,14 @@ def make_window_step(
         accumulator_dtype=accumulator_dtype,
         token_mean=count_fn is None,
     )
-    window = Window(function_loss(loss_fn, has_aux), count_fn, accumulation)
+    loss = make_loss(loss_fn, has_aux, has_model_state)
+    window = Window(loss, count_fn, accumulation)
     return WindowStep(window, make_mode(mesh, data_axes, reduce_every), donate)
 
 
-def check_options(count_fn: Any, should_skip_update_fn: Any) -> None:
+def check_options(
+    count_fn: CountFn | None, should_skip_update_fn: SkipFn | None
+) -> None:
     if count_fn is not None and should_skip_update_fn is not None:
         raise ValueError(
             "count_fn and should_skip_update_fn cannot go together: counts are summed "
@@ -313,14 +294,7 @@ def check_options(count_fn: Any, should_skip_update_fn: Any) -> None:
         )
 
 
-def _known_shapes(
-    micro_batches: Batch, *, num_micro_batches: Any = None, **_: Any
-) -> tuple[Any, Any]:
-    is_known = isinstance(num_micro_batches, int | np.integer)
-    return micro_batches, num_micro_batches if is_known else None
-
-
-def _spread(mode: OneDevice, micro_batches: Batch) -> Any:
+def _spread(mode: Mode, micro_batches: Batch) -> Any:
     is_planned = isinstance(micro_batches, GroupedWindow)
     if is_planned and micro_batches.parts % mode.num_devices:
         raise ValueError(
