@@ -161,9 +161,8 @@ def reduce_loss(
         )
     dtype = jnp.promote_types(losses.dtype, jnp.float32)
     counts = mask > 0
-    ids = jnp.ones(mask.shape, jnp.int32)
     if segment_ids is not None:
-        ids = jnp.asarray(segment_ids)
+        segment_ids = ids = jnp.asarray(segment_ids)
         if ids.shape != mask.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(
                 "segment_ids must be integers of the shape of mask: got "
@@ -178,8 +177,9 @@ def reduce_loss(
         sums, num_tokens = jnp.sum(weighted, -1), jnp.sum(weights, -1)
         is_counted = num_tokens > 0
     else:
-        sums, num_tokens, is_there = jax.vmap(_of_segments)(weighted, weights, ids)
-        is_counted = is_there if count_empty else num_tokens > 0
+        of_segments = jax.vmap(_of_segments)
+        sums, num_tokens, begins = of_segments(weighted, weights, segment_ids)
+        is_counted = begins if count_empty else num_tokens > 0
     if reduction == "seq-mean-token-mean":
         sums = sums / jnp.where(num_tokens > 0, num_tokens, 1)
     elif max_length is not None:
@@ -190,17 +190,16 @@ def reduce_loss(
 def _of_segments(
     weighted: jax.Array, weights: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums over the segments of a row, and whether there is such a segment."""
+    """Sums over each segment of a row, and where segments begin, except padding."""
     order = jnp.argsort(ids)
     ids = ids[order]
     is_first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
     number = jnp.cumsum(is_first) - 1
 
     def add_up(x: jax.Array) -> jax.Array:
-        return jax.ops.segment_sum(x, number, len(ids), indices_are_sorted=True)
+        return jax.ops.segment_sum(x[order], number, len(ids), indices_are_sorted=True)
 
-    is_there = add_up((is_first & (ids != 0)).astype(weights.dtype)) > 0
-    return add_up(weighted[order]), add_up(weights[order]), is_there
+    return add_up(weighted), add_up(weights), is_first & (ids != 0)
 
 
 def _check_reduction(

@@ -1,17 +1,19 @@
 """A class that replaces `optax.MultiSteps`."""
 
-from collections.abc import Callable
+import functools
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.accumulation import make_accumulation
+from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Gradients, Params
+from optax_tokenaccum._core.trees import Gradients, OptState, Params
 from optax_tokenaccum._transformation import Transformation, has_updated
 
 
@@ -45,8 +47,8 @@ class MultiSteps:
         opt: optax.GradientTransformation,
         every_k_schedule: CountSchedule,
         use_grad_mean: bool = True,
-        should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
-        accumulator_dtype: Any = None,
+        should_skip_update_fn: SkipFn | None = None,
+        accumulator_dtype: DTypeLike | None = None,
         *,
         gradients: Literal["sum", "mean"] = "mean",
     ):
@@ -54,15 +56,11 @@ class MultiSteps:
 
         Args:
           opt: the inner optimizer.
-          every_k_schedule: micro-batches in a window, or a function from
-            `gradient_step` to that number.
+          every_k_schedule: as in `token_accumulation`.
           use_grad_mean: if `False`, the inner optimizer receives the plain sum of the
             given gradients, neither weighted nor divided, as in optax.
-          should_skip_update_fn: `optax.skip_not_finite`, `optax.skip_large_updates` or
-            another function with the same protocol. A micro-batch that it rejects is
-            not added to any sum and not counted.
-          accumulator_dtype: dtype of the sums; by default float32, or the parameter's
-            dtype if that is wider.
+          should_skip_update_fn: as in `token_accumulation`.
+          accumulator_dtype: as in `token_accumulation`.
           gradients: `"mean"` if the loss is a mean over the micro-batch's tokens, as in
             a loop written for optax's class; `"sum"` if the loss is a sum.
 
@@ -94,14 +92,14 @@ class MultiSteps:
     def update(
         self,
         updates: Gradients,
-        state: Any,
+        state: OptState,
         params: Params | None = None,
         **extra_args: Any,
     ) -> tuple[Gradients, TokenAccumulationState]:
         """Adds a micro-batch; `num_tokens` is required. See `token_accumulation`."""
         return self._tx.update(updates, state, params, **extra_args)
 
-    def has_updated(self, state: Any) -> jax.Array:
+    def has_updated(self, state: OptState) -> jax.Array:
         """Whether the last call closed its window with an update."""
         return has_updated(state)
 
@@ -122,7 +120,9 @@ def transformation_of(tx: Any) -> Transformation | None:
     return owner if isinstance(owner, Transformation) else None
 
 
-def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:
+def from_multi_steps_state(
+    tx: optax.GradientTransformation | MultiSteps, state: OptState, params: Params
+) -> OptState:
     """Converts a state of `optax.MultiSteps`, at a window boundary, to a state of `tx`.
 
     Args:
@@ -148,14 +148,15 @@ def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:
       >>> optimizer = MultiSteps(inner, 4)
       >>> state = from_multi_steps_state(optimizer, old_state, params)
     """
-    ours, structure = _flatten_around_accumulations(tx.init(params))
+    flatten = functools.partial(jax.tree.flatten, is_leaf=_is_accumulation)
+    ours, structure = flatten(tx.init(params))
     if not any(isinstance(x, TokenAccumulationState) for x in ours):
         raise ValueError(
             "tx must accumulate with optax_tokenaccum: its state holds no "
             "TokenAccumulationState. Give token_accumulation(...), a MultiSteps of "
             "optax_tokenaccum, or a chain that holds one."
         )
-    theirs, old_structure = _flatten_around_accumulations(state)
+    theirs, old_structure = flatten(state)
     if structure != old_structure or not any(map(_is_accumulation, theirs)):
         raise ValueError(
             "The old state must be that of the same optimizer with optax.MultiSteps "
@@ -168,10 +169,6 @@ def from_multi_steps_state(tx: Any, state: Any, params: Params) -> Any:
 
 def _is_accumulation(x: Any) -> bool:
     return isinstance(x, TokenAccumulationState | optax.MultiStepsState)
-
-
-def _flatten_around_accumulations(state: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(state, is_leaf=_is_accumulation)
 
 
 def _taken_over(new: Any, old: Any) -> Any:

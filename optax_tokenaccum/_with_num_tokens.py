@@ -3,22 +3,22 @@
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
+from optax_tokenaccum._core.trees import Gradients, OptState, Params
 
 
 def with_num_tokens(
-    tx: optax.GradientTransformation, num_tokens: Any, **extra_args: Any
+    tx: optax.GradientTransformation, num_tokens: ArrayLike, **extra_args: Any
 ) -> optax.GradientTransformation:
     """Returns a plain transformation whose `update` is given the number of tokens.
 
     Some trainers call `optimizer.update(grads, state, params)` themselves, without
-    keywords. In such a trainer the count that `token_accumulation` needs has no way to
-    the optimizer. Build this transformation where the count is known, and give it to
-    the trainer in place of `tx`. The state is that of `tx`.
-
-    Inside `jit`, build it inside of the traced function: a count from outside would be
-    a constant of the program.
+    keywords, so the count that `token_accumulation` needs cannot reach the optimizer.
+    Build this transformation where the count is known, and give it to the trainer in
+    place of `tx`. The state is that of `tx`. Under `jit`, build it inside of the traced
+    function: a count from outside would be a constant of the program.
 
     Args:
       tx: `token_accumulation(...)`, or a transformation around it that passes extra
@@ -58,7 +58,9 @@ def with_num_tokens(
             "them that passes extra arguments on."
         )
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(
+        updates: Gradients, state: OptState, params: Params | None = None
+    ) -> tuple[Gradients, OptState]:
         if not nodes_of((TokenAccumulationState,), state):
             raise ValueError(
                 "tx must accumulate, or num_tokens would be dropped: got a state "

@@ -1,6 +1,7 @@
 """Grain pipelines of planned micro-batches, which can resume within a window."""
 
 import copy
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,8 +20,7 @@ class PlannedMicroBatch(NamedTuple):
     """An element of `planned_micro_batches`.
 
     Attributes:
-      batch: the batch for `loss_fn`, a pytree of NumPy arrays. Leaves per token are
-        `[num_rows, length, ...]`, leaves per sequence are `[num_rows]`.
+      batch: the batch for `loss_fn`, as `pad_micro_batch` returns it.
       is_last: whether this is the last micro-batch of its window.
 
     Example:
@@ -28,10 +28,10 @@ class PlannedMicroBatch(NamedTuple):
       >>> import numpy as np
       >>> from optax_tokenaccum.grain import planned_micro_batches
       >>> sequences = grain.MapDataset.source([np.ones(n) for n in (3, 60, 2)])
-      >>> for micro_batch in planned_micro_batches(
+      >>> for batch, is_last in planned_micro_batches(
       ...     sequences, window_size=3, max_tokens=64, pad_values=0
       ... ):
-      ...     print(micro_batch.batch.shape, micro_batch.is_last)
+      ...     print(batch.shape, is_last)
       (1, 64) False
       (16, 4) True
     """
@@ -52,10 +52,10 @@ def planned_micro_batches(
 ) -> grain.IterDataset[PlannedMicroBatch]:
     """Cuts a Grain dataset of sequences into windows and planned micro-batches.
 
-    `plan_window` plans the micro-batches of each window. A sequence is a pytree whose
-    leaves are `[length, ...]`, or scalars that belong to the whole sequence. The last
-    window holds the remaining sequences. In a repeated dataset a window can span two
-    epochs; to close the last window of each epoch, iterate once per epoch instead.
+    `plan_window` plans the micro-batches of each window, and `pad_micro_batch` pads
+    them. The last window holds the remaining sequences. In a repeated dataset a window
+    can span two epochs; to close the last window of each epoch, iterate once per epoch
+    instead.
 
     Save the iterator's state next to the `StepState` after any micro-batch: the
     restored iterator resumes with the next micro-batch of the same window. The state
@@ -69,9 +69,10 @@ def planned_micro_batches(
     drops the ends of windows, and mixing micro-batches mixes windows.
 
     Args:
-      dataset: sequences, the same ones in the same order at every start.
+      dataset: sequences as in `pad_micro_batch`, the same ones in the same order at
+        every start.
       window_size: number of sequences in a window, the batch of one update.
-      max_tokens: upper limit of a micro-batch's `num_rows * length`.
+      max_tokens: as in `plan_window`.
       length_buckets: as in `plan_window`.
       batch_multiple: as in `plan_window`.
       cost: as in `plan_window`. It is not in the iterator's state, but its plan is.
@@ -107,9 +108,9 @@ def planned_micro_batches(
       ... )
       >>> step = make_train_step(loss_fn, optax.sgd(0.1))
       >>> state = step.init(jnp.zeros(()))
-      >>> for micro_batch in dataset:
-      ...     state, metrics = step.accumulate(state, micro_batch.batch)
-      ...     if micro_batch.is_last:
+      >>> for batch, is_last in dataset:
+      ...     state, metrics = step.accumulate(state, batch)
+      ...     if is_last:
       ...         state, metrics = step.close_window(state)
       ...         print(metrics.num_tokens, metrics.gradient_step)
       63.0 1
@@ -122,16 +123,17 @@ def planned_micro_batches(
             "dataset must be a grain.MapDataset or grain.IterDataset of sequences: got "
             f"{type(dataset).__name__}. Wrap a list: grain.MapDataset.source(...)."
         )
-    max_tokens = as_count(max_tokens, "max_tokens")
-    batch_multiple = as_count(batch_multiple, "batch_multiple")
     shapes = shapes_of(max_tokens, length_buckets, batch_multiple)
     settings = _Settings(
         as_count(window_size, "window_size"),
-        max_tokens,
+        as_count(max_tokens, "max_tokens"),
         [length for _, length in shapes],
-        batch_multiple,
+        as_count(batch_multiple, "batch_multiple"),
     )
-    return _PlannedIterDataset(dataset, settings, cost, pad_values)
+    make_iterator = functools.partial(
+        _PlannedIterator, settings=settings, cost=cost, pad_values=pad_values
+    )
+    return _PlannedIterDataset(dataset, make_iterator)
 
 
 class _Settings(NamedTuple):
@@ -147,20 +149,14 @@ class _PlannedIterDataset(grain.IterDataset[PlannedMicroBatch]):
     def __init__(
         self,
         dataset: grain.IterDataset,
-        settings: _Settings,
-        cost: Any,
-        pad_values: Any,
+        make_iterator: "Callable[[grain.DatasetIterator], _PlannedIterator]",
     ):
         super().__init__(dataset)
-        self._settings = settings
-        self._cost = cost
-        self._pad_values = pad_values
+        self._make_iterator = make_iterator
 
     def __iter__(self) -> "_PlannedIterator":
         (dataset,) = self.parents
-        return _PlannedIterator(
-            iter(dataset), self._settings, self._cost, self._pad_values
-        )
+        return self._make_iterator(iter(dataset))
 
     def filter(self, transform: Any) -> NoReturn:
         raise TypeError(
@@ -169,7 +165,7 @@ class _PlannedIterDataset(grain.IterDataset[PlannedMicroBatch]):
             "would merge."
         )
 
-    def set_slice(self, sl: slice, *options: Any) -> None:
+    def set_slice(self, sl: slice, *options: bool) -> None:
         """Grain calls this method to distribute elements among several workers."""
         raise ValueError(
             "Workers must prefetch sequences, before planned_micro_batches: got "
@@ -179,13 +175,13 @@ class _PlannedIterDataset(grain.IterDataset[PlannedMicroBatch]):
 
 
 class _Window(NamedTuple):
-    """A window that was read: its position in the dataset, sequences and plans."""
+    """A position in the dataset, and the sequences and plans that were read there."""
 
     state_before: Any
     num_before: int
-    sequences: list[Any]
-    plans: list[MicroBatchPlan]
-    crc: int
+    sequences: Sequence[Batch] = ()
+    plans: Sequence[MicroBatchPlan] = ()
+    crc: int = 0  # of the lengths and the plans
 
 
 class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
@@ -195,7 +191,7 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
         self,
         dataset: grain.DatasetIterator,
         settings: _Settings,
-        cost: Any,
+        cost: Callable[[int, int], float] | None,
         pad_values: Any,
     ):
         super().__init__(dataset)
@@ -203,13 +199,13 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
         self._settings = settings
         self._cost = cost
         self._pad_values = pad_values
-        self._window = _Window(self._position(), 0, [], [], 0)
+        self._window = _Window(self._position(), 0)
         self._num_done = 0
 
     def __next__(self) -> PlannedMicroBatch:
         if self._num_done == len(self._window.plans):
             window = self._read_window()
-            if not window.sequences:
+            if not window.plans:
                 raise StopIteration
             self._window, self._num_done = window, 0
         _, _, sequences, plans, _ = self._window
@@ -234,9 +230,8 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
                 f"{state!r}. Another pipeline's state cannot be taken over."
             )
         _check_settings(state["settings"], self._settings)
-        before, num_before = state["dataset"], state["num_sequences_before"]
-        self._dataset.set_state(copy.deepcopy(before))
-        self._window = _Window(before, num_before, [], [], 0)
+        self._go_to(state["dataset"])
+        self._window = _Window(state["dataset"], state["num_sequences_before"])
         self._num_done = 0
         if not state["micro_batches_done"]:
             return
@@ -250,32 +245,43 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
             )
         self._window, self._num_done = window, state["micro_batches_done"]
 
-    def _read_window(self) -> _Window:
-        """Reads the next window, which has no sequences at the end of the dataset."""
-        before = self._position()
-        window_size, *_ = self._settings
-        last = len(self._window.sequences)
-        num_before = self._window.num_before + last
-        # A short window is the last one. Read nothing after it: some of Grain's
-        # iterators hang when they are read again at the end.
-        left = 0 if 0 < last < window_size else window_size
-        try:
-            sequences = list(itertools.islice(self._dataset, left))
-            plans, crc = self._plan(sequences, num_before) if sequences else ([], 0)
-        except BaseException:  # for example OSError, or Ctrl-C while it reads
-            self._dataset.set_state(copy.deepcopy(before))
-            raise
-        return _Window(before, num_before, sequences, plans, crc)
+    # Copy the dataset's states: its iterator may change those it returned or was given.
 
     def _position(self) -> Any:
-        # Copy the state, because an iterator may change the state that it returned.
         return copy.deepcopy(self._dataset.get_state())
 
-    def _plan(
-        self, sequences: list[Any], num_before: int
-    ) -> tuple[list[MicroBatchPlan], int]:
-        """Plans of a window, and a checksum of its lengths and plans."""
-        _, max_tokens, length_buckets, batch_multiple = self._settings
+    def _go_to(self, position: Any) -> None:
+        self._dataset.set_state(copy.deepcopy(position))
+
+    def _read_window(self) -> _Window:
+        """Reads the next window, which has no sequences at the end of the dataset."""
+        size, max_tokens, length_buckets, batch_multiple = self._settings
+        last = len(self._window.sequences)
+        # A short window is the last one. Read nothing after it: some of Grain's
+        # iterators hang when they are read again at the end.
+        left = 0 if 0 < last < size else size
+        window = _Window(self._position(), self._window.num_before + last)
+        try:
+            sequences = list(itertools.islice(self._dataset, left))
+            if not sequences:
+                return window
+            lengths = self._lengths(sequences, window.num_before)
+            plans = plan_window(
+                lengths,
+                max_tokens=max_tokens,
+                length_buckets=length_buckets,
+                batch_multiple=batch_multiple,
+                cost=self._cost,
+            )
+        except BaseException:  # for example OSError, or Ctrl-C while it reads
+            self._go_to(window.state_before)
+            raise
+        shown = lengths, [(plan.indices.tolist(), *plan[1:]) for plan in plans]
+        crc = zlib.crc32(repr(shown).encode())
+        return window._replace(sequences=sequences, plans=plans, crc=crc)
+
+    def _lengths(self, sequences: list[Batch], num_before: int) -> list[int]:
+        """The lengths of a window's sequences, checked before they are planned."""
         try:
             lengths = Sequences(sequences, self._pad_values).lengths()
         except (TypeError, ValueError) as error:
@@ -284,23 +290,15 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
                 "dataset."
             )
             raise
+        longest = self._settings.length_buckets[-1]
         for index, length in enumerate(lengths, start=num_before):
-            if not 1 <= length <= length_buckets[-1]:
+            if not 1 <= length <= longest:
                 raise ValueError(
                     "A sequence must have from 1 token to those of the longest bucket, "
-                    f"{length_buckets[-1]}: got {length} at index {index} of the "
-                    "dataset. Cut it or filter it out before planned_micro_batches, or "
-                    "add a bucket."
+                    f"{longest}: got {length} at index {index} of the dataset. Cut it "
+                    "or filter it out before planned_micro_batches, or add a bucket."
                 )
-        plans = plan_window(
-            lengths,
-            max_tokens=max_tokens,
-            length_buckets=length_buckets,
-            batch_multiple=batch_multiple,
-            cost=self._cost,
-        )
-        shown = lengths, [(plan.indices.tolist(), *plan[1:]) for plan in plans]
-        return plans, zlib.crc32(repr(shown).encode())
+        return lengths
 
 
 def _check_settings(stored: dict[str, Any], settings: _Settings) -> None:

@@ -9,16 +9,18 @@ import numpy as np
 from optax_tokenaccum._core.trees import named_leaves
 
 
-def broadcast_pads(pad_values: Any, tree: Any, name: str) -> Any:
-    """A pad value for every leaf of `tree`, which errors call `name`."""
+def with_pads(tree: Any, pad_values: Any, name: str) -> list[tuple[str, Any, Any]]:
+    """`(path, leaf, pad value)` for every leaf of `tree`; errors call it `name`."""
     try:
-        return jax.tree.broadcast(pad_values, tree)
+        pads = jax.tree.leaves(jax.tree.broadcast(pad_values, tree))
     except ValueError as error:
         raise ValueError(
             f"pad_values must be one number for all leaves of {name}, or a number "
             f"for each, or for each subtree: got {name} with the leaves "
             f"{_leaf_names(tree)}, and pad_values for {_leaf_names(pad_values)}."
         ) from error
+    leaves = named_leaves(tree)
+    return [(path, leaf, pad) for (path, leaf), pad in zip(leaves, pads, strict=True)]
 
 
 def _leaf_names(tree: Any) -> str:

@@ -30,9 +30,9 @@ def regroup_sums(state: Any, like: State) -> State:
     devices nothing is added up, and the gradient is the same bit for bit.
 
     A window step has no open window between calls: its arrays only change their place.
-    Up to version 0.2.0 its `opt_state` was the inner optimizer's state. Such a state,
-    restored without a target, gets the form of `like`. Nothing had counted its updates,
-    so `gradient_step` begins at 0, and with it the dropout masks that `rng` gives.
+    Up to 0.2.0 its `opt_state` was the inner optimizer's state, which counted no
+    updates. Restored without a target, such a state gets the form of `like`, and
+    `gradient_step` begins at 0, and with it the dropout masks that `rng` gives.
 
     Args:
       state: the state that was saved, or the dictionary that a checkpoint makes of it,

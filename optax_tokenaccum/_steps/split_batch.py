@@ -8,10 +8,10 @@ import numpy as np
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.trees import Batch
-from optax_tokenaccum._steps.pad_values import as_pad, broadcast_pads
+from optax_tokenaccum._steps.pad_values import as_pad, with_pads
 
 
-def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:
+def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Batch:
     """Splits a batch into `k` micro-batches, for a loop over their leading axis.
 
     Row `j` goes to micro-batch `j % k`. Every device that holds a part of the rows then
@@ -22,9 +22,9 @@ def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:
     Args:
       batch: a pytree of arrays `[rows, ...]`.
       k: the number of micro-batches.
-      pad_values: fills the batch up with rows of these values until `k` divides their
-        number, for example for the last batch of an epoch: a number for all leaves, or
-        a tree prefix, such as `{"inputs": 0, "mask": False}`. These rows must have no
+      pad_values: values of the rows that fill the batch up until `k` divides their
+        number, for example the last batch of an epoch: a number for all leaves, or a
+        tree prefix, such as `{"inputs": 0, "mask": False}`. These rows must have no
         tokens, and what has none depends on the loss. By default `k` must divide the
         rows.
 
@@ -33,7 +33,7 @@ def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:
 
     Raises:
       ValueError: `k` is below 1, or does not divide the number of rows and there are no
-        `pad_values`; or the leaves have different numbers of rows (the error names the
+        `pad_values`; the leaves have different numbers of rows (the error names the
         leaf); or `pad_values` do not match the batch.
 
     Example:
@@ -55,8 +55,15 @@ def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:
             f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
             f"{path}. Give pad_values, for rows without tokens, or drop some rows."
         )
+
+    def fill_up(path: str, x: Any, pad: Any) -> Any:
+        xp = np if isinstance(x, np.ndarray) else jnp
+        pad = as_pad(pad, x.dtype, path)
+        return xp.concatenate([x, xp.full((missing, *x.shape[1:]), pad, x.dtype)])
+
     if missing:
-        batch = _filled_up(batch, missing, pad_values)
+        leaves = [fill_up(*leaf) for leaf in with_pads(batch, pad_values, "a batch")]
+        batch = jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
     # optax.microbatching.reshape_batch_axis cuts alike, but copies NumPy arrays, to
     # Fortran order.
@@ -64,16 +71,3 @@ def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Any:
         return x.reshape(len(x) // k, k, *x.shape[1:]).swapaxes(0, 1)
 
     return jax.tree.map(split, batch)
-
-
-def _filled_up(batch: Batch, missing: int, pad_values: Any) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
-    pads = jax.tree.leaves(broadcast_pads(pad_values, batch, "a batch"))
-
-    def fill_up(path: str, x: Any, pad: Any) -> Any:
-        xp = np if isinstance(x, np.ndarray) else jnp
-        pad = as_pad(pad, x.dtype, path)
-        return xp.concatenate([x, xp.full((missing, *x.shape[1:]), pad, x.dtype)])
-
-    paths = [path for path, _ in trees.named_leaves(batch)]
-    return structure.unflatten(map(fill_up, paths, leaves, pads))

@@ -1,34 +1,15 @@
-"""Lists what a compiled program sends between devices.
-
-A program that no longer defers its reduction computes the same numbers, so only its
-collective operations show the loss.
-"""
+"""Lists what a compiled program sends between devices."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 
-from optax_tokenaccum.compiled._checks import as_compiled
-from optax_tokenaccum.compiled._replica_groups import Groups, axes_of
-from optax_tokenaccum.compiled._text import KINDS, Program
-
-PATHS = ("always", "conditional")
-
-
-class Collective(NamedTuple):
-    """Collective operations of one kind, between the same devices, on the same path."""
-
-    kind: str  # for example "all-reduce"
-    axes: tuple[str, ...] | None  # along which devices of a group differ; None: no mesh
-    groups: Groups  # by position in the mesh; of a permute, (source, target) pairs
-    path: str  # "always", or "conditional" inside a conditional's branch
-    times: int | None  # in one run: the loops' trip count; None if it is not known
-    instructions: int  # in the program's text; XLA merges and splits them
-    bytes: int  # of all instructions together, each of the `times` that they run
+from optax_tokenaccum.compiled._replica_groups import axes_of
+from optax_tokenaccum.compiled._reports import as_compiled, table
+from optax_tokenaccum.compiled._text import KINDS, PATHS, Collective, Program
 
 
 @dataclass(frozen=True)
@@ -38,10 +19,9 @@ class CollectiveReport:
     Attributes:
       entries: what one run of the program sends at most, by `kind` of operation,
         `axes`, `groups` of devices, `path` and `times`; most bytes first. `path` is
-        `"always"`, or `"conditional"` in a branch of a conditional. `times` is how
-        often the operations run: once, or the trip count of their loop, `None` if it is
-        not known. `instructions` is how many of them the program's text has. `bytes` is
-        the size of their arrays, all instructions together, for one of the `times`. So
+        `"always"`, or `"conditional"` in a branch of a conditional. `times` is the trip
+        count of their loop, 1 without a loop, `None` if it is not known. `instructions`
+        is how many the program's text has, and `bytes` the size of all their arrays. So
         a device sends `times * bytes` in one run.
       mesh: the size of every axis of the program's mesh; `None` if it has no mesh.
       num_devices: the number of devices that the program runs on.
@@ -69,30 +49,36 @@ class CollectiveReport:
         """Adds up the bytes that one run of the program sends at most, on one device.
 
         It is the sum of `times * bytes` of `entries`, and more than any run sends where
-        branches of a conditional send operations of different kinds or between
-        different devices.
+        branches of a conditional differ in kinds of operations or groups of devices.
 
         Args:
           kind: only operations of this kind, such as `"all-reduce"`.
           axes: only operations between devices that differ along this mesh axis, or
             along one of these axes, whether or not they also differ along others.
-          path: only `"always"`, the operations of every run; or `"conditional"`, the
-            operations in branches of conditionals.
+          path: only `"always"`, what every run sends, or only `"conditional"`.
 
         Raises:
           ValueError: if the kind, axis or path does not exist and so could never match;
             or if an operation is in a loop whose trip count the program does not give.
         """
         along = {axes} if isinstance(axes, str) else {*(axes or ())}
-        _check_known("kind", () if kind is None else (kind,), KINDS)
-        _check_known("path", () if path is None else (path,), PATHS)
         if along and self.mesh is None:
             raise ValueError(
                 "axes must be those of a mesh in the shardings of the program's inputs "
                 f"or outputs: got {axes!r}, and none has a NamedSharding. Look at "
                 "report.entries, which list the devices of every group."
             )
-        _check_known("axes", along, self.mesh or ())
+        for name, given, known in (
+            ("kind", {kind}, KINDS),
+            ("path", {path}, PATHS),
+            ("axes", along, self.mesh or ()),
+        ):
+            if unknown := given - {None, *known}:
+                raise ValueError(
+                    f"{name} must be among {', '.join(known)}: got "
+                    f"{', '.join(map(str, unknown))}. Anything else would find "
+                    "nothing, whatever the program does."
+                )
         total = 0
         for entry in self.entries:
             if (
@@ -118,25 +104,13 @@ class CollectiveReport:
             devices += f" ({', '.join(sizes)})"
         if not self.entries:
             return f"No collective operations on {devices}."
-        rows: list[tuple[str, ...]] = [
-            ("bytes", "times", "instructions", "kind", "over", "path")
+        rows = [
+            (x.bytes, x.times, x.instructions, x.kind, self._over(x), x.path)
+            for x in self.entries
         ]
-        for entry in self.entries:
-            numbers = (entry.bytes, entry.times, entry.instructions)
-            rows.append(
-                tuple("?" if number is None else f"{number:,}" for number in numbers)
-                + (entry.kind, self._over(entry), entry.path)
-            )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"Collective operations on {devices}, bytes on each:"]
-        for row in rows:
-            cells = zip(row, "rrrlll", widths, strict=True)
-            line = "  ".join(
-                cell.rjust(width) if side == "r" else cell.ljust(width)
-                for cell, side, width in cells
-            )
-            lines.append(line.rstrip())
-        return "\n".join(lines)
+        header = "bytes", "times", "instructions", "kind", "over", "path"
+        title = f"Collective operations on {devices}, bytes on each:"
+        return table(title, [header, *rows], ">>><<<")
 
     def _over(self, entry: Collective) -> str:
         size, is_pairs = len(entry.groups[0]), entry.kind == "collective-permute"
@@ -155,31 +129,30 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
     the same numbers, only slower; use `collectives` in a test that detects the change.
     If a step has two programs, test both. If it has a single program, as with a token
     budget, and `reduce_every="window"`, the path `"always"` runs for every micro-batch,
-    and the path `"conditional"` runs in addition when the window closes. In other
-    steps, a backward pass that communicates may be `"conditional"` as well, because it
-    does not run for a micro-batch without tokens.
+    and the path `"conditional"` in addition when the window closes. In other steps, a
+    backward pass that communicates may be `"conditional"` as well, because it does not
+    run for a micro-batch without tokens.
 
-    Only one branch of a conditional runs, so the branches are not added up. For each
-    kind of operation and each set of groups of devices, the report has the operations
-    of the branch that sends the most bytes of these. A micro-batch without tokens whose
-    forward pass still runs, for `aux` or for statistics, is such a branch: it gathers
-    parameters, and so does the branch of the backward pass. Operations in loops of
-    unknown length are compared with each other only, by their bytes each time.
+    Only one branch of a conditional runs. So for each kind of operation and each set of
+    groups of devices, the report has the operations of the branch that sends the most
+    bytes of these. For example, the branch of the backward pass gathers parameters, and
+    so does the branch without tokens if it runs the forward pass for `aux` or for
+    statistics. Operations in loops of unknown length are compared with each other only,
+    by their bytes each time.
 
-    Bytes are the size of the whole array on one device: the size of an operation's
-    result, except for a reduce-scatter, whose result is one shard and whose operand
-    counts instead. So the reduce-scatter of a gradient into shards, the all-gather of
-    these shards, and the all-reduce of the gradient all have the bytes of the gradient.
-    On the wire, in a ring of n devices, each device sends (n - 1) / n of these bytes
-    for a reduce-scatter or an all-gather, and twice as much for an all-reduce. Groups
-    of one device send nothing and are left out.
+    Bytes are the size of the whole array on one device: of an operation's result, or of
+    the operand of a reduce-scatter, whose result is one shard. So the reduce-scatter of
+    a gradient into shards, the all-gather of these shards, and the all-reduce of the
+    gradient all have the bytes of the gradient. On the wire, in a ring of n devices,
+    each device sends (n - 1) / n of these bytes for a reduce-scatter or an all-gather,
+    and twice as much for an all-reduce. Groups of one device send nothing and are left
+    out.
 
     `collectives` reads the program's text after all optimizations. XLA merges, splits,
     moves and widens collective operations (a CPU reduces bfloat16 in float32),
-    differently on each backend. So bytes by axis say more than instructions, and the
-    program of a TPU differs from the program of a CPU. The trip count of a loop is
-    known if XLA wrote it to the text, which XLA does not do on a TPU. Data that custom
-    calls send is not counted.
+    differently on each backend, so bytes by axis say more than instructions. The trip
+    count of a loop is known if XLA wrote it to the text, which it does not do on a TPU.
+    Data that custom calls send is not counted.
 
     Args:
       compiled: the result of `jax.jit(f).lower(...).compile()`, of
@@ -216,26 +189,17 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
             "compiled.as_text(). Compile for another backend, such as CPU."
         )
     program = Program(text)
-    num_devices = program.replicas * program.partitions
-    mesh = _mesh_of(compiled, num_devices)
+    mesh = _mesh_of(compiled, program.num_devices)
     found = defaultdict(list)
-    for kind, groups, num_bytes, times, conditional in program.operations():
-        if groups:
-            found[kind, groups, PATHS[conditional], times].append(num_bytes)
-    entries = [
-        Collective(
-            kind,
-            None if mesh is None else axes_of(groups, mesh),
-            groups,
-            path,
-            times,
-            len(sizes),
-            sum(sizes),
-        )
-        for (kind, groups, path, times), sizes in found.items()
-    ]
+    for operation in program.operations():
+        found[operation._replace(bytes=0)].append(operation.bytes)
+    entries = []
+    for alike, sizes in found.items():
+        axes = None if mesh is None else axes_of(alike.groups, mesh)
+        total = {"instructions": len(sizes), "bytes": sum(sizes)}
+        entries.append(alike._replace(axes=axes, **total))
     entries.sort(key=lambda entry: -entry.bytes * (entry.times or 1))
-    return CollectiveReport(tuple(entries), mesh, num_devices)
+    return CollectiveReport(tuple(entries), mesh, program.num_devices)
 
 
 def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> dict[str, int] | None:
@@ -247,17 +211,8 @@ def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> dict[str, int] 
     names = "input_shardings", "output_shardings"
     shardings = [getattr(compiled, name, None) for name in names]
     meshes = [
-        dict(sharding.mesh.shape)
-        for sharding in jax.tree.leaves(shardings)
-        if isinstance(sharding, jax.sharding.NamedSharding)
-        and sharding.mesh.size == num_devices
+        dict(x.mesh.shape)
+        for x in jax.tree.leaves(shardings)
+        if isinstance(x, jax.sharding.NamedSharding) and x.mesh.size == num_devices
     ]
     return max(meshes, key=len, default=None)
-
-
-def _check_known(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    if unknown := {*given} - {*known}:
-        raise ValueError(
-            f"{name} must be among {', '.join(known)}: got {', '.join(unknown)}. "
-            "Anything else would find nothing, whatever the program does."
-        )

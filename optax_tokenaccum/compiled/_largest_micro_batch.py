@@ -1,6 +1,6 @@
 """Finds the largest micro-batch that fits into the memory of a device."""
 
-import functools
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_tokenaccum._core import checks
-from optax_tokenaccum._core.trees import is_concrete
 from optax_tokenaccum._steps.compile_ahead import (
     Lowering,
     Programs,
     distinct_batches,
     signature,
 )
-from optax_tokenaccum.compiled._largest_size import largest_size
-from optax_tokenaccum.compiled._memory import MemoryReport, memory
+from optax_tokenaccum.compiled._memory import memory
 
 # A trial compiles a program for every shape in the list of `batch_of`.
 TRIALS = 5
@@ -57,17 +55,17 @@ def largest_micro_batch(
     """Finds the largest micro-batch that fits, together with all that a run keeps.
 
     It compiles the step's programs and reads what they need, see `memory`. It runs
-    none of them, so it never runs out of memory. What a device holds is counted while
-    each program runs: parameters, optimizer state, sums, the micro-batch, temporaries,
-    the metrics of the call before, and in the update the micro-batch that came before
-    with its metrics, and the sums without it if the step does not donate them. Arrays
-    that `loss_fn` closes over are not: give them as keywords.
+    none of them, so it never runs out of memory. Counted is all that a device holds
+    while each program runs: parameters, optimizer state, sums, the micro-batch,
+    temporaries, the metrics of the call before, and in the update the micro-batch that
+    came before with its metrics, and the sums without it if the step does not donate
+    them. Arrays that `loss_fn` closes over are not counted: give them as keywords.
 
-    The memory of a few sizes predicts that of others, so at most five sizes are
-    compiled, each for all shapes that `batch_of` returns. The result is one of these,
-    so it fits. It is the largest if memory grows evenly with the size, as it does with
-    the number of rows. A compiler for a GPU or a TPU may compute values twice to stay
-    below the memory of the device; then there may be gaps below the result.
+    At most five sizes are compiled, each for all shapes that `batch_of` returns; their
+    memory predicts that of others. The result is one of them, so it fits. It is the
+    largest if memory grows evenly with the size, as it does with the number of rows. A
+    compiler for a GPU or a TPU may compute values twice to stay below the memory of the
+    device; then there may be gaps below the result.
 
     The largest micro-batch is not always the fastest: time a few sizes up to it.
 
@@ -125,8 +123,8 @@ def largest_micro_batch(
     is_number = isinstance(limit_bytes, numbers.Real) and math.isfinite(limit_bytes)
     if limit_bytes is not None and (isinstance(limit_bytes, bool) or not is_number):
         raise TypeError(f"limit_bytes must be a number of bytes: got {limit_bytes!r}.")
-    run = _Run(step._programs(state, **kwargs))
-    counted = run.state, kwargs
+    programs: Programs = step._programs(state, **kwargs)
+    counted = programs.state, kwargs
     limit = _free_bytes(counted) if limit_bytes is None else int(limit_bytes)
     sizes: dict[Any, int] = {}
 
@@ -147,128 +145,122 @@ def largest_micro_batch(
 
     for n in (1, 2):
         batches_of(n)
-
-    def peak_of(n: int) -> float:
+    state_bytes = _bytes_of(programs.state)
+    peaks: dict[int, float] = {0: state_bytes}
+    trial: int | None = 2
+    while trial is not None and len(peaks) <= TRIALS:
         try:
-            return run.peak(batches_of(n))
+            peaks[trial] = _peak(programs, batches_of(trial))
         except Exception as error:
             error.add_note(
-                f"largest_micro_batch tried a batch of size {n * multiple_of}. Sizes "
-                f"are multiples of multiple_of={multiple_of}."
+                f"largest_micro_batch tried a batch of size {trial * multiple_of}. "
+                f"Sizes are multiples of multiple_of={multiple_of}."
             )
             raise
-
-    peaks = largest_size(peak_of, limit, run.state_bytes, TRIALS)
-    size = max((n for n, peak in peaks.items() if peak <= limit), default=None)
-    if size is None:
+        trial = _next_trial(peaks, limit)
+    largest = max((n for n, peak in peaks.items() if n and peak <= limit), default=None)
+    if largest is None:
         needed = f"{peaks[1]:,} bytes" if math.isfinite(peaks[1]) else "more"
         raise ValueError(
             f"A micro-batch must fit into {limit:,} bytes: one of size {multiple_of} "
-            f"needs {needed}, of which {run.state_bytes:,} are the state. Spread the "
-            "state over devices, use jax.checkpoint, or make rows shorter."
+            f"needs {needed}, of which {state_bytes:,} are the state. Spread the state "
+            "over devices, use jax.checkpoint, or make rows shorter."
         )
-    return MicroBatchFit(size * multiple_of, int(peaks[size]), limit)
+    return MicroBatchFit(largest * multiple_of, int(peaks[largest]), limit)
 
 
-class _Compiled(NamedTuple):
-    """What a device holds while a program runs."""
+def _next_trial(peaks: dict[int, float], limit: int) -> int | None:
+    """The size to try next, or `None` when the largest that fits is known.
 
-    report: MemoryReport
-    state: int  # bytes of the state that are not among the arguments
-    batch: int  # bytes of the arguments that are not of the state
-    metrics: int  # bytes of the results that are not of the state
-    copied: int  # bytes of the arguments that it returns anew, because none is donated
-
-
-class _Run:
-    """The programs of a run, compiled once for each shape."""
-
-    def __init__(self, programs: Programs):
-        self._programs = programs
-        self._of_shape: dict[Any, _Compiled | None] = {}
-        self.state = programs.state
-        self.state_bytes = _bytes_of(jax.tree.leaves(self.state))
-
-    @functools.cached_property
-    def _others(self) -> list[_Compiled | None]:
-        return [self._compiled(lowering()) for lowering in self._programs.others]
-
-    def peak(self, batches: list[Any]) -> float:
-        """The most that a device holds; infinite if a program does not compile."""
-        found = [self._of_batch(batch) for batch in batches]
-        needs = [x for x in (*found, *self._others) if x is not None]
-        if len(needs) < len(found) + len(self._others):
-            return math.inf
-        code = sum(x.report.code for x in needs)
-        # The update runs while the loop holds the micro-batch that came before. In the
-        # same call, the old state and the metrics of the micro-batch are held, too.
-        held = max(x.batch for x in needs)
-        if self._programs.in_one_call:
-            held += max(x.metrics + x.copied for x in needs if x.batch)
-        # A loop keeps the metrics, with `aux`, while the next program runs.
-        metrics = max(x.metrics for x in needs)
-        return (
-            metrics
-            + code
-            + max(
-                x.report.peak - x.report.code + x.state + (held if not x.batch else 0)
-                for x in needs
-            )
-        )
-
-    def _of_batch(self, batch: Any) -> _Compiled | None:
-        key = signature(batch)
-        if key not in self._of_shape:
-            self._of_shape[key] = self._compiled(self._programs.for_batch(batch))
-        return self._of_shape[key]
-
-    def _compiled(self, lowering: Lowering) -> _Compiled | None:
-        arguments = {id(x): x for x in jax.tree.leaves(lowering.arguments)}
-        state = {id(x): x for x in jax.tree.leaves(self.state)}
-        try:
-            compiled = lowering.lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return None
-        state_info, *infos = lowering.lowered.out_info
-        state_shardings, *shardings = compiled.output_shardings
-        is_donated = any(x.donated for x in jax.tree.leaves(lowering.lowered.args_info))
-        copies = state_info, state_shardings
-        return _Compiled(
-            memory(compiled),
-            _bytes_of(x for key, x in state.items() if key not in arguments),
-            _bytes_of(x for key, x in arguments.items() if key not in state),
-            sum(map(_size_of, *map(jax.tree.leaves, (infos, shardings)))),
-            0 if is_donated else sum(map(_size_of, *map(jax.tree.leaves, copies))),
-        )
+    Between two sizes, and beyond them, memory is taken to grow by the same amount for
+    each unit of size. `peaks` has the memory of the state as that of size 0, and an
+    infinite one for sizes whose programs do not compile.
+    """
+    low = max(n for n, peak in peaks.items() if n == 0 or peak <= limit)
+    high = min((n for n in peaks if n > low), default=None)
+    if high is not None and high <= low + 2:  # 2 is the first trial
+        return low + 1 if high == low + 2 else None
+    before = max(n for n in peaks if n < low)
+    other = before if high is None or math.isinf(peaks[high]) else high
+    slope = (peaks[low] - peaks[other]) / (low - other)
+    guess = low + math.floor((limit - peaks[low]) / slope) if slope > 0 else 4 * low
+    if high is not None and guess >= high:
+        guess = (low + high) // 2
+    return max(guess, low + 1)
 
 
-def _bytes_of(arrays: Iterable[Any]) -> int:
+class _Held(NamedTuple):
+    """What a device holds while a program runs, in bytes."""
+
+    peak: int  # with the state that is not among the arguments, without the code
+    code: int
+    batch: int  # the arguments that are not of the state; 0 for the update
+    metrics: int  # the results that are not of the state
+    copied: int  # the state that it returns anew, because none is donated
+
+
+def _peak(programs: Programs, batches: list[Any]) -> float:
+    """The most that a device holds; infinite if a program does not compile.
+
+    JAX compiles a program once, although each size asks for those of the update again.
+    """
+    lowerings = map(programs.for_batch, batches), (make() for make in programs.others)
+    try:
+        held = [_held(x, programs.state) for x in itertools.chain(*lowerings)]
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return math.inf
+    # The update runs while the loop holds the micro-batch that came before. In the same
+    # call, the old state and the metrics of the micro-batch are held, too.
+    waiting = max(x.batch for x in held)
+    if programs.in_one_call:
+        waiting += max(x.metrics + x.copied for x in held if x.batch)
+    # A loop keeps the metrics, with `aux`, while the next program runs.
+    kept = max(x.metrics for x in held) + sum(x.code for x in held)
+    return kept + max(x.peak + (0 if x.batch else waiting) for x in held)
+
+
+def _held(lowering: Lowering, state: Any) -> _Held:
+    arguments, of_state = (
+        {id(x): x for x in jax.tree.leaves(tree)}
+        for tree in (lowering.arguments, state)
+    )
+    compiled = lowering.lowered.compile()
+    report = memory(compiled)
+    returned, *results = compiled.out_info
+    is_donated = any(x.donated for x in jax.tree.leaves(compiled.args_info))
+    besides = _bytes_of([x for key, x in of_state.items() if key not in arguments])
+    return _Held(
+        peak=report.peak - report.code + besides,
+        code=report.code,
+        batch=_bytes_of([x for key, x in arguments.items() if key not in of_state]),
+        metrics=_bytes_of(results),
+        copied=0 if is_donated else _bytes_of(returned),
+    )
+
+
+def _bytes_of(tree: Any) -> int:
     """Bytes on one device, of arrays or their shapes."""
-    return sum(map(_size_of, arrays))
-
-
-def _size_of(x: Any, sharding: Any = None) -> int:
-    sharding = sharding or getattr(x, "sharding", None)
-    if not hasattr(x, "shape"):
-        x = jax.typeof(x)
-    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-    return math.prod(shape) * x.dtype.itemsize
+    num_bytes = 0
+    for x in jax.tree.leaves(tree):
+        kind, sharding = jax.typeof(x), getattr(x, "sharding", None)
+        shape = sharding.shard_shape(kind.shape) if sharding else kind.shape
+        num_bytes += math.prod(shape) * kind.dtype.itemsize
+    return num_bytes
 
 
 def _free_bytes(counted: Any) -> int:
     """What the devices have for the arrays that are counted, and for all else."""
     arrays = [x for x in jax.tree.leaves(counted) if isinstance(x, jax.Array)]
-    placed = [x for x in arrays if is_concrete(x)]
-    devices = {device for x in placed for device in x.sharding.addressable_devices}
+    devices = {device for x in arrays for device in x.sharding.addressable_devices}
     found = [x.memory_stats() for x in devices or jax.local_devices()[:1]]
     if not all(found):
         raise ValueError(
             "limit_bytes must be given: got None, and the device does not tell its "
             "memory, as a CPU never does."
         )
-    return min(_free(stats, _bytes_of(placed)) for stats in found if stats)
+    return min(_free(stats, _bytes_of(arrays)) for stats in found if stats)
 
 
 def _free(stats: dict[str, int], own: int) -> int:

@@ -1,13 +1,13 @@
 """Tells how much memory a compiled program holds."""
 
-from dataclasses import dataclass
+import dataclasses
 
 import jax
 
-from optax_tokenaccum.compiled._checks import as_compiled
+from optax_tokenaccum.compiled._reports import as_compiled, table
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """The result of `memory`, in bytes on each device; `print` shows it as a table.
 
@@ -40,27 +40,19 @@ class MemoryReport:
         return held + self.temporaries + self.code
 
     def __str__(self) -> str:
-        rows = [
-            ("arguments", self.arguments),
-            ("outputs", self.outputs),
-            ("less aliased", self.aliased),
-            ("temporaries", self.temporaries),
-            ("code", self.code),
-            ("peak", self.peak),
-        ]
-        width = max(len(f"{number:,}") for _, number in rows)
-        lines = [f"{name:<12}  {number:>{width},}" for name, number in rows]
-        return "\n".join(["Bytes on each device:", *lines])
+        names = "arguments", "outputs", "less aliased", "temporaries", "code", "peak"
+        numbers = (*dataclasses.astuple(self), self.peak)
+        return table("Bytes on each device:", [*zip(names, numbers, strict=True)], "<>")
 
 
 def memory(compiled: jax.stages.Compiled) -> MemoryReport:
     """Tells how much memory a compiled program holds on each device.
 
-    The figures are XLA's own, from `compiled.memory_analysis()`, known before the
-    program runs. They count only this program: the inner optimizer's state, which
-    `step.accumulate` is not given, or a batch that waits for its turn, are held
-    besides. `largest_micro_batch` counts these too. Arrays that the function closes
-    over are in the program, and XLA does not count them: pass them as arguments.
+    The figures are XLA's own, from `compiled.memory_analysis()`. They count only this
+    program: the inner optimizer's state, which `step.accumulate` is not given, or a
+    batch that waits for its turn, are held besides. `largest_micro_batch` counts these
+    too. Arrays that the function closes over are in the program, and XLA does not count
+    them: pass them as arguments.
 
     Args:
       compiled: the result of `jax.jit(f).lower(...).compile()`, of

@@ -1,8 +1,8 @@
 """Finds the devices that a collective operation of a compiled program connects."""
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -16,16 +16,12 @@ MESH = re.compile(
     r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))?"
     r" \{([^}]*)\}"
 )
-PART_OF_AXIS = re.compile(r"(.*):\((\d+)\)(\d+)")
+# `'a':(2)4` is the part of size 4 of axis `a`, after a part of size 2.
+AXIS = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?")
 
-# The groups of these operations number partitions if there is a channel; the groups of
-# other operations number replicas, or devices.
-OF_PARTITIONS = {
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-}
+# With a channel, the groups of these operations number replicas, or devices; the groups
+# of other operations number partitions.
+OF_REPLICAS = {"all-gather", "all-reduce", "reduce-scatter"}
 
 
 def connected_by(kind: str, attributes: str, replicas: int, partitions: int) -> Groups:
@@ -36,25 +32,27 @@ def connected_by(kind: str, attributes: str, replicas: int, partitions: int) -> 
     XLA writes them. There are `replicas` copies of the program, 1 under `jit`, with
     `partitions` devices each.
     """
-    key = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+    key, in_order = "replica_groups", sorted
+    if kind == "collective-permute":
+        key, in_order = "source_target_pairs", list
     _, found, spelled = attributes.partition(f"{key}=")
-    groups = _parse(spelled) if found else []
-    # XLA's GetCollectiveOpGroupMode defines what the numbers mean.
-    devices = np.arange(replicas * partitions).reshape(replicas, partitions)
-    if "channel_id=" not in attributes:
-        groups = groups or [range(replicas)]
-        found = [devices[list(g), p] for g in groups for p in range(partitions)]
-    elif "use_global_device_ids=true" in attributes:
-        found = [devices.ravel()[list(g)] for g in groups or [range(devices.size)]]
-    elif kind in OF_PARTITIONS:
-        groups = groups or [range(partitions)]
-        found = [devices[r, list(g)] for g in groups for r in range(replicas)]
-    else:
-        found = [devices[list(g)].ravel() for g in groups or [range(replicas)]]
-    tuples = [tuple(map(int, group)) for group in found]
-    if kind != "collective-permute":
-        tuples = [tuple(sorted(group)) for group in tuples]
-    return tuple(sorted(group for group in tuples if len(set(group)) > 1))
+    # XLA's GetCollectiveOpGroupMode defines what the numbers mean. Here number n means
+    # `devices[n]`, whose columns exchange data apart from each other.
+    devices = np.arange(replicas * partitions).reshape(replicas, partitions, 1)
+    if "channel_id=" in attributes:
+        if "use_global_device_ids=true" in attributes:
+            devices = devices.reshape(-1, 1, 1)
+        elif kind in OF_REPLICAS:
+            devices = devices.reshape(replicas, 1, partitions)
+        else:
+            devices = devices.swapaxes(0, 1)
+    numbers = _parse(spelled) if found else []
+    groups = [
+        tuple(in_order(devices[group, column].ravel().tolist()))
+        for group in numbers or [[*range(len(devices))]]
+        for column in range(devices.shape[1])
+    ]
+    return tuple(sorted(group for group in groups if len({*group}) > 1))
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -70,52 +68,41 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     )
 
 
-def _parse(spelled: str) -> Sequence[Iterable[int]]:
+def _parse(spelled: str) -> list[list[int]]:
     if match := LISTED.match(spelled):
         return [_integers(group) for group in re.findall(r"\{([\d,]*)\}", match[1])]
     if match := IOTA.match(spelled):
         return _iota(match[2], match[3]).reshape(_integers(match[1])).tolist()
     if match := MESH.match(spelled):
-        axes, reshaped, order, listed, grouped = match.groups()
-        named = (axis.rsplit("=", 1) for axis in axes.split(","))
-        sizes = {name: int(size) for name, size in named}
-        if listed:
-            devices = np.array(_integers(listed))
-        else:
-            devices = _iota(reshaped or str(np.prod([*sizes.values()])), order)
-        return _along(sizes, devices.ravel(), grouped.split(",") if grouped else [])
+        axes, shape, order, listed, grouped = match.groups()
+        sizes = {name: int(n) for name, n in re.findall(r"([^,=]+)=(\d+)", axes)}
+        shape = shape or str(math.prod(sizes.values()))
+        devices = np.array(_integers(listed)) if listed else _iota(shape, order)
+        return _along(sizes, devices.ravel(), grouped)
     raise ValueError(
         "Groups of devices must be written in a way that is known, a list, an iota or "
         f"axes of a mesh: got {spelled[:80]!r}. It is a newer XLA's: please report it."
     )
 
 
-def _along(
-    sizes: dict[str, int], devices: np.ndarray, grouped: list[str]
-) -> list[list[int]]:
-    """The groups of devices that differ along the axes in `grouped`.
-
-    `'a':(2)4` is the part of size 4 of axis `a`, after a part of size 2.
-    """
-    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    rest, names = places.copy(), list(sizes)
-    for axis in grouped:
-        if match := PART_OF_AXIS.fullmatch(axis):
-            name, before, size = match[1], int(match[2]), int(match[3])
-        else:
-            name, before, size = axis, 1, sizes[axis]
-        after = sizes[name] // (before * size)
-        place = places[names.index(name)]
-        rest[names.index(name)] -= place // after % size * after
-    groups = defaultdict(list)
-    for device, key in zip(devices, rest.T, strict=True):
-        groups[tuple(key)].append(int(device))
-    return list(groups.values())
+def _along(sizes: dict[str, int], devices: np.ndarray, grouped: str) -> list[list[int]]:
+    """The groups of devices that differ along the axes in `grouped`."""
+    strides, stride = {}, devices.size
+    for name, size in sizes.items():
+        stride //= size
+        strides[name] = stride
+    place = np.arange(devices.size)
+    first = place.copy()  # the place of the first device of the group
+    for name, before, part in AXIS.findall(grouped):
+        size = int(part or sizes[name])
+        stride = strides[name] * sizes[name] // (int(before or 1) * size)
+        first -= place // stride % size * stride
+    return [devices[first == i].tolist() for i in np.unique(first)]
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-    dimensions = _integers(shape)
-    devices = np.arange(np.prod(dimensions)).reshape(dimensions)
+    sizes = _integers(shape)
+    devices = np.arange(np.prod(sizes)).reshape(sizes)
     return devices.transpose(_integers(order)) if order else devices
 
 

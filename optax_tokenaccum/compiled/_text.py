@@ -1,8 +1,10 @@
 """Finds the collective operations in a program's text, and how often they run."""
 
+import math
 import re
 from collections import defaultdict
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 from optax_tokenaccum.compiled._replica_groups import Groups, connected_by
 
@@ -15,8 +17,9 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+PATHS = ("always", "conditional")
 
-COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
+COMPUTATION = re.compile(r"(?:(ENTRY) )?%?([\w.-]+) (?:\(.*)?\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 CALLED = re.compile(
     r"\b(body|branch_computations|called_computations|calls|condition|"
@@ -28,12 +31,23 @@ MENTIONED = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
 CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 STARTED = re.compile(r'%?([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
 TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
-ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([^\]]*)\]")
+LAYOUT = re.compile(r"\{[^}]*\}")
+ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\]")
+ELEMENT = re.compile(r"\([^()]*\)|\w+\[[^\]]*\]")  # of a tuple's type, less layouts
 # A TPU's reduce-scatter is a fusion of an all-reduce and the slice that it keeps.
 SCATTERING = "all-reduce-scatter"
-READABLE = "The text of a compiled program must be HLO that is known"
-NEWER = "It is a newer XLA's: please report it."
-BRANCHES = {"branch_computations", "false_computation", "true_computation"}
+
+
+class Collective(NamedTuple):
+    """Collective operations of one kind, between the same devices, on the same path."""
+
+    kind: str  # one of `KINDS`
+    axes: tuple[str, ...] | None  # along which devices of a group differ; None: no mesh
+    groups: Groups  # by position in the mesh; of a permute, (source, target) pairs
+    path: str  # "always", or "conditional" inside a conditional's branch
+    times: int | None  # in one run: the loops' trip count; None if it is not known
+    instructions: int  # in the program's text; XLA merges and splits them
+    bytes: int  # of all instructions together, each of the `times` that they run
 
 
 class Instruction(NamedTuple):
@@ -45,100 +59,84 @@ class Instruction(NamedTuple):
     rest: str  # the operands and attributes
 
 
-class Operation(NamedTuple):
-    """A collective operation at one place in the program, see `Collective`."""
-
-    kind: str  # one of `KINDS`
-    groups: Groups
-    num_bytes: int  # of the array on one device
-    times: int | None
-    conditional: bool
-
-
 class Program:
     """The text of a compiled program, parsed into computations of instructions."""
 
     def __init__(self, text: str):
-        header = text.split("\n", 1)[0]
-        self.replicas, self.partitions = (
-            int(match[1]) if (match := re.search(rf"\b{name}=(\d+)", header)) else 1
-            for name in ("replica_count", "num_partitions")
-        )
+        lines = text.split("\n")
+        counts = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", lines[0]))
+        self._replicas = int(counts.get("replica_count", 1))
+        self._partitions = int(counts.get("num_partitions", 1))
+        self.num_devices = self._replicas * self._partitions
+        body: list[Instruction] = []
         self._computations: dict[str, list[Instruction]] = {}
-        body, entries = [], []
-        for line in text.split("\n"):
+        for line in lines:
             if match := COMPUTATION.match(line):
-                body = self._computations[match[2]] = []
-                entries += [match[2]] if match[1] else []
+                body = self._computations[match[1] or match[2]] = []
             elif match := INSTRUCTION.match(line):
                 body.append(Instruction(*match.groups()))
             elif MENTIONED.search(line):
-                raise ValueError(f"{READABLE}: got {line[:200]!r}. {NEWER}")
-        if len(entries) != 1:
-            raise ValueError(f"{READABLE}: got {len(entries)} entries in it. {NEWER}")
-        self._entry = entries[0]
+                raise _unreadable(repr(line[:200]))
+        if "ENTRY" not in self._computations:
+            raise _unreadable("0 entries in it")
         # A TPU splits an operation over fusions that start it, compute in parallel and
         # end it. Each of them holds the operation; only the one that starts it counts.
-        self._starting = {
-            (computation, match[1])
-            for computation, body in self._computations.items()
-            for line in body
-            if (match := STARTED.match(line.rest))
-        }
-        self._split_channels = {
+        self._starting = {*STARTED.findall(text)}
+        self._split = {
             channel
-            for computation, body in self._computations.items()
-            for line in body
-            if (computation, line.name) in self._starting
+            for line in chain(*self._computations.values())
+            if line.name in self._starting
             for channel in CHANNEL.findall(line.rest)
         }
 
-    def operations(self) -> list[Operation]:
-        """Returns the collective operations of one run of the program, at most.
+    def operations(self) -> list[Collective]:
+        """The collective operations of one run, at most, each alone and without axes.
 
         Only one branch of a conditional runs: `_most` chooses the operations.
         """
-        return self._reached(self._entry, 1, False)
+        return self._reached("ENTRY", 1, "always")
 
-    def _reached(
-        self, computation: str, times: int | None, conditional: bool
-    ) -> list[Operation]:
-        found: list[Operation] = []
-        for name, result, opcode, rest in self._computations[computation]:
+    def _reached(self, caller: str, times: int | None, path: str) -> list[Collective]:
+        found: list[Collective] = []
+        for name, result, opcode, rest in self._computations[caller]:
             kind = opcode.removesuffix("-start")
             if kind in KINDS:
-                channels = {*CHANNEL.findall(rest)}
-                is_start = (computation, name) in self._starting
-                if is_start or channels.isdisjoint(self._split_channels):
-                    groups = connected_by(kind, rest, self.replicas, self.partitions)
-                    num_bytes = _bytes_of(kind, opcode, result, groups)
-                    if computation.startswith(SCATTERING):
+                groups = connected_by(kind, rest, self._replicas, self._partitions)
+                is_whole = self._split.isdisjoint(CHANNEL.findall(rest))
+                if groups and (is_whole or name in self._starting):
+                    size = _bytes_of(opcode, result)
+                    if kind == "reduce-scatter":
+                        size *= len(groups[0])
+                    elif caller.startswith(SCATTERING):
                         kind = "reduce-scatter"
-                    found.append(Operation(kind, groups, num_bytes, times, conditional))
+                    found += [Collective(kind, None, groups, path, times, 1, size)]
             elif not opcode.endswith(("-done", "-update")):  # the start called these
-                branches = []
-                for role, called in CALLED.findall(rest):
-                    runs, is_branch = _runs(times, role, rest), role in BRANCHES
-                    for callee in NAME.findall(called):
-                        of_callee = self._reached(
-                            callee, runs, conditional or is_branch
-                        )
-                        if is_branch:
-                            branches.append(of_callee)
-                        else:
-                            found += of_callee
-                found += _most(branches)
+                is_conditional = opcode == "conditional"
+                path_of_callee = "conditional" if is_conditional else path
+                reached = [
+                    self._reached(callee, _runs(times, role, rest), path_of_callee)
+                    for role, called in CALLED.findall(rest)
+                    for callee in NAME.findall(called)
+                ]
+                found += _most(reached) if is_conditional else chain(*reached)
         return found
 
 
-def _most(branches: list[list[Operation]]) -> list[Operation]:
+def _unreadable(got: str) -> ValueError:
+    return ValueError(
+        f"The text of a compiled program must be HLO that is known: got {got}. It is a "
+        "newer XLA's: please report it."
+    )
+
+
+def _most(branches: list[list[Collective]]) -> list[Collective]:
     """The most that one of these branches sends.
 
     For each kind and groups, these are the operations of the branch that sends the most
     bytes. Operations in loops of unknown length cannot be compared with the others: of
     these, the branch with the most bytes each time counts.
     """
-    most: dict[Any, list[Operation]] = {}
+    most: dict[tuple[object, ...], list[Collective]] = {}
     for branch in branches:
         alike = defaultdict(list)
         for operation in branch:
@@ -146,11 +144,11 @@ def _most(branches: list[list[Operation]]) -> list[Operation]:
             alike[key].append(operation)
         for key, operations in alike.items():
             most[key] = max(most.get(key, []), operations, key=_sent)
-    return [operation for operations in most.values() for operation in operations]
+    return [*chain(*most.values())]
 
 
-def _sent(operations: list[Operation]) -> int:
-    return sum(x.num_bytes * (1 if x.times is None else x.times) for x in operations)
+def _sent(operations: list[Collective]) -> int:
+    return sum(x.bytes * (1 if x.times is None else x.times) for x in operations)
 
 
 def _runs(times: int | None, role: str, rest: str) -> int | None:
@@ -163,31 +161,15 @@ def _runs(times: int | None, role: str, rest: str) -> int | None:
     return times * (int(trips[1]) + (role == "condition"))
 
 
-def _bytes_of(kind: str, opcode: str, result: str, groups: Groups) -> int:
+def _bytes_of(opcode: str, result: str) -> int:
+    result = LAYOUT.sub("", result)
     # The start of an operation returns (operands, results, ...), except the start of an
     # all-reduce, which returns only the result.
-    if opcode != kind and (kind != "all-reduce" or result.startswith("((")):
-        result = _elements(result)[1]
-    num_bytes = sum(_size(*match) for match in ARRAY.findall(result))
-    shards = len(groups[0]) if kind == "reduce-scatter" and groups else 1
-    return num_bytes * shards
-
-
-def _size(dtype: str, shape: str) -> int:
-    match = re.search(r"\d+", dtype)
-    bits = int(match[0]) if match else 8  # "pred" has no digits
-    for axis in shape.split(","):
-        bits *= int(axis.lstrip("<= ") or 1)
-    return -(-bits // 8)
-
-
-def _elements(result: str) -> list[str]:
-    """Splits a tuple's type; shapes and layouts also contain commas."""
-    elements, depth = [""], 0
-    for character in result[1:-1]:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth:
-            elements.append("")
-        else:
-            elements[-1] += character
-    return elements
+    is_start = opcode.endswith("-start")
+    if is_start and (opcode != "all-reduce-start" or result.startswith("((")):
+        result = ELEMENT.findall(result[1:-1])[1]
+    num_bytes = 0
+    for bits, shape in ARRAY.findall(result):
+        sizes = map(int, re.findall(r"\d+", shape))  # "<=4" has at most 4 entries
+        num_bytes += -(-math.prod(sizes) * int(bits or 8) // 8)  # "pred" has no digits
+    return num_bytes

@@ -6,23 +6,23 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum.ragged._plan import MicroBatchPlan
 from optax_tokenaccum.ragged._sequences import Sequences
 
 
 def pad_micro_batch(
-    sequences: Sequence[Any], plan: MicroBatchPlan, *, pad_values: Any
-) -> Any:
+    sequences: Sequence[Batch], plan: MicroBatchPlan, *, pad_values: Any
+) -> Batch:
     """Pads the sequences of one planned micro-batch to arrays of its shape.
 
-    Padding must carry no weight in the loss, and which values carry no weight depends
-    on the loss: a mask of zeros, or labels that the loss ignores. So `pad_values` has
-    no default: zeros would count as tokens if the loss ignores another label.
+    Padding must carry no weight in the loss, and which values carry none depends on the
+    loss: a mask of zeros, or labels that the loss ignores. So `pad_values` has no
+    default: zeros would count as tokens if the loss ignores another label.
 
     Args:
-      sequences: all sequences of the window, each a pytree whose leaves are
-        `[length, ...]`, or scalars for the sequence as a whole. All sequences have the
-        same structure.
+      sequences: all sequences of the window, each a pytree of the same structure whose
+        leaves are `[length, ...]`, or scalars for the sequence as a whole.
       plan: one of the plans that `plan_window` made from the lengths of `sequences`.
       pad_values: the values of missing tokens and rows: a number for all leaves, or a
         tree prefix, for example `{"inputs": 0, "labels": -100}`.
@@ -33,9 +33,9 @@ def pad_micro_batch(
       int64, unless x64 is enabled).
 
     Raises:
-      ValueError: if sequences differ in structure, dtype or shape, or do not match the
-        plan (the error names index and leaf); or if a leaf cannot hold its pad value.
-      TypeError: if a leaf or a pad value is not a number.
+      ValueError: sequences differ in structure, dtype or shape, or do not match the
+        plan (the error names index and leaf); or a leaf cannot hold its pad value.
+      TypeError: a leaf or a pad value is not a number.
 
     Example:
       >>> import numpy as np
@@ -48,38 +48,38 @@ def pad_micro_batch(
        [-100 -100 -100 -100]]
     """
     reader = Sequences(sequences, pad_values)
-    shape = plan.num_rows, plan.length
-    arrays = [leaf.padding(*shape[: 1 + leaf.per_token]) for leaf in reader.leaves]
-    fill([array[None] for array in arrays], plan, reader)
-    return jax.tree.unflatten(reader.structure, arrays)
+    return jax.tree.unflatten(reader.structure, pad_plan(reader, plan))
 
 
-def fill(arrays: list[np.ndarray], plan: MicroBatchPlan, reader: Sequences) -> None:
-    """Writes each sequence of `plan` to a row of the arrays, `[parts, rows, ...]`."""
+def pad_plan(sequences: Sequences, plan: MicroBatchPlan) -> list[np.ndarray]:
+    """The leaves of one planned micro-batch."""
     if len(plan.indices) > plan.num_rows:
         raise ValueError(
             "A micro-batch must have a row for each of its sequences: got "
             f"{len(plan.indices)} sequences and num_rows {plan.num_rows}. Plan with "
             "plan_window."
         )
+    shape = plan.num_rows, plan.length
+    arrays = [leaf.padding(*shape[: 1 + leaf.per_token]) for leaf in sequences.leaves]
     for row, index in enumerate(map(int, plan.indices)):
-        if not 0 <= index < len(reader):
-            raise ValueError(
-                "The plan must be one of these sequences: got index "
-                f"{index} and {len(reader)} sequences. Give all of the window's, in "
-                "the order of the lengths that were planned."
-            )
-        values, length = reader.read(index)
+        if not 0 <= index < len(sequences):
+            raise _not_of_these(f"index {index} and {len(sequences)} sequences")
+        values, length = sequences.read(index)
         if length > plan.length:
-            raise ValueError(
-                "The plan must be one of these sequences: got one of "
-                f"{length} tokens at index {index} for a micro-batch of length "
-                f"{plan.length}. Give all of the window's, in the order of the lengths "
-                "that were planned."
+            raise _not_of_these(
+                f"one of {length} tokens at index {index} for a micro-batch of length "
+                f"{plan.length}"
             )
         for array, x in zip(arrays, values, strict=True):
-            place = divmod(row, array.shape[1])
             if x.ndim:
-                array[place][:length] = x
+                array[row, :length] = x
             else:
-                array[place] = x
+                array[row] = x
+    return arrays
+
+
+def _not_of_these(got: str) -> ValueError:
+    return ValueError(
+        f"The plan must be one of these sequences: got {got}. Give all of the "
+        "window's, in the order of the lengths that were planned."
+    )

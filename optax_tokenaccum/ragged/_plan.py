@@ -40,11 +40,10 @@ def plan_window(
     """Cuts a window's sequences into micro-batches with the least padding.
 
     The update does not depend on how a window is cut, so sequences can be sorted by
-    length and padded only to the next bucket. A bucket has one shape for the whole run,
-    with `max_tokens // length` rows, so a step compiles once per bucket. The plan has
-    the fewest padded tokens that these shapes allow. It is the result of a dynamic
-    program over the sorted window: the longest sequence must go into some shape, and
-    the next longest sequences can fill the other rows of this shape.
+    length. A bucket has one shape for the whole run, with `max_tokens // length` rows,
+    so a step compiles once per bucket. A dynamic program over the sorted window finds
+    the plan with the fewest padded tokens that these shapes allow: the longest sequence
+    must go into some shape, and the next longest can fill its other rows.
 
     Plans are deterministic. With several processes, plan on the lengths of all
     processes: processes that disagree on shapes compute garbage or hang.
@@ -56,19 +55,18 @@ def plan_window(
         by default the powers of two that fit.
       batch_multiple: `num_rows` is a multiple of this, the number of devices that share
         a batch.
-      cost: `cost(num_rows, length)`, the cost of a micro-batch of this shape, to be
-        minimized over the window. The default is `num_rows * length`, the padded
-        tokens; where attention dominates, pass `num_rows * length**2`. The limit stays
-        `max_tokens`.
+      cost: `cost(num_rows, length)` of a micro-batch, to be minimized over the window.
+        The default is `num_rows * length`, the padded tokens; where attention
+        dominates, pass `num_rows * length**2`. The limit stays `max_tokens`.
 
     Returns:
       Plans that contain every sequence once, longest first.
 
     Raises:
-      ValueError: if there are no sequences; if a sequence is empty or longer than every
-        bucket (the error names its index); or if a bucket has no room for
-        `batch_multiple` rows.
-      TypeError: if an argument is not an integer.
+      ValueError: there are no sequences; a sequence is empty or longer than every
+        bucket (the error names its index); or a bucket has no room for `batch_multiple`
+        rows.
+      TypeError: an argument is not an integer.
 
     Example:
       >>> from optax_tokenaccum.ragged import plan_window
@@ -79,8 +77,6 @@ def plan_window(
       [3 5 0 2] 8 8
     """
     tokens = _as_lengths(lengths)
-    max_tokens = as_count(max_tokens, "max_tokens")
-    batch_multiple = as_count(batch_multiple, "batch_multiple")
     shapes = shapes_of(max_tokens, length_buckets, batch_multiple)
     longest_bucket = shapes[-1][1]
     too_long = np.flatnonzero(tokens > longest_bucket)
@@ -91,8 +87,10 @@ def plan_window(
             f"has {longest_bucket}. Cut it, leave it out, or add a bucket."
         )
     order = np.argsort(-tokens, kind="stable")
+    choice = _cheapest(tokens[order].tolist(), shapes, cost or mul)
     plans, start = [], 0
-    for num_rows, length in _cheapest(tokens[order], shapes, cost or mul):
+    while start < len(order):
+        num_rows, length = shapes[choice[start]]
         plans.append(MicroBatchPlan(order[start : start + num_rows], num_rows, length))
         start += num_rows
     return plans
@@ -114,17 +112,15 @@ def choose_length_buckets(
     Args:
       lengths: the number of tokens in each sequence of a sample of the data.
       n: the most buckets to return; each bucket is a program to compile.
-      cost: `cost(rows, length)`, the cost of `rows` rows (an array of integers) padded
-        to `length`. The default is `rows * length`; for attention, for example, pass
-        `rows * length**2`.
+      cost: `cost(rows, length)` of `rows` rows (an array of integers) padded to
+        `length`; see `plan_window`.
 
     Returns:
       At most `n` lengths in increasing order; the last is the longest of `lengths`.
 
     Raises:
-      ValueError: if there are no sequences, or if a sequence is empty (the error names
-        its index).
-      TypeError: if an argument is not an integer.
+      ValueError: there are no sequences, or one is empty (the error names its index).
+      TypeError: an argument is not an integer.
 
     Example:
       >>> from optax_tokenaccum.ragged import choose_length_buckets
@@ -135,24 +131,21 @@ def choose_length_buckets(
     distinct, counts = np.unique(_as_lengths(lengths), return_counts=True)
     if len(distinct) <= n:
         return tuple(distinct.tolist())
-    cost = cost or (lambda rows, length: rows * length)
     rows_up_to = np.concatenate([[0], np.cumsum(counts)])
-    # best[b, j]: the lowest cost of the j shortest lengths in at most b + 1 buckets.
-    best = np.full((n, len(distinct) + 1), np.inf)
+    # best[b, j]: the lowest cost of the j shortest lengths in at most b buckets.
+    best = np.full((n + 1, len(distinct) + 1), np.inf)
     best[:, 0] = 0
     previous = np.zeros(best.shape, np.int64)
     for j, length in enumerate(distinct.tolist(), start=1):
-        bucket = np.asarray(cost(rows_up_to[j] - rows_up_to[:j], length), np.float64)
-        best[0, j] = bucket[0]
+        rows = rows_up_to[j] - rows_up_to[:j]
+        bucket = np.asarray((cost or mul)(rows, length), np.float64)
         totals = best[:-1, :j] + bucket
         previous[1:, j] = totals.argmin(1)
         best[1:, j] = totals.min(1)
     chosen, j = [], len(distinct)
-    for b in reversed(range(n)):
-        if j == 0:
-            break
+    while j:
         chosen.append(int(distinct[j - 1]))
-        j = int(previous[b, j])
+        j = previous[n - len(chosen) + 1, j]
     return tuple(reversed(chosen))
 
 
@@ -178,6 +171,8 @@ def shapes_of(
     max_tokens: int, length_buckets: Sequence[int] | None, batch_multiple: int
 ) -> list[tuple[int, int]]:
     """`(num_rows, length)` of every bucket, shortest first."""
+    max_tokens = as_count(max_tokens, "max_tokens")
+    batch_multiple = as_count(batch_multiple, "batch_multiple")
     if length_buckets is None:
         limit = max_tokens // batch_multiple
         length_buckets = [2**i for i in range(limit.bit_length())]
@@ -195,24 +190,17 @@ def shapes_of(
 
 
 def _cheapest(
-    lengths: np.ndarray,
+    lengths: list[int],
     shapes: list[tuple[int, int]],
     cost_of: Callable[[int, int], float],
-) -> list[tuple[int, int]]:
-    """The cheapest shapes for decreasing lengths, each filled in order."""
+) -> list[int]:
+    """The shape to fill next at each of the decreasing lengths, for the least cost."""
     count, costs = len(lengths), [float(cost_of(*shape)) for shape in shapes]
-    cost = np.zeros(count + 1)
-    choice = np.zeros(count, np.int64)
-    fits = np.searchsorted([length for _, length in shapes], lengths)
+    best, choice = [0.0] * (count + 1), [0] * count
     for start in reversed(range(count)):
-        totals = [
-            costs[i] + cost[min(start + shapes[i][0], count)]
-            for i in range(fits[start], len(shapes))
-        ]
-        choice[start] = fits[start] + int(np.argmin(totals))
-        cost[start] = min(totals)
-    chosen, start = [], 0
-    while start < count:
-        chosen.append(shapes[choice[start]])
-        start += chosen[-1][0]
-    return chosen
+        best[start], choice[start] = min(
+            (costs[i] + best[min(start + num_rows, count)], i)
+            for i, (num_rows, length) in enumerate(shapes)
+            if length >= lengths[start]
+        )
+    return choice

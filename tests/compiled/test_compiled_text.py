@@ -6,8 +6,14 @@ stated otherwise.
 
 import pytest
 
-from optax_tokenaccum.compiled._replica_groups import connected_by
-from optax_tokenaccum.compiled._text import Operation, Program
+from optax_tokenaccum.compiled._replica_groups import Groups, connected_by
+from optax_tokenaccum.compiled._text import Collective, Program
+
+
+def one(kind: str, groups: Groups, num_bytes: int, path: str = "always") -> Collective:
+    """One operation that runs once."""
+    return Collective(kind, None, groups, path, 1, 1, num_bytes)
+
 
 ALL = ((0, 1, 2, 3, 4, 5, 6, 7),)
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -77,12 +83,12 @@ calls=%all-reduce-scatter.clone.1
 
 
 def test_an_operation_that_a_tpu_splits_over_fusions_counts_once():
-    expected = Operation("all-gather", ALL, 2 * 8 * 4 * 64, 1, False)
+    expected = one("all-gather", ALL, 2 * 8 * 4 * 64)
     assert Program(SPLIT).operations() == [expected]
 
 
 def test_a_reduce_scatter_of_a_tpu_is_a_fusion():
-    expected = Operation("reduce-scatter", ALL, 4 * 1024 * 1024, 1, False)
+    expected = one("reduce-scatter", ALL, 4 * 1024 * 1024)
     assert Program(SCATTER).operations() == [expected]
 
 
@@ -107,9 +113,9 @@ COMPUTATIONS = {
     ],
     "unknown": ["f32[2]{0} while(%p), condition=%nothing, body=%small"],
 }
-SMALL = Operation("all-gather", ALL, 64, 1, True)
-LARGE = SMALL._replace(num_bytes=256)
-HALF = Operation("all-gather", STRIDED, 128, 1, True)
+SMALL = one("all-gather", ALL, 64, "conditional")
+LARGE = SMALL._replace(bytes=256)
+HALF = one("all-gather", STRIDED, 128, "conditional")
 # The branches of a conditional, and the operations that count.
 CONDITIONALS = {
     "small large nothing": [LARGE],
@@ -140,11 +146,11 @@ ENTRY %main (p: f32[2], i: s32[]) -> f32[2] {{
 
 
 @pytest.mark.parametrize(("names", "expected"), CONDITIONALS.items(), ids=CONDITIONALS)
-def test_one_branch_of_a_conditional_counts(names: str, expected: list[Operation]):
+def test_one_branch_of_a_conditional_counts(names: str, expected: list[Collective]):
     assert Program(of_branches(names)).operations() == expected
 
 
-def one_line(line: str, header: str = "num_partitions=8") -> list[Operation]:
+def one_line(line: str, header: str = "num_partitions=8") -> list[Collective]:
     """Parse the operations of a program whose entry contains `line`."""
     program = f"HloModule jit_f, {header}\n\nENTRY %main () -> f32[] {{\n  {line}\n}}\n"
     return Program(program).operations()
@@ -174,7 +180,7 @@ def test_an_operation_counts_once_with_its_bytes(result: str, num_bytes: int):
         f"%start = {result}(%x), {GLOBAL}\n"
         f"  ROOT %done = f32[24]{{0}} {kind}-done(%start), metadata={{}}"
     )
-    assert one_line(lines) == [Operation(kind, STRIDED, num_bytes, 1, False)]
+    assert one_line(lines) == [one(kind, STRIDED, num_bytes)]
 
 
 def test_a_program_of_replicas():
