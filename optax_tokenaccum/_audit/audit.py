@@ -102,39 +102,23 @@ def audit(
     if not micro_batches:
         raise ValueError("A window must hold at least one micro-batch: got none.")
     token_sums = reading.token_sums_of(loss_fn)
-    tokens, gradients = token_sums(params, micro_batches)
-    exact = gradients.sum(0) / tokens.sum()
-    if not np.isfinite(exact).all() or not exact.any():
-        what = "zero" if np.isfinite(exact).all() else "not finite"
+    window = reading.Window(run, token_sums, params, micro_batches)
+    if not np.isfinite(window.exact).all() or not window.exact.any():
+        what = "zero" if np.isfinite(window.exact).all() else "not finite"
         raise ValueError(
             f"The exact gradient must be finite and not zero: got one that is {what}. "
             "Audit at other parameters, such as the initial ones."
         )
-    loop = reading.Loop(run, token_sums, reading.readable_scale(params, exact))
-    window = params, micro_batches
-    still = loop.moved(*window, -1)
-    second = loop.second(*window, still, _scale_of_second(params, tokens, gradients))
-    readings = loop.readings(*window, still)
     limit = _default_rtol(params) if rtol is None else rtol
-    evidences = [Evidence(g, tokens, x, second, limit) for g, x in readings]
+    second, readings = window.second(), window.readings()
+    evidences = [Evidence(g, window.tokens, x, second, limit) for g, x in readings]
     place = int(np.argmin([evidence.nearest for evidence in evidences]))
     evidence = evidences[place]
     if rtol is None and limit < evidence.nearest < np.inf:
-        noise = loop.noise(*window, place, readings[place])
+        noise = window.noise(place, readings[place])
         if 4 * noise > limit:
             evidence = evidence._replace(rtol=4 * noise, noise=noise)
-    parameters = _parameters(params, evidence.first, evidence.exact)
-    return AuditReport(**judge(evidence), parameters=parameters)
-
-
-def _scale_of_second(
-    params: Params, tokens: np.ndarray, gradients: np.ndarray
-) -> float:
-    """A scale that makes a step on the second micro-batch readable, however small."""
-    sizes = np.linalg.norm(gradients, axis=1)
-    places = [*np.flatnonzero(tokens)[1:2], *np.argsort(-sizes)]
-    place = next(i for i in places if sizes[i])
-    return reading.readable_scale(params, gradients[place] / tokens[place])
+    return judge(evidence, _parameters(params, evidence.first, evidence.exact))
 
 
 def _default_rtol(params: Params) -> float:
@@ -146,12 +130,12 @@ def _default_rtol(params: Params) -> float:
 def _parameters(
     params: Params, applied: np.ndarray, exact: np.ndarray
 ) -> list[Parameter]:
-    found, start = [], 0
-    for (path, _), numbers in zip(
-        trees.named_leaves(params), reading.numbers(params), strict=True
-    ):
-        end = start + numbers.size
-        if end > start:
-            found.append(Parameter.of(path, applied[start:end], exact[start:end]))
-        start = end
-    return found
+    """The gradients of each parameter array that has any."""
+    ends = np.cumsum([x.size for x in reading.numbers(params)])[:-1]
+    leaves = zip(
+        trees.named_leaves(params),
+        np.split(applied, ends),
+        np.split(exact, ends),
+        strict=True,
+    )
+    return [Parameter.of(path, x, y) for (path, _), x, y in leaves if x.size]

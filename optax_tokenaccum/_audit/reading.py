@@ -1,6 +1,7 @@
 """Reads the gradient that a loop applies off the parameters that it moves."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,6 @@ import optax
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.loss import LossFn, unpack
-from optax_tokenaccum._core.overwritten import is_overwritten
-from optax_tokenaccum._core.sums import is_float0
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
@@ -22,6 +21,7 @@ TokenSums = Callable[[Any, list[Any]], tuple[np.ndarray, np.ndarray]]
 # The relative distance of nearby points: a few units of bfloat16, so that bfloat16
 # rounding errors differ between the points.
 NEARBY = 2.0**-6
+NO_UPDATE = -1
 
 
 class Reading(NamedTuple):
@@ -31,89 +31,107 @@ class Reading(NamedTuple):
     first: np.ndarray  # what the first update applied, [parameters]
 
 
-class Loop(NamedTuple):
-    """The loop under audit."""
+class Window:
+    """A loop, and the window that it runs at some parameters."""
 
-    run: Run
-    token_sums: TokenSums
-    scale: float  # of the first update
+    def __init__(
+        self, run: Run, token_sums: TokenSums, params: Params, micro_batches: list[Any]
+    ):
+        self.run, self.token_sums = run, token_sums
+        self.params, self.micro_batches = params, micro_batches
+        self.tokens, self.gradients = token_sums(params, micro_batches)
+        self.exact = self.gradients.sum(0) / self.tokens.sum()
 
-    def moved(
-        self, params: Params, micro_batches: list[Any], which: int, scale: float = 1.0
-    ) -> Any:
-        """Runs the loop; only update `which` (none if -1) moves the parameters."""
-        optimizer = _reading_optimizer(which, scale)
+    def after(self, which: int, scale: float = 1.0) -> Params:
+        """The parameters after the loop, if only update `which` moves them."""
         # The loop may change its micro-batches in place, or donate them.
-        given = jax.tree.map(_copy, micro_batches)
-        moved = self.run(optimizer, arrays.owned(params), given)
+        given = jax.tree.map(_copy, self.micro_batches)
+        moved = self.run(_sgd_once(which, scale), arrays.owned(self.params), given)
         trees.check_same_tree(
-            moved, params, "run must return the parameters it was given, moved"
+            moved, self.params, "run must return the parameters it was given, moved"
         )
         return jax.tree.map(jnp.asarray, moved)
 
-    def readings(
-        self, params: Params, micro_batches: list[Any], still: Any = None
-    ) -> list[Reading]:
-        """Reads what the first update applied, in four ways if the loop drifts.
+    @cached_property
+    def still(self) -> Params:
+        """The parameters after the loop without any update, which may drift."""
+        return self.after(NO_UPDATE)
 
-        The drift is the movement from `params` to `still` without any update. It may
-        come before or after the gradient is computed, and may or may not scale the
-        update.
+    @cached_property
+    def scale(self) -> float:
+        """A power of 2 that makes the update larger than the parameters.
+
+        Rounding to the parameters' dtype then costs a unit of the gradient, not of the
+        parameters. With a margin of 2**20, leaves and micro-batches with a millionth of
+        the gradient can still be read. float16 would overflow, so its margin is 4.
         """
-        _, gradients = self.token_sums(params, micro_batches)
-        if still is None:
-            still = self.moved(params, micro_batches, -1)
-        start, end = flat(params), flat(still)
+        dtypes = [x.dtype for x in jax.tree.leaves(self.params)]
+        margin = 4.0 if jnp.float16 in dtypes else 2.0**20
+        exact = np.linalg.norm(self.exact)
+        size = np.linalg.norm(flat(self.params)) or exact
+        return _power_of_2(margin * size / exact)
 
-        def first(scale: float) -> np.ndarray:
-            return (end - flat(self.moved(params, micro_batches, 0, scale))) / scale
+    def applied(self, which: int) -> np.ndarray:
+        """What update `which` applied; zeros if the loop has no such update."""
 
-        applied = first(self.scale)
-        if not np.isfinite(applied).all():
+        def read(scale: float) -> np.ndarray:
+            return (flat(self.still) - flat(self.after(which, scale))) / scale
+
+        found = read(self.scale)
+        if not np.isfinite(found).all():
             # An undivided sum may have overflowed: read it at a smaller scale.
-            tokens, _ = self.token_sums(params, micro_batches)
-            applied = first(self.scale / power_of_2(tokens.sum()))
-        if (start == end).all():
-            return [Reading(gradients, applied)] * 4
-        _, gradients_there = self.token_sums(still, micro_batches)
+            found = read(self.scale / _power_of_2(self.tokens.sum()))
+        return found
+
+    def readings(self) -> list[Reading]:
+        """Reads what the first update applied, in four ways.
+
+        A loop may drift before or after it computes the gradient, and the drift may or
+        may not scale the update. Without drift, the four readings are the same.
+        """
+        applied = self.applied(0)
+        _, gradients_there = self.token_sums(self.still, self.micro_batches)
+        start, end = flat(self.params), flat(self.still)
         scaled = np.divide(
             applied * start, end, out=applied.copy(), where=(start != 0) & (end != 0)
         )
-        both = gradients, gradients_there
-        return [Reading(g, x) for g in both for x in (applied, scaled)]
+        return [
+            Reading(gradients, first)
+            for gradients in (self.gradients, gradients_there)
+            for first in (applied, scaled)
+        ]
 
-    def second(
-        self, params: Params, micro_batches: list[Any], still: Any, scale: float
-    ) -> np.ndarray:
-        """The gradient of the second update; zeros if there is none."""
-
-        found = flat(still) - flat(self.moved(params, micro_batches, 1, scale))
-        if found.any() and (flat(still) != flat(params)).any():
+    def second(self) -> np.ndarray:
+        """What the second update applied; zeros if there was none."""
+        found = self.applied(1)
+        if found.any():
             # The loop may drift at random, differently in each run.
-            chance = flat(still) - flat(self.moved(params, micro_batches, -1))
-            if np.linalg.norm(found) <= 4 * np.linalg.norm(chance):
+            chance = flat(self.still) - flat(self.after(NO_UPDATE))
+            if np.linalg.norm(found) * self.scale <= 4 * np.linalg.norm(chance):
                 return np.zeros_like(found)
-        return found / scale  # NaN also counts as movement
+        return found  # NaN also counts as movement
 
-    def noise(
-        self, params: Params, micro_batches: list[Any], place: int, reading: Reading
-    ) -> float:
+    def noise(self, place: int, reading: Reading) -> float:
         """Estimates the relative rounding error of the reading at index `place`.
 
         The estimate is the second difference of the least-squares residuals at the
         parameters and at two nearby points. Errors of the loop change smoothly and
         cancel; rounding errors do not.
         """
-        gradients, first = reading
-        weights, *_ = np.linalg.lstsq(gradients.T, first, rcond=None)
+        weights, *_ = np.linalg.lstsq(reading.gradients.T, reading.first, rcond=None)
 
-        def rest(direction: int) -> np.ndarray:
-            there = _nearby(params, direction), _nearby(micro_batches, direction, True)
-            gradients, first = self.readings(*there)[place]
-            return first - weights @ gradients
+        def rest(reading: Reading) -> np.ndarray:
+            return reading.first - weights @ reading.gradients
 
-        difference = rest(1) + rest(-1) - 2 * (first - weights @ gradients)
-        size = np.linalg.norm(first)
+        difference = -2 * rest(reading)
+        for direction in (1, -1):
+            there = (
+                _nearby(self.params, direction),
+                _nearby(self.micro_batches, direction, is_batch=True),
+            )
+            nearby = Window(self.run, self.token_sums, *there)
+            difference += rest(nearby.readings()[place])
+        size = np.linalg.norm(reading.first)
         return float(np.linalg.norm(difference) / 6**0.5 / size) if size else 0.0
 
 
@@ -121,12 +139,12 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
     """The function that returns tokens and gradients, as float64 arrays."""
 
     @jax.jit
-    def sums(params: Params, batch: Batch) -> tuple[jax.Array, Any]:
+    def sums(params: Params, batch: Batch) -> tuple[jax.Array, Gradients]:
         def loss(params: Params) -> Any:
             return unpack(loss_fn(params, batch), False)
 
-        gradient = jax.value_and_grad(loss, has_aux=True, allow_int=True)
-        (_, (n, _)), g = gradient(params)
+        gradient = jax.grad(loss, has_aux=True, allow_int=True)
+        g, (n, _) = gradient(params)
         return as_num_tokens(n), g
 
     def token_sums(
@@ -145,53 +163,38 @@ def token_sums_of(loss_fn: LossFn) -> TokenSums:
     return token_sums
 
 
-def readable_scale(params: Params, gradient: np.ndarray) -> float:
-    """A power of 2 that makes the update larger than the parameters.
-
-    Rounding to the parameters' dtype then costs a unit of the gradient, not of the
-    parameters. With a margin of 2**10, leaves with a thousandth of the gradient can
-    still be read. float16 would overflow with this margin, so its margin is 4.
-    """
-    is_float16 = any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
-    margin = 4.0 if is_float16 else 2.0**10
-    size = np.linalg.norm(flat(params)) or np.linalg.norm(gradient)
-    return power_of_2(margin * size / np.linalg.norm(gradient))
-
-
-def power_of_2(x: Any) -> float:
-    return float(2.0 ** np.round(np.log2(x)))
-
-
 def flat(tree: Any) -> np.ndarray:
     """All numbers of a tree that have a gradient, as float64 `[parameters]`."""
-    parts = numbers(tree)
-    return np.concatenate(parts) if parts else np.zeros(0)
+    return np.concatenate([np.zeros(0), *numbers(tree)])
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
-    """The numbers of each leaf; none for integer and overwritten leaves."""
-    return [
-        np.zeros(0) if is_overwritten(path, leaf) else _numbers_of(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    """The numbers of each leaf; none for leaves without a gradient."""
+
+    def numbers_of(path: Any, leaf: Any) -> np.ndarray:
+        # The "gradient" of an overwritten float leaf (FP8) is its next value.
+        is_overwritten = any(
+            getattr(entry, "key", None) == "_overwrite_with_gradient" for entry in path
+        )
+        if is_overwritten or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return np.zeros(0)
+        flat = np.asarray(leaf).ravel()
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            flat = np.concatenate([flat.real, flat.imag])
+        return flat.astype(np.float64)
+
+    return [numbers_of(*x) for x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _numbers_of(leaf: Any) -> np.ndarray:
-    if is_float0(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return np.zeros(0)
-    flat = np.asarray(leaf).ravel()
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return np.concatenate([flat.real, flat.imag]).astype(np.float64)
-    return flat.astype(np.float64)
+def _power_of_2(x: Any) -> float:
+    return float(2.0 ** np.round(np.log2(x)))
 
 
 def _copy(x: Any) -> Any:
     return x.copy() if isinstance(x, np.ndarray | jax.Array) else x
 
 
-def _reading_optimizer(
-    which: int, scale: float
-) -> optax.GradientTransformationExtraArgs:
+def _sgd_once(which: int, scale: float) -> optax.GradientTransformationExtraArgs:
     """SGD in which only update number `which`, counted from 0, moves parameters."""
 
     def init(params: Params) -> jax.Array:
@@ -199,9 +202,9 @@ def _reading_optimizer(
 
     def update(
         updates: Gradients, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, jax.Array]:
-        def step(g: Any) -> Any:
-            if is_float0(g):
+    ) -> tuple[Gradients, jax.Array]:
+        def step(g: jax.Array) -> jax.Array:
+            if g.dtype == jax.dtypes.float0:
                 return g
             return jnp.where(state == which, -scale * g, 0).astype(g.dtype)
 
