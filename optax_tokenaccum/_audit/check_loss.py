@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_tokenaccum._audit.check_count import RTOL, Measure, check_count, rows_of
+from optax_tokenaccum._audit.check_count import RTOL, check_count
 from optax_tokenaccum._audit.check_sequences import check_sequences
+from optax_tokenaccum._audit.masks import Measure, rows_of
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.loss import LossFn, unpack
@@ -153,30 +154,24 @@ def check_loss_fn(
 
         return measure
 
-    batch = batches[int(np.argmax(sizes))]
+    batch, measure = batches[int(np.argmax(sizes))], at(params)
     _, (num_tokens, _) = unpack(jitted(params, batch), False)
     as_num_tokens(num_tokens)
     program = str(jax.make_jaxpr(jitted)(params, batch))
     rtol = 1e-2 if re.search(r"\b(b?f16|f8_\w+)\[", program) else RTOL
-    measure = at(params)
-    findings = list(_findings_on_sums(measure, batch, rtol))
-    how = None
-    if not findings:
-        params = jax.tree.map(jnp.asarray, params)
-        zeros, negative = (jax.tree.map(f, params) for f in (jnp.zeros_like, _negative))
+    findings = [*_findings_on_sums(measure, batch, rtol)]
+    if findings:
+        return LossReport(tuple(findings), None)
+    params = jax.tree.map(jnp.asarray, params)
+    zeros, negative = (jax.tree.map(f, params) for f in (jnp.zeros_like, _negative))
+    measures = [measure, at(zeros), at(negative)]
+    batch = max(batches, key=lambda batch: measure(batch)[1])
+    if per == "token":
         dims = {size for x in jax.tree.leaves(params) for size in x.shape}
-        measures = [measure, at(zeros), at(negative)]
-        if per == "token":
-            how, found = check_count(measures, batches, dims, rtol)
-        else:
-            how, found = check_sequences(measures, batches, rtol)
-        findings += found
+        how, findings = check_count(measures, batch, batches, dims, rtol)
+    else:
+        how, findings = check_sequences(measures, batch, rtol)
     return LossReport(tuple(findings), how)
-
-
-def _twice(x: Any) -> Any:
-    concatenate = np.concatenate if isinstance(x, np.ndarray) else jnp.concatenate
-    return concatenate([x, x])
 
 
 def _negative(x: jax.Array) -> jax.Array:
@@ -208,12 +203,10 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
     if not all(map(same, measure(batch), (loss, n))):
         yield "the loss is random: two calls differ. Fix its key, or leave dropout out."
         return
-    twice, n_twice = measure(jax.tree.map(_twice, batch))
-    halves = [
-        measure(rows_of(batch, *cut)) for cut in ((0, rows // 2), (rows // 2, rows))
-    ]
-    loss_apart, n_apart = np.sum(halves, axis=0).tolist()
-    size = sum(abs(loss) for loss, _ in halves)
+    twice, n_twice = measure(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch))
+    cuts = (0, rows // 2), (rows // 2, rows)
+    losses, counts = np.array([measure(rows_of(batch, *cut)) for cut in cuts]).T
+    loss_apart, n_apart, size = losses.sum(), counts.sum(), abs(losses).sum()
     if not same(n_twice, 2 * n):
         yield (
             f"the count is not a sum: {n:g} tokens, and {n_twice:g} with every row "

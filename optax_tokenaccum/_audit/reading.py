@@ -62,11 +62,11 @@ class Window:
         """A power of 2 that makes the update larger than the parameters.
 
         Rounding to the parameters' dtype then costs a unit of the gradient, not of the
-        parameters. With a margin of 2**20, leaves and micro-batches with a millionth of
+        parameters. With a margin of 2**30, leaves and micro-batches with a billionth of
         the gradient can still be read. float16 would overflow, so its margin is 4.
         """
         dtypes = [x.dtype for x in jax.tree.leaves(self.params)]
-        margin = 4.0 if jnp.float16 in dtypes else 2.0**20
+        margin = 4.0 if jnp.float16 in dtypes else 2.0**30
         exact = np.linalg.norm(self.exact)
         size = np.linalg.norm(flat(self.params)) or exact
         return _power_of_2(margin * size / exact)
