@@ -41,9 +41,9 @@ def audit(
 
     The loop may use any framework that takes an optax optimizer. It must run one
     window, with every wrapper of the optimizer, and without randomness: dropout would
-    change the gradient. The audit runs the loop once more if the loop may drift at
-    random, and four more times if it must measure noise. It repeats a run whose
-    gradient overflows, with a smaller scale.
+    change the gradient. The audit runs the loop once more if the second update moves
+    the parameters, because the loop may drift at random, and four more times if it
+    must measure noise. It repeats a run whose gradient overflows, with a smaller scale.
 
     Args:
       run: `run(optimizer, params, micro_batches) -> params`: the loop, which must use
@@ -112,9 +112,10 @@ def audit(
     limit = _default_rtol(params) if rtol is None else rtol
     second, readings = window.second(), window.readings()
     evidences = [Evidence(g, window.tokens, x, second, limit) for g, x in readings]
-    place = int(np.argmin([evidence.nearest for evidence in evidences]))
+    errors = [min(evidence.candidates().values()) for evidence in evidences]
+    place = int(np.argmin(errors))
     evidence = evidences[place]
-    if rtol is None and limit < evidence.nearest < np.inf:
+    if rtol is None and limit < errors[place] < np.inf:
         noise = window.noise(place, readings[place])
         if 4 * noise > limit:
             evidence = evidence._replace(rtol=4 * noise, noise=noise)
@@ -138,4 +139,8 @@ def _parameters(
         np.split(exact, ends),
         strict=True,
     )
-    return [Parameter.of(path, x, y) for (path, _), x, y in leaves if x.size]
+    return [
+        Parameter(path, *(float(np.linalg.norm(z)) for z in (x, y, x - y)))
+        for (path, _), x, y in leaves
+        if x.size
+    ]

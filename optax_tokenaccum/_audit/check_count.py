@@ -42,21 +42,18 @@ def _check_masks(
     """Removes entries of likely masks: loss and count must change together."""
     likely = [(mask, *mask.gates(measures, batch, rtol)) for mask in masks_in(batch)]
     has_both = any(of_loss and of_count for _, of_loss, of_count in likely)
-    paths, found, is_sure = [], [], True
+    paths, found, are_sums = [], [], []
     for mask, of_loss, of_count in likely:
         adds_up = all(_adds_up(mask, measure, batch, rtol) for measure in measures)
-        if of_loss and of_count:
-            is_sure &= adds_up
-        elif not (mask.is_mask and (of_loss or of_count)):
-            continue
-        elif of_loss and (has_both or not adds_up):
-            # Without weights, rewards or one-hot labels the loss is zero too. So a leaf
-            # that removes only the loss counts as a mask only if no other does.
-            continue
-        paths.append(mask.path)
-        found += _findings(mask, measures, batch, adds_up, rtol)
+        # Without weights, rewards or one-hot labels the loss is zero too. So a leaf
+        # that removes only the loss counts as a mask only if no leaf removes both.
+        alone = of_count or of_loss and adds_up and not has_both
+        if of_loss and of_count or mask.is_mask and alone:
+            paths.append(mask.path)
+            are_sums.append(adds_up)
+            found += _findings(mask, measures, batch, adds_up, rtol)
     how = f"entry by entry of {', '.join(paths)}" if paths else None
-    return how, found, bool(paths) and is_sure
+    return how, found, bool(paths) and all(are_sums)
 
 
 def _adds_up(mask: Mask, measure: Measure, batch: Batch, rtol: float) -> bool:

@@ -17,6 +17,8 @@ from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.loss import LossFn, unpack
 from optax_tokenaccum._core.trees import Batch, Params
 
+OWN_MASK = "Return the sum of the loss's own mask."
+
 
 @dataclass(frozen=True)
 class LossReport:
@@ -55,14 +57,12 @@ class LossReport:
         lines = [f"WRONG: {finding}" for finding in self.findings]
         if self.passed:
             lines.append("OK: the loss and its count are sums over rows.")
-        if self.count_checked:
-            lines.append(f"The count was checked {self.count_checked}.")
-        else:
-            lines.append(
-                "Whether the count is the loss's own was not checked: no leaf of the "
-                "batch looks like a mask, and the loss is not uniform at parameters of "
-                "zero."
-            )
+        lines.append(
+            f"The count was checked {self.count_checked}."
+            if self.count_checked
+            else "Whether the count is the loss's own was not checked: no leaf looks "
+            "like a mask, and the loss is not uniform at parameters of zero."
+        )
         return "\n".join(lines)
 
 
@@ -185,7 +185,7 @@ def _as_numpy(x: Any) -> Any:
 
 def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[str]:
     """Yields a finding for each sum that is wrong with rows duplicated or split."""
-    rows = trees.leading_axis(batch, "a micro-batch")
+    half = trees.leading_axis(batch, "a micro-batch") // 2
 
     def same(x: float, y: float, size: float = 0.0) -> bool:
         return abs(x - y) <= rtol * max(abs(x), abs(y), size)
@@ -195,27 +195,24 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
         yield f"loss and count must be finite: got {loss} and {n}."
         return
     if loss and not n:
-        yield (
-            f"the loss is {loss:.6g}, and its count is 0. Return the sum of the loss's "
-            "own mask."
-        )
+        yield f"the loss is {loss:.6g}, and its count is 0. {OWN_MASK}"
         return
     if not all(map(same, measure(batch), (loss, n))):
         yield "the loss is random: two calls differ. Fix its key, or leave dropout out."
         return
     twice, n_twice = measure(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch))
-    cuts = (0, rows // 2), (rows // 2, rows)
-    losses, counts = np.array([measure(rows_of(batch, *cut)) for cut in cuts]).T
-    loss_apart, n_apart, size = losses.sum(), counts.sum(), abs(losses).sum()
+    halves = [measure(rows_of(batch, *cut)) for cut in ((0, half), (half, None))]
+    losses, counts = np.array(halves).T
+    size = abs(losses).sum()
     if not same(n_twice, 2 * n):
         yield (
             f"the count is not a sum: {n:g} tokens, and {n_twice:g} with every row "
-            "twice. Return the sum of the loss's own mask."
+            f"twice. {OWN_MASK}"
         )
-    elif not same(n_apart, n):
+    elif not same(counts.sum(), n):
         yield (
-            f"the count depends on the batch: {n:g} tokens in all rows, {n_apart:g} in "
-            "their halves. Return the sum of the loss's own mask."
+            f"the count depends on the batch: {n:g} tokens in all rows, "
+            f"{counts.sum():g} in their halves. {OWN_MASK}"
         )
     if same(twice, loss, size) and not same(loss, 0, size):
         yield (
@@ -229,10 +226,9 @@ def _findings_on_sums(measure: Measure, batch: Batch, rtol: float) -> Iterator[s
             "that is a mean goes in as loss_sum + c * auxiliary * num_tokens. Dropout "
             "does this too if its masks depend on the number of rows: leave it out."
         )
-    elif not same(loss_apart, loss, size):
+    elif not same(losses.sum(), loss, size):
         yield (
-            "the loss of a row depends on the other rows: all rows together have "
-            f"{loss:.6g}, their halves {loss_apart:.6g}. Batch statistics (BatchNorm) "
-            "and balance losses do that; no accumulation can make them those of the "
-            "full batch."
+            f"the loss of a row depends on the other rows: all have {loss:.6g}, their "
+            f"halves {losses.sum():.6g}. Batch statistics (BatchNorm) and balance "
+            "losses do that, and accumulation cannot undo it."
         )

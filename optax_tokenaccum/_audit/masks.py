@@ -89,7 +89,7 @@ def masks_in(batch: Batch) -> list[Mask]:
     return list(masks.values())
 
 
-def rows_of(batch: Batch, start: int, stop: int) -> Batch:
+def rows_of(batch: Batch, start: int, stop: int | None) -> Batch:
     return jax.tree.map(lambda x: x[start:stop], batch)
 
 

@@ -138,26 +138,22 @@ class Window:
 def token_sums_of(loss_fn: LossFn) -> TokenSums:
     """The function that returns tokens and gradients, as float64 arrays."""
 
-    @jax.jit
-    def sums(params: Params, batch: Batch) -> tuple[jax.Array, Gradients]:
-        def loss(params: Params) -> Any:
-            return unpack(loss_fn(params, batch), False)
+    def loss(params: Params, batch: Batch) -> Any:
+        return unpack(loss_fn(params, batch), False)
 
-        gradient = jax.grad(loss, has_aux=True, allow_int=True)
-        g, (n, _) = gradient(params)
-        return as_num_tokens(n), g
+    gradient = jax.jit(jax.grad(loss, has_aux=True, allow_int=True))
 
     def token_sums(
         params: Params, micro_batches: list[Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        found = [sums(params, batch) for batch in micro_batches]
-        tokens = np.array([n for n, _ in found], np.float64)
+        found = [gradient(params, batch) for batch in micro_batches]
+        tokens = np.array([as_num_tokens(n) for _, (n, _) in found], np.float64)
         if not (np.isfinite(tokens).all() and (tokens >= 0).all() and tokens.any()):
             raise ValueError(
                 "Token counts must be finite, at least 0, and not all 0: got "
                 f"{tokens.tolist()}."
             )
-        gradients = np.stack([flat(gradient) for _, gradient in found])
+        gradients = np.stack([flat(gradient) for gradient, _ in found])
         return tokens, np.where(tokens[:, None] > 0, gradients, 0)
 
     return token_sums

@@ -35,11 +35,6 @@ class Parameter(NamedTuple):
     exact: float
     error: float
 
-    @classmethod
-    def of(cls, path: str, applied: np.ndarray, exact: np.ndarray) -> "Parameter":
-        norms = (np.linalg.norm(x) for x in (applied, exact, applied - exact))
-        return cls(path, *map(float, norms))
-
 
 @dataclass(frozen=True)
 class AuditReport:
@@ -106,20 +101,21 @@ class AuditReport:
             f"cosine {self.cosine:.4f}",
         ]
         if self.weights is not None:
-            shown = ", ".join(
-                "-" if math.isnan(w) else f"{w:.3g}" for w in self.weights[:8]
-            )
-            more = ", ..." if len(self.weights) > 8 else ""
-            lines.append(f"weight of a token, by micro-batch: {shown}{more} (exact: 1)")
+            shown = ["-" if math.isnan(w) else f"{w:.3g}" for w in self.weights[:8]]
+            if len(self.weights) > 8:
+                shown.append("...")
+            by = f"weight of a token, by micro-batch: {', '.join(shown)} (exact: 1)"
+            lines.append(by)
         lines += ["", "  relative error  to the gradient"]
-        for verdict, error in sorted(self.candidates.items(), key=lambda pair: pair[1]):
-            mark = "<-" if verdict is self.verdict else ""
-            lines.append(f"  {error:14.1e}  {verdict.value} {mark}".rstrip())
+        for error, verdict in sorted((e, v.value) for v, e in self.candidates.items()):
+            mark = " <-" if verdict == self.verdict.value else ""
+            lines.append(f"  {error:14.1e}  {verdict}{mark}")
         lines += ["", "     error   applied     exact  parameters, worst first"]
         worst = sorted(self.parameters, key=lambda p: -p.error)
         for p in worst[:8]:
-            norms = f"{p.error:8.1e}  {p.applied:8.1e}  {p.exact:8.1e}"
-            lines.append(f"  {norms}  {p.path}")
+            lines.append(
+                f"  {p.error:8.1e}  {p.applied:8.1e}  {p.exact:8.1e}  {p.path}"
+            )
         if len(worst) > 8:
             lines.append(f"  and {len(worst) - 8} more")
         return "\n".join(lines)
@@ -136,18 +132,15 @@ class AuditReport:
         figure = Figure(figsize=(7, height), layout="constrained")
         axes = figure.subplots()
         places = np.arange(len(self.parameters))
-        for offset, name, color in (
-            (-0.2, "applied", "tab:red"),
-            (0.2, "exact", "tab:gray"),
-        ):
-            norms = [getattr(p, name) for p in self.parameters]
-            axes.barh(places + offset, norms, height=0.4, label=name, color=color)
-        axes.set_yticks(places, [p.path for p in self.parameters])
+        paths, applied, exact, _ = zip(*self.parameters, strict=True)
+        axes.barh(places - 0.2, applied, 0.4, label="applied", color="tab:red")
+        axes.barh(places + 0.2, exact, 0.4, label="exact", color="tab:gray")
+        axes.set_yticks(places, paths)
         axes.invert_yaxis()
-        axes.set_xscale("log")
-        axes.set_xlabel("L2 norm of the gradient")
-        axes.set_title(
-            f"{self.verdict.value}, relative error {self.relative_error:.1e}"
+        axes.set(
+            xscale="log",
+            xlabel="L2 norm of the gradient",
+            title=f"{self.verdict.value}, relative error {self.relative_error:.1e}",
         )
         axes.legend()
         return figure

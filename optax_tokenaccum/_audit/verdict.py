@@ -16,20 +16,18 @@ EXPLANATIONS = {
         "such as mask.size, changes nothing); or make_train_step with a summed loss."
     ),
     Verdict.DISCARDED: (
-        "the parameters did not move: the updates of the one call that closes the "
-        "window are thrown away, or no call closes it. Apply the updates of every "
-        "call, those of an open window are zeros; make_train_step has none to lose. Or "
-        "run takes its step with another optimizer than the one that it is given, or "
-        "gives it zeros first, as optax.apply_every does."
+        "the parameters did not move: no call closes the window, or the updates of the "
+        "call that does are thrown away (apply those of every call, or use "
+        "make_train_step). Or run takes its step with another optimizer than the one "
+        "that it is given, or gives it zeros first, as optax.apply_every does."
     ),
     Verdict.NOT_DIVIDED: (
         "the loop applies the sum over tokens. Divide once, by the number of tokens in "
         "the window; token_accumulation does."
     ),
     Verdict.DIVIDED_TWICE: (
-        "the loop divides by the tokens of the window and by the number of its "
-        "micro-batches as well. Drop the second division: losses that are divided by "
-        "the window's count are to be summed (use_grad_mean=False)."
+        "the loop divides by the tokens of the window and also by the number of its "
+        "micro-batches. Drop the second division (use_grad_mean=False)."
     ),
     Verdict.LAST_MICRO_BATCH_ONLY: (
         "only the last micro-batch's gradient is applied, the others are lost. Carry "
@@ -62,11 +60,6 @@ class Evidence(NamedTuple):
     second: np.ndarray  # of its second update; zeros if there was none
     rtol: float  # the relative error up to which a gradient counts as right
     noise: float = 0.0  # measured rounding error if `rtol` is derived from it, relative
-
-    @property
-    def nearest(self) -> float:
-        """The relative error to the nearest known gradient."""
-        return min(self.candidates().values())
 
     @property
     def exact(self) -> np.ndarray:
@@ -104,12 +97,10 @@ class Evidence(NamedTuple):
         size = np.linalg.norm(self.exact)
         found[Verdict.DISCARDED] = float(np.linalg.norm(self.first) / size)
         found[Verdict.STEPPED_EVERY_MICRO_BATCH] = np.inf
-        places = np.flatnonzero(self.tokens)[:2]
-        if self.second.any() and len(places) == 2:
-            found[Verdict.STEPPED_EVERY_MICRO_BATCH] = max(
-                nearest(got, self.forms_of_one(i))
-                for got, i in zip((self.first, self.second), places, strict=True)
-            )
+        if self.second.any() and np.count_nonzero(self.tokens) > 1:
+            i, j, *_ = map(self.forms_of_one, np.flatnonzero(self.tokens))
+            errors = nearest(self.first, i), nearest(self.second, j)
+            found[Verdict.STEPPED_EVERY_MICRO_BATCH] = max(errors)
         return found
 
     def factor_of(self, direction: np.ndarray) -> float | None:
@@ -129,31 +120,29 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
 
 def judge(evidence: Evidence, parameters: list[Parameter]) -> AuditReport:
     """The report on the evidence."""
-    applied, exact = evidence.first, evidence.exact
-    weights = estimate_weights(
-        evidence.gradients, evidence.tokens, applied, evidence.rtol
-    )
+    gradients, tokens, applied, _, rtol, noise = evidence
+    exact = evidence.exact
+    weights = estimate_weights(gradients, tokens, applied, rtol)
     found = _conclude(evidence, weights)
-    is_known = isinstance(found, Verdict)
-    verdict = found if is_known else Verdict.UNKNOWN
-    explanation = EXPLANATIONS[found] if is_known else found
-    if evidence.noise and not explanation.startswith("cannot tell"):
-        explanation += (
-            f" Rounding noise of {evidence.noise:.1e} was measured and is tolerated."
-        )
+    verdict = found if isinstance(found, Verdict) else Verdict.UNKNOWN
+    explanation = EXPLANATIONS[found] if isinstance(found, Verdict) else found
+    if noise and not explanation.startswith("cannot tell"):
+        explanation += f" Rounding noise of {noise:.1e} was measured and is tolerated."
+    candidates, factor = evidence.candidates(), evidence.factor_of(exact)
+    if candidates[Verdict.EXACT] <= rtol:
+        factor = 1.0 if verdict is Verdict.EXACT else None
     size = np.linalg.norm(applied) * np.linalg.norm(exact)
     shown = None
     if weights is not None:
-        has_gradient = evidence.gradients.any(1)
-        shown = tuple(np.where(has_gradient, weights.values, np.nan).tolist())
+        shown = tuple(np.where(gradients.any(1), weights.values, np.nan).tolist())
     return AuditReport(
         verdict=verdict,
         explanation=explanation,
         relative_error=distance(applied, exact),
         cosine=float(applied @ exact / size) if 0 < size < np.inf else 0.0,
-        factor=1.0 if verdict is Verdict.EXACT else evidence.factor_of(exact),
-        rtol=evidence.rtol,
-        candidates=evidence.candidates(),
+        factor=factor,
+        rtol=rtol,
+        candidates=candidates,
         weights=shown,
         parameters=parameters,
     )
@@ -164,21 +153,20 @@ def _conclude(evidence: Evidence, weights: Weights | None) -> Verdict | str:
     candidates, rtol, noise = evidence.candidates(), evidence.rtol, evidence.noise
     if not np.isfinite(evidence.first).all():
         empty = np.flatnonzero(evidence.tokens == 0).tolist()
-        return "the parameters are not finite after the window. " + (
-            f"Micro-batches {empty}, counted from 0, have no tokens, so their mean "
-            "loss is 0/0: leave them out, as optax_tokenaccum.MultiSteps does."
-            if empty
-            else "Sums in float16 overflow: keep them in float32, and use a mean loss "
-            "with gradients='mean'."
-        )
+        cause = "Keep sums in float32: float16 overflows."
+        if empty:
+            cause = (
+                f"Micro-batches {empty}, counted from 0, have no tokens, so their mean "
+                "loss is 0/0: leave them out, as optax_tokenaccum.MultiSteps does."
+            )
+        return f"the parameters are not finite after the window. {cause}"
     if evidence.second.any():  # NaN also counts as movement
         verdict = Verdict.STEPPED_EVERY_MICRO_BATCH
         if candidates[verdict] <= max(rtol, STEPS_RTOL):
             return verdict
         return (
-            "the optimizer takes several steps, and they are not those of a "
-            "micro-batch each. run must be one window, in which the optimizer takes "
-            "one step."
+            "the optimizer takes several steps, not one for each micro-batch. run must "
+            "be one window, in which it takes one step."
         )
     if not evidence.first.any():
         return Verdict.DISCARDED
@@ -237,26 +225,29 @@ def _doubt(evidence: Evidence, weights: Weights | None) -> str | None:
 
 def _explain(evidence: Evidence, weights: Weights | None) -> str:
     """Explains a gradient that matches no candidate."""
-    factor = evidence.factor_of(evidence.exact)
+    factor, total = evidence.factor_of(evidence.exact), evidence.tokens.sum()
     if factor is not None:
-        name = _name(factor, evidence) or _name_of_scale(factor, evidence)
+        # Clipping the window and a learning rate also scale it by any factor.
+        other = f"a count of {total / factor:.0f} tokens where loss_fn counts {total:g}"
+        if factor < 0:
+            other = "it goes uphill"
         return (
-            "the direction is right, the size is not: it is "
-            f"{factor:.6g} times what it should be ({name})."
+            "the direction is right, the size is not: "
+            f"{_times(factor, evidence, f'{other}, clipping, or a learning rate?')}."
         )
     mean_of_means = evidence.forms()[Verdict.MEAN_OF_MEANS][0]
     factor = evidence.factor_of(mean_of_means @ evidence.gradients)
     if factor is not None:
-        name = _name(factor, evidence)
         return (
             "the direction is that of a mean of means, and the size is wrong as well: "
-            f"it is {factor:.6g} times what it should be{name and f' ({name})'}. Use "
+            f"{_times(factor, evidence, 'clipping, or a learning rate?')}. Use "
             "make_train_step with a summed loss."
         )
     return NOT_A_SUM if weights is None else weights.explanation()
 
 
-def _name(factor: float, evidence: Evidence) -> str:
+def _times(factor: float, evidence: Evidence, otherwise: str) -> str:
+    """Names a factor."""
     k, total = len(evidence.tokens), evidence.tokens.sum()
     names = {
         "k, the number of micro-batches": k,
@@ -270,17 +261,6 @@ def _name(factor: float, evidence: Evidence) -> str:
         "are two devices summed, or is a window counted twice?": 2,
         "are two devices averaged where they should be summed?": 0.5,
     }
-    known = (x for x in names if abs(factor / names[x] - 1) <= evidence.rtol)
-    return "; or: ".join(known)
-
-
-def _name_of_scale(factor: float, evidence: Evidence) -> str:
-    """Names what may scale a window by any factor."""
-    total = evidence.tokens.sum()
-    count = total / factor
-    if count < 0 or abs(count - round(count)) > evidence.rtol * count:
-        return "clipping and a learning rate do that"
-    return (
-        f"a count of {round(count)} tokens where loss_fn counts {total:g} does that, "
-        "and so do clipping and a learning rate"
-    )
+    known = [x for x in names if abs(factor / names[x] - 1) <= evidence.rtol]
+    name = "; or: ".join(known) or otherwise
+    return f"it is {factor:.6g} times what it should be ({name})"

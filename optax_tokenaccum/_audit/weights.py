@@ -36,39 +36,36 @@ class Weights(NamedTuple):
         if twice and (self.are_near(1) | self.are_near(2)).all():
             verb = "count" if twice > 1 else "counts"
             return f"{twice} of the {k} micro-batches {verb} twice."
-        return self._wrong_counts() or (
+        if (found := self._wrong_counts()) is not None:
+            what, counts = found
+            right = self.tokens[self.tokens > 0]
+            wrong, right = (
+                ", ".join(f"{n:.4g}" for n in x[:4]) for x in (counts, right)
+            )
+            return (
+                f"{what} {wrong} where loss_fn counts {right}. Take the count that "
+                "loss_fn returns: without padding, and of labels after their shift."
+            )
+        return (
             "the micro-batches are weighted in a way of their own, a token with "
             f"{min(self.values):.3g} to {max(self.values):.3g} where 1 is exact. "
             "Something rescales each of them: clipping, which belongs inside the "
             "optimizer that runs once a window, or wrong counts."
         )
 
-    def _wrong_counts(self) -> str | None:
-        """Explains weights that are those of wrong counts; `None` if they are not."""
+    def _wrong_counts(self) -> tuple[str, np.ndarray] | None:
+        """What the loop does with which wrong counts; `None` if it is not known."""
         w, errors, n = (x[self.tokens > 0] for x in self)
         if (w <= 0).any():
             return None
-
-        def explanation(what: str, counts: np.ndarray, verb: str) -> str:
-            wrong, right = (", ".join(f"{x:.4g}" for x in y[:4]) for y in (counts, n))
-            return (
-                f"the {what} {wrong} where loss_fn counts {right}. {verb} the count "
-                "that loss_fn returns: without padding, and of labels after their "
-                "shift."
-            )
-
         # Weights of means add up to 1, whatever their counts. Clipped ones do not.
         total = n.sum()
         if abs(w @ n - total) <= min(errors @ n, 0.01 * total):
             # Only the proportion is known. Counts that are off by a constant grow by 1
             # with every token.
             slope = np.polyfit(n, w * n, 1)[0] if np.ptp(n) else 1.0
-            what = (
-                "means of the micro-batches are averaged with wrong counts, in the "
-                "proportion of"
-            )
-            counts = w * n / (slope if slope > 0 else 1)
-            return explanation(what, counts, "Give num_tokens")
+            what = "the means are averaged with wrong counts, in the proportion of"
+            return what, w * n / (slope if slope > 0 else 1)
         # The means may be weighted by their tokens, or all alike.
         for divisors in (n / w, total / len(self.tokens) / w):
             slack = divisors * errors
@@ -76,8 +73,7 @@ class Weights(NamedTuple):
             is_other = abs(divisors - n) > slack
             is_same = np.ptp(divisors) <= slack.min()
             if is_other.sum() > 1 and (is_whole.all() or is_same):
-                what = "losses of the micro-batches are divided by wrong counts, by"
-                return explanation(what, divisors, "Divide by")
+                return "the losses are divided by wrong counts, by", divisors
         return None
 
 
