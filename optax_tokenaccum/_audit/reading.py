@@ -174,10 +174,8 @@ def numbers(tree: Any) -> list[np.ndarray]:
         )
         if is_overwritten or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return np.zeros(0)
-        flat = np.asarray(leaf).ravel()
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            flat = np.concatenate([flat.real, flat.imag])
-        return flat.astype(np.float64)
+        flat = np.ravel(leaf)
+        return flat.view(flat.real.dtype).astype(np.float64)  # complex: two numbers
 
     return [numbers_of(*x) for x in jax.tree_util.tree_leaves_with_path(tree)]
 

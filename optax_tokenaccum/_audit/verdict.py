@@ -191,36 +191,30 @@ def _conclude(evidence: Evidence, weights: Weights | None) -> Verdict | str:
 
 def _doubt(evidence: Evidence, weights: Weights | None) -> str | None:
     """Why the exact gradient may be another one; `None` if it cannot."""
-    tokens, k, total = evidence.tokens, len(evidence.tokens), evidence.tokens.sum()
+    tokens, total = evidence.tokens, evidence.tokens.sum()
+    others = {
+        repr(verdict.value): forms
+        for verdict, forms in evidence.forms().items()
+        if verdict is not Verdict.EXACT
+    }
+    for i in np.flatnonzero(evidence.gradients.any(1)):
+        more = np.outer([-1, 1], np.arange(len(tokens)) == i)
+        others[f"'micro-batch {i}, from 0, lost or twice'"] = (1 + more) / total
 
     def may_be(form: np.ndarray) -> bool:
         got = form @ evidence.gradients
         far = distance(got, evidence.exact) > 2 * evidence.rtol
         return not (far or weights and not weights.are_near(form * total).all())
 
-    same = [
-        verdict.value
-        for verdict, forms in evidence.forms().items()
-        if verdict is not Verdict.EXACT and any(map(may_be, forms))
-    ]
-    if same:
-        return (
-            "cannot tell: on these micro-batches the exact gradient is as good as that "
-            f"which is {' or '.join(same)}. Give it ragged micro-batches, two or more "
-            f"with different numbers of tokens: got {tokens.tolist()}."
-        )
-    hidden = [
-        i
-        for i in np.flatnonzero(evidence.gradients.any(1)).tolist()
-        if any(may_be((1 + more * np.eye(k)[i]) / total) for more in (-1, 1))
-    ]
-    if hidden:
-        return (
-            f"cannot tell: rounding hides whether micro-batches {hidden}, counted from "
-            "0, are lost or count twice, so small are their gradients. Give it "
-            "micro-batches of similar sizes, or audit in float32."
-        )
-    return None
+    same = [name for name, forms in others.items() if any(map(may_be, forms))]
+    if not same:
+        return None
+    return (
+        "cannot tell: on these micro-batches the exact gradient is, up to rounding, "
+        f"also {' and '.join(same)}. Give it two or more ragged micro-batches, with "
+        "different numbers of tokens but gradients of similar sizes, or audit in "
+        f"float32: got {tokens.tolist()} tokens."
+    )
 
 
 def _explain(evidence: Evidence, weights: Weights | None) -> str:
