@@ -2,339 +2,282 @@
 
 import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import eq
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+Traced = Jaxpr | ClosedJaxpr
 
 # Operations that call one function, with the same inputs and outputs.
-_CALLS = {
-    "checkpoint",
-    "closed_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "jit",
-    "pjit",
-    "remat",
-    "remat2",
-}
+_CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
+
+
+@dataclass(eq=False)
+class Node:
+    """What an operation computes. Compared by identity.
+
+    Attributes:
+      name: of the operation, or "input", or "constant". In a loop, "carry" is what an
+        iteration is given by the one before, and "last" what the last one returns;
+        "element" is its part of an array, and "stack" is made of what all return.
+      aval: its shape and dtype.
+      params: what determines it besides `args`.
+      args: what it is computed from.
+      updates: for a result of a loop, what each "carry" is in the next iteration. A
+        "carry" does not refer to it: a cycle would keep arrays until it is collected.
+    """
+
+    name: str
+    aval: Any
+    params: Mapping[str, Any]
+    args: "list[Value]"
+    updates: "Mapping[Node, Value]" = field(default_factory=dict)
+
+
+class Value(NamedTuple):
+    """What a node computes, with its axes in this order."""
+
+    node: Node
+    axes: tuple[int, ...]
+
+
+def _value(name: str, x: Any, params: Mapping[str, Any], args: list[Value]) -> Value:
+    """A new node for a variable or a literal."""
+    return Value(Node(name, x.aval, params, args), tuple(range(_rank(x))))
 
 
 class Slice(NamedTuple):
     """The part of a traced function that computes some of its outputs.
 
     Attributes:
-      equations: its operations, each with those of its outputs that are needed.
       inputs: for each input of the function, whether it is needed.
-      consts: the same for each constant.
-      equal: results that are what an operation was given, by that value.
+      operations: the names of its operations, in called functions too.
+      constants: the values of its constants.
     """
 
-    equations: list[tuple[JaxprEqn, list[bool]]]
     inputs: list[bool]
-    consts: list[bool]
-    equal: dict[Any, Any]
-
-    def source(self, x: Any) -> Any:
-        """What `x` was before operations passed it on."""
-        while not isinstance(x, Literal) and x in self.equal:
-            x = self.equal[x]
-        return x
+    operations: set[str]
+    constants: list[Any]
 
 
-def slice_of(traced: Any, needed: list[bool]) -> Slice:
-    """What the `needed` outputs of a traced function are computed from.
+class Graph:
+    """What each output of a traced function is computed from.
 
     Unlike JAX's `dce_jaxpr`, it drops side effects such as printing, looks into `while`
     loops on every version, and sees which values a loop or a branch only passes on.
     """
-    jaxpr = _open(traced)
-    equations, equal, wanted = [], {}, set()
 
-    def want(variables: Any, given: list[bool]) -> None:
-        chosen = itertools.compress(variables, given)
-        wanted.update(x for x in chosen if not isinstance(x, Literal))
+    def __init__(self, traced: Traced):
+        self.inputs = _inputs(traced)
+        self.outputs = _interpret(traced, self.inputs, _compute)
 
-    want(jaxpr.outvars, needed)
-    for equation in reversed(jaxpr.eqns):
-        outputs = [x in wanted for x in equation.outvars]
-        is_written = not wanted.isdisjoint(filter(_is_ref, equation.invars))
-        for i, given in enumerate(_forwarded_by(equation) if any(outputs) else ()):
-            out = equation.outvars[i]
-            if outputs[i] and given and given[1] == as_given(_shape(out)):
-                outputs[i], equal[out] = False, equation.invars[given[0]]
-                want([equal[out]], [True])
-        if any(outputs) or is_written:
-            equations.append((equation, outputs))
-            want(equation.invars, _reads(equation, outputs)[0])
-    inputs, consts = (
-        [x in wanted for x in variables]
-        for variables in (jaxpr.invars, jaxpr.constvars)
-    )
-    return Slice(equations[::-1], inputs, consts, equal)
+    def slice_of(self, outputs: Collection[int]) -> Slice:
+        """What the outputs with these indices are computed from."""
+        found: set[Node] = set()
+        updates: dict[Node, Value] = {}
+        left = [self.outputs[i].node for i in outputs]
+        while left:
+            node = left.pop()
+            if node not in found:
+                found.add(node)
+                left += [x.node for x in _args(node, updates)]
+        return Slice(
+            [x.node in found for x in self.inputs],
+            {x.name for x in found},
+            [x.params["value"] for x in found if x.name == "constant"],
+        )
 
 
-def only(traced: Any, outputs: Collection[int]) -> list[bool]:
+def slice_of(traced: Traced, needed: list[bool]) -> Slice:
+    """What the `needed` outputs of a traced function are computed from."""
+    return Graph(traced).slice_of([i for i, given in enumerate(needed) if given])
+
+
+def only(traced: Traced, outputs: Collection[int]) -> list[bool]:
     """For each output of a traced function, whether its index is in `outputs`."""
     return [i in outputs for i in range(len(_open(traced).outvars))]
 
 
-def needed_by(traced: Any, needed: list[bool]) -> tuple[set[str], list[Any]]:
-    """What the `needed` outputs are computed by and from, in called functions too.
-
-    Returns:
-      The names of operations, and the values of constants.
-    """
-    names: set[str] = set()
-    values: list[Any] = []
-
-    def visit(traced: Any, needed: list[bool]) -> None:
-        found = slice_of(traced, needed)
-        values.extend(itertools.compress(getattr(traced, "consts", ()), found.consts))
-        for equation, outputs in found.equations:
-            names.add(equation.primitive.name)
-            for called in _reads(equation, outputs)[1]:
-                visit(*called)
-
-    visit(traced, needed)
-    return names, values
-
-
-def _reads(x: JaxprEqn, needed: list[bool]) -> tuple[list[bool], list[Any]]:
-    """What an operation reads to compute the `needed` of its outputs.
-
-    Returns:
-      For each input whether it is read, `True` if that is not known; and `(function,
-      needed outputs)` for each function that the operation calls.
-    """
-    name, functions = x.primitive.name, [*functions_in(x)]
-    if not any(map(_is_ref, x.invars)):
-        if name in _CALLS and len(functions) == 1:
-            inputs = slice_of(functions[0], needed).inputs
-            if len(inputs) == len(x.invars):
-                return inputs, [(functions[0], needed)]
-        elif name == "cond":
-            inputs = [slice_of(f, needed).inputs for f in functions]
-            of_any = [True, *map(any, zip(*inputs, strict=True))]
-            return of_any, [(f, needed) for f in functions]
-        elif name == "scan":
-            [body] = functions
-            inputs, needed = _of_loop(body, *_carry_of(x, _open(body)), needed)
-            return inputs, [(body, needed)]
-        elif name == "while":
-            condition, body, first, start = _parts_of_while(x)
-            of_condition = slice_of(condition, [True]).inputs
-            needed = [*map(max, needed, of_condition[first:])]
-            inputs, needed = _of_loop(body, start, len(needed) + start, needed)
-            called = [(condition, [True]), (body, needed)]
-            return [*of_condition[:first], *inputs], called
-    return [True] * len(x.invars), [
-        (f, [True] * len(_open(f).outvars)) for f in functions
-    ]
-
-
-def _of_loop(
-    body: Any, first: int, last: int, needed: list[bool]
-) -> tuple[list[bool], list[bool]]:
-    """The inputs of a loop's body, and its outputs, that `needed` outputs need.
-
-    Its inputs from `first` to `last` are the carry, which it returns first: what an
-    iteration reads of it is needed of the iteration before.
-    """
-    while True:
-        inputs = slice_of(body, needed).inputs
-        grown = [*map(max, needed, inputs[first:last]), *needed[last - first :]]
-        if grown == needed:
-            # A loop of no iterations returns the carry that it was given.
-            return [*inputs[:first], *needed[: last - first], *inputs[last:]], needed
-        needed = grown
-
-
-def _parts_of_while(x: JaxprEqn) -> tuple[Any, Any, int, int]:
-    """The condition and the body of a loop, and where each one's carry starts."""
-    parts = "cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"
-    condition, body, of_condition, of_body = (x.params[name] for name in parts)
-    return condition, body, of_condition, of_body
-
-
-def are_alike(f: Any, g: Any, i: int) -> bool:
+def are_alike(f: Graph, g: Graph, i: int) -> bool:
     """Whether two traced functions compute output `i` in the same way.
 
     That is, by the same operations, on values of the same shapes, from the same inputs
     and constants.
     """
-    return _are_alike(f, only(f, [i]), g, only(g, [i]))
-
-
-def _are_alike(f: Any, f_needed: list[bool], g: Any, g_needed: list[bool]) -> bool:
-    one, other = slice_of(f, f_needed), slice_of(g, g_needed)
-    twins: dict[Any, Any] = {}
-
-    def learn(xs: Any, ys: Any) -> bool:
-        xs, ys = [*xs], [*ys]
-        twins.update(zip(xs, ys, strict=False))
-        return [x.aval for x in xs] == [y.aval for y in ys]
-
-    def agree(xs: Any, ys: Any) -> bool:
-        xs, ys = [*map(one.source, xs)], [*map(other.source, ys)]
-        return len(xs) == len(ys) and all(map(is_twin, xs, ys))
-
-    def is_twin(x: Any, y: Any) -> bool:
-        if isinstance(x, Literal) or isinstance(y, Literal):
-            are_both = isinstance(x, Literal) and isinstance(y, Literal)
-            return are_both and x.aval == y.aval and _are_equal(x.val, y.val)
-        return twins.get(x) is y
-
-    def do_alike(a: JaxprEqn, a_needed: Any, b: JaxprEqn, b_needed: Any) -> bool:
-        (a_reads, a_calls), (b_reads, b_calls) = (
-            _reads(a, a_needed),
-            _reads(b, b_needed),
-        )
-        return (
-            a.primitive is b.primitive
-            and agree(pick(a.invars, a_reads), pick(b.invars, b_reads))
-            and _have_same_parameters(a, b)
-            and len(a_calls) == len(b_calls)
-            and all(map(lambda x, y: _are_alike(*x, *y), a_calls, b_calls))
-            and learn(pick(a.outvars, a_needed), pick(b.outvars, b_needed))
-        )
-
-    pick, x, y = itertools.compress, _open(f), _open(g)
-    consts = [
-        [*pick(getattr(traced, "consts", ()), found.consts)]
-        for traced, found in ((f, one), (g, other))
-    ]
-    return (
-        len(one.equations) == len(other.equations)
-        and learn(pick(x.invars, one.inputs), pick(y.invars, other.inputs))
-        and learn(pick(x.constvars, one.consts), pick(y.constvars, other.consts))
-        and all(map(_are_equal, *consts))
-        and all(map(lambda a, b: do_alike(*a, *b), one.equations, other.equations))
-        and agree(pick(x.outvars, f_needed), pick(y.outvars, g_needed))
-    )
-
-
-def _have_same_parameters(x: JaxprEqn, y: JaxprEqn) -> bool:
-    """Whether parameters that are not functions are equal, where they matter."""
-    name, parameters = x.primitive.name, x.params.keys() | y.params.keys()
-    if name in _CALLS | {"cond", "while"}:  # the rest depends on what is not needed
-        parameters = set()
-    if name == "scan":
-        parameters = {"length", "reverse"}
-    for parameter in parameters:
-        values = [equation.params.get(parameter) for equation in (x, y)]
-        if not any(callable(value) or _is_function(value) for value in values):
-            one, other = (re.sub("0x[0-9a-f]+", "", str(value)) for value in values)
-            if one != other:
-                return False
+    pairs = {(f.outputs[i], g.outputs[i])}
+    left = [*pairs]
+    updates: dict[Node, Value] = {}
+    while left:
+        (x, x_axes), (y, y_axes) = left.pop()
+        if x_axes != y_axes or not _compute_alike(x, y):
+            return False
+        args = {*zip(_args(x, updates), _args(y, updates), strict=True)} - pairs
+        pairs |= args
+        left += args
     return True
 
 
-def _carry_of(x: JaxprEqn, body: Any) -> tuple[int, int]:
+def _args(x: Node, updates: dict[Node, Value]) -> list[Value]:
+    """What a node is computed from, with the `updates` of loops that it may be in."""
+    updates |= x.updates
+    return [*x.args, updates[x]] if x in updates else x.args
+
+
+def _compute_alike(x: Node, y: Node) -> bool:
+    """Whether two nodes compute the same from the same arguments."""
+    if (x.name, x.aval, len(x.args)) != (y.name, y.aval, len(y.args)):
+        return False
+    if x.name == "constant":
+        try:
+            one, other = x.params["value"], y.params["value"]
+            return one is other or np.array_equal(one, other)
+        except Exception:  # unknown: keys, traced values, arrays on other hosts
+            return False
+    return _described(x.params) == _described(y.params)
+
+
+def _described(params: Mapping[str, Any]) -> str:
+    """Parameters without functions, and without addresses in memory."""
+    items = sorted(params.items())
+    plain = [(k, v) for k, v in items if not (callable(v) or _is_function(v))]
+    return re.sub("0x[0-9a-f]+", "", str(plain))
+
+
+def _inputs(traced: Traced) -> list[Value]:
+    inputs = enumerate(_open(traced).invars)
+    return [_value("input", x, {"index": i}, []) for i, x in inputs]
+
+
+def _interpret(
+    traced: Traced,
+    given: list[Value],
+    apply: Callable[[JaxprEqn, list[Value]], list[Value]],
+) -> list[Value]:
+    """Interprets a traced function, and those that it calls in place of their calls.
+
+    `given` are its inputs. `apply(operation, inputs)` returns the values of what the
+    operation sets, and so does this: outputs, then mutable arrays that were inputs.
+    """
+
+    def constant(x: Any, value: Any) -> Value:
+        return _value("constant", x, {"value": value}, [])
+
+    jaxpr = _open(traced)
+    consts = getattr(traced, "consts", jaxpr.constvars)
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    known |= zip(jaxpr.constvars, map(constant, jaxpr.constvars, consts), strict=True)
+
+    def look_up(x: Any) -> Value:
+        return constant(x, x.val) if isinstance(x, Literal) else known[x]
+
+    for x in jaxpr.eqns:
+        inputs = [*map(look_up, x.invars)]
+        called = functions_in(x) if x.primitive.name in _CALLS else []
+        if [len(_open(f).invars) for f in called] == [len(inputs)]:
+            found = _interpret(called[0], inputs, apply)
+        else:
+            found = apply(x, inputs)
+        known.update(zip(_set_by(x), found, strict=True))
+    return [*map(look_up, _set_by(jaxpr))]
+
+
+def _set_by(x: JaxprEqn | Jaxpr) -> list[Any]:
+    """The outputs of `x`, and the mutable arrays that it may write to."""
+    return [*x.outvars, *(y for y in x.invars if hasattr(y.aval, "inner_aval"))]
+
+
+def _compute(x: JaxprEqn, given: list[Value]) -> list[Value]:
+    """What an operation computes, or is given and passes on."""
+    name, functions, results = x.primitive.name, functions_in(x), _set_by(x)
+    if name == "transpose":
+        [(node, axes)] = given
+        return [Value(node, tuple(axes[i] for i in x.params["permutation"]))]
+    if name == "optimization_barrier":
+        return given
+    if name == "cond":
+        predicate, *inputs = given
+        branches = [_interpret(f, inputs, _compute) for f in functions]
+        return [
+            found[0] if len({*found}) == 1 else _value(name, y, {}, [predicate, *found])
+            for y, *found in zip(results, *branches, strict=True)
+        ]
+    if name in ("scan", "while") and len(results) == len(x.outvars):
+        return _compute_loop(x, given)
+    # Not known: an output may need all inputs, and all that inner functions compute.
+    inner = [_interpret(f, _inputs(f), _compute) for f in functions]
+    args = [*given, *itertools.chain(*inner)]
+    params = [x.params | {"output": i} for i in range(len(results))]
+    return [_value(name, *of_one, args) for of_one in zip(results, params, strict=True)]
+
+
+def _compute_loop(x: JaxprEqn, given: list[Value]) -> list[Value]:
+    """The same for a loop: its last carry, and the stacks of what it returns."""
+    if x.primitive.name == "while":
+        condition, body = x.params["cond_jaxpr"], x.params["body_jaxpr"]
+        own, params = x.params["cond_nconsts"], {}
+        first, last = own + x.params["body_nconsts"], len(given)
+    else:
+        condition, [body], own = None, functions_in(x), 0
+        first, last = _carry_of(x)
+        params = {name: x.params[name] for name in ("length", "reverse")}
+
+    def part(name: str, var: Any, *args: Value) -> Value:
+        return _value(name, var, params, [*args])
+
+    carry = [part("carry", x.invars[i], given[i]) for i in range(first, last)]
+    arrays = zip(_open(body).invars[last:], given[last:], strict=False)
+    elements = [part("element", *array) for array in arrays]
+    new = _interpret(body, [*given[own:first], *carry, *elements], _compute)
+    test = _interpret(condition, [*given[:own], *carry], _compute) if condition else []
+    updates = {y.node: after for y, after in zip(carry, new, strict=False)}
+    results = []
+    for i, (var, (node, axes)) in enumerate(zip(x.outvars, new, strict=True)):
+        is_last = i < len(carry)
+        if is_last and new[i] == carry[i]:  # passed on
+            result = given[first + i]
+        elif not is_last and any(node is y.node for y in elements):
+            [(node, (first_axis, *others))] = node.args
+            result = Value(node, (first_axis, *(others[axis] for axis in axes)))
+        else:
+            name, args = ("last", [carry[i], *test]) if is_last else ("stack", [new[i]])
+            result = part(name, var, *args)
+            result.node.updates = updates
+        results.append(result)
+    return results
+
+
+def _carry_of(x: JaxprEqn) -> tuple[int, int]:
     """The first input of a scan that is in the carry, and the first after it."""
     # Sliced inputs and stacked outputs have one axis less in the body. The equation's
     # parameters say which these are too, but differ between versions of jax.
-    last = sum(map(_have_same_rank, x.invars, body.invars))
-    return last - sum(map(_have_same_rank, x.outvars, body.outvars)), last
+    [body] = map(_open, functions_in(x))
+    last = sum(map(eq, map(_rank, x.invars), map(_rank, body.invars)))
+    return last - sum(map(eq, map(_rank, x.outvars), map(_rank, body.outvars))), last
 
 
-# An input by its index, and the order in which its axes are.
-Forwarded = tuple[int, tuple[int, ...]]
+def forwarded(traced: Traced) -> list[tuple[int, tuple[int, ...]] | None]:
+    """For each output, the index of the input that it is known to be, and its axes.
 
-
-def forwarded(traced: Any) -> list[Forwarded | None]:
-    """For each output, the input that it is known to be, with its axes in some order.
-
-    It is the same value if the axes are in the order of `as_given`.
+    The axes may be in another order than those of the input.
     """
-    jaxpr = _open(traced)
-    known = {x: (i, as_given(_shape(x))) for i, x in enumerate(jaxpr.invars)}
-
-    def look_up(x: Any) -> Forwarded | None:
-        return None if isinstance(x, Literal) else known.get(x)
-
-    for x in jaxpr.eqns:
-        for out, found in zip(x.outvars, _forwarded_by(x), strict=False):
-            given = look_up(x.invars[found[0]]) if found else None
-            if given:
-                i, axes = given
-                known[out] = i, tuple(axes[axis] for axis in found[1])
-    return [look_up(x) for x in jaxpr.outvars]
+    graph = Graph(traced)
+    index = {x.node: i for i, x in enumerate(graph.inputs)}
+    return [(index[x], axes) if x in index else None for x, axes in graph.outputs]
 
 
-def as_given(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of an array in their order."""
-    return tuple(range(len(shape)))
+def _rank(x: Any) -> int:
+    return len(getattr(x.aval, "shape", ()))
 
 
-def _forwarded_by(x: JaxprEqn) -> list[Any]:
-    name, inner = x.primitive.name, [*functions_in(x)]
-    if name == "transpose":
-        return [(0, x.params["permutation"])]
-    if name == "optimization_barrier":
-        return [(i, as_given(_shape(out))) for i, out in enumerate(x.outvars)]
-    if name == "cond":  # its predicate comes first
-        by_branches = zip(*map(forwarded, inner), strict=True)
-        same = [found[0] if len({*found}) == 1 else None for found in by_branches]
-        return [found and (found[0] + 1, found[1]) for found in same]
-    if name == "while":
-        _, body, first, start = _parts_of_while(x)
-        found = enumerate(forwarded(body))
-        return [
-            (first + start + i, out[1]) if out and out[0] == start + i else None
-            for i, out in found
-        ]
-    if len(inner) != 1:
-        return []
-    if name in _CALLS:
-        return forwarded(inner[0])
-    return _forwarded_by_scan(x, inner[0]) if name == "scan" else []
-
-
-def _forwarded_by_scan(x: JaxprEqn, f: Any) -> list[Any]:
-    body = _open(f)
-    first, last = _carry_of(x, body)
-    found: list[Any] = forwarded(f)
-    for i, out in enumerate(found):
-        if out is None:
-            continue
-        j, axes = out
-        if i < last - first:  # in the carry, which the next iteration is given
-            is_same = j == first + i and axes == as_given(_shape(x.outvars[i]))
-            found[i] = out if is_same else None
-        else:  # a stack of slices
-            found[i] = (j, (0, *(axis + 1 for axis in axes))) if j >= last else None
-    return found
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return getattr(x.aval, "shape", ())
-
-
-def _have_same_rank(x: Any, y: Any) -> bool:
-    return len(_shape(x)) == len(_shape(y))
-
-
-def _is_ref(x: Any) -> bool:
-    return hasattr(x.aval, "inner_aval")
-
-
-def _are_equal(x: Any, y: Any) -> bool:
-    if x is y:
-        return True
-    try:
-        return bool(np.array_equal(x, y))
-    except Exception:  # unknown: keys, traced values, arrays on other hosts
-        return False
-
-
-def functions_in(equation: JaxprEqn) -> Iterator[Any]:
+def functions_in(x: JaxprEqn) -> list[Any]:
     """The traced functions that an operation calls, repeats or chooses from."""
-
-    leaves = jax.tree.leaves([*equation.params.values()], is_leaf=_is_function)
-    return filter(_is_function, leaves)
+    values = [v if isinstance(v, tuple | list) else [v] for v in x.params.values()]
+    return [*filter(_is_function, itertools.chain(*values))]
 
 
 def _is_function(x: Any) -> bool:
@@ -357,21 +300,18 @@ def used_twice(traced: Any, names: list[Any]) -> set[Any]:
     inputs = jaxpr.invars[len(jaxpr.invars) - len(names) :]
     name_of = dict(zip(inputs, names, strict=True))
     found: set[Any] = set()
-    for equation in jaxpr.eqns:
-        taken = [
-            None if isinstance(x, Literal) else name_of.get(x) for x in equation.invars
-        ]
-        named = [name for name in taken if name is not None]
-        found |= {name for name in named if named.count(name) > 1}
-        for inner in functions_in(equation) if named else ():
+    for x in jaxpr.eqns:
+        taken = [None if isinstance(y, Literal) else name_of.get(y) for y in x.invars]
+        named = {*taken} - {None}
+        found |= {name for name in named if taken.count(name) > 1}
+        for inner in functions_in(x) if named else ():
             # A conditional has a predicate, which its branches do not take.
-            size = len(_open(inner).invars)
-            is_known = size in (len(taken), len(taken) - 1)
-            found |= used_twice(inner, taken[-size:]) if is_known else {*named}
+            skip = len(taken) - len(_open(inner).invars)
+            found |= used_twice(inner, taken[skip:]) if skip in (0, 1) else named
     return found - {None}
 
 
-def changed_before_scan(traced: Any, changed: dict[int, str]) -> dict[int, str]:
+def changed_before_scan(traced: Traced, changed: dict[int, str]) -> dict[int, str]:
     """The inputs that an operation changes as a whole before a scan over their slices.
 
     By their indices, the name of the operation. `changed` are those that were changed
@@ -380,32 +320,25 @@ def changed_before_scan(traced: Any, changed: dict[int, str]) -> dict[int, str]:
     """
     found: dict[int, str] = {}
 
-    def visit(jaxpr: Any, known: dict[Any, tuple[int, str]]) -> None:
-        for x in jaxpr.eqns:
-            name, inner = x.primitive.name, [*functions_in(x)]
-            taken = [
-                None if isinstance(given, Literal) else known.get(given)
-                for given in x.invars
-            ]
-            if name == "scan":
-                _, last = _carry_of(x, _open(inner[0]))
-                found.update(given for given in taken[last:] if given and given[1])
-            elif name in _CALLS and len(inner) == 1:
-                body = _open(inner[0])
-                own = zip(body.invars, taken, strict=False)
-                of_body = {var: given for var, given in own if given}
-                visit(body, of_body)
-                for out, own_out in zip(x.outvars, body.outvars, strict=False):
-                    if not isinstance(own_out, Literal) and own_out in of_body:
-                        known[out] = of_body[own_out]
-            else:
-                sizes = [getattr(out.aval, "size", None) for out in x.outvars]
-                for var, given in zip(x.invars, taken, strict=True):
-                    if given and sizes == [var.aval.size]:
-                        known[x.outvars[0]] = given[0], name
+    # A node that is an input, or all of an input changed, has the input's index, and
+    # the name of the operation that changed it last.
+    def apply(x: JaxprEqn, given: list[Value]) -> list[Value]:
+        name, params = x.primitive.name, {}
+        nodes = [(i, y.node) for i, y in enumerate(given) if "index" in y.node.params]
+        if name == "scan":
+            _, last = _carry_of(x)
+            late = [y for i, y in nodes if i >= last and y.name != "input"]
+            found.update({y.params["index"]: y.name for y in late})
+        else:
+            sizes = [getattr(y.aval, "size", None) for y in x.outvars]
+            for i, node in nodes:
+                if sizes == [getattr(x.invars[i].aval, "size", None)]:
+                    params = node.params
+        return [_value(name, y, params, []) for y in _set_by(x)]
 
-    jaxpr = _open(traced)
-    visit(jaxpr, {x: (i, changed.get(i, "")) for i, x in enumerate(jaxpr.invars)})
+    inputs = enumerate(_open(traced).invars)
+    given = [_value(changed.get(i, "input"), x, {"index": i}, []) for i, x in inputs]
+    _interpret(traced, given, apply)
     return found
 
 

@@ -1,8 +1,8 @@
 """Where the sums of an open window live, and how the devices that share it talk."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +79,7 @@ class Layout:
 Reduced = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Computed:
+class Computed(NamedTuple):
     """What is computed from the rows of one device.
 
     Attributes:
@@ -90,8 +89,8 @@ class Computed:
       rest: everything else.
     """
 
-    counts: dict[str, jax.Array] = field(default_factory=dict)
-    same: dict[str, jax.Array] = field(default_factory=dict)
+    counts: dict[str, jax.Array] = {}
+    same: dict[str, jax.Array] = {}
     loss_sum: Any = 0.0
     rest: Any = None
 

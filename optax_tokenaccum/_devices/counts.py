@@ -8,14 +8,9 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
-from optax_tokenaccum._core.dependence import (
-    are_alike,
-    exchanges,
-    needed_by,
-    only,
-    slice_of,
-)
+from optax_tokenaccum._core.dependence import Graph, are_alike, exchanges
 from optax_tokenaccum._core.layout import Computed
 from optax_tokenaccum._core.trees import Batch, Params, is_concrete
 
@@ -47,41 +42,30 @@ def check_counts(
     """
     leaves, structure = jax.tree.flatten(batch)
     rows = {i: x for i, x in enumerate(leaves) if i not in copies}
-    counts: list[str] = []
-    same: list[str] = []
 
     def of_rows(rows: dict[int, Any], rng: jax.Array | None, params: Params) -> Any:
         whole = [rows.get(i, x) for i, x in enumerate(leaves)]
-        found = f(params, jax.tree.unflatten(structure, whole), rng)
-        counts[:], same[:] = found.counts, found.same
-        return (
-            [*found.counts.values(), *found.same.values()],
-            found.loss_sum,
-            found.rest,
-        )
+        return f(params, jax.tree.unflatten(structure, whole), rng)
 
-    traced = jax.make_jaxpr(of_rows)(rows, rng, params)
+    traced, shapes = jax.make_jaxpr(of_rows, return_shape=True)(rows, rng, params)
+    names, number = [*shapes.counts, *shapes.same], len(shapes.counts)
     _check_exchanges(traced, "", axes)
-    names = [*counts, *same]
     if jax.tree.leaves(params):
 
         def loss(params: Params) -> Any:
-            arguments = jax.tree.leaves((rows, rng, params))
-            return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *arguments)[
-                len(names)
-            ]
+            outputs = jaxpr_as_fun(traced)(*jax.tree.leaves((rows, rng, params)))
+            return outputs[len(names)]
 
         backward = jax.make_jaxpr(jax.grad(loss, allow_int=True))(params)
         _check_exchanges(backward, " in its backward pass", axes)
     size = jax.lax.axis_size(axes)
     if size == 1:
         return
-    own = len(jax.tree.leaves((rows, rng)))
-    of_same = range(len(counts), len(names))
-    for i in of_same if _is_own(traced, of_same, own) else ():
-        if _is_own(traced, [i], own):
-            refuse_own(names[i])
-    suspects = [i for i in range(len(counts)) if _is_shared(traced, i, own)]
+    graph, own = Graph(traced), len(jax.tree.leaves((rows, rng)))
+    of_same = range(number, len(names))
+    if _is_own(graph, of_same, own):
+        refuse_own(next(names[i] for i in of_same if _is_own(graph, [i], own)))
+    suspects = [i for i in range(number) if _is_shared(graph, i, own)]
     if not suspects:
         return
     twice = {
@@ -91,11 +75,11 @@ def check_counts(
         for i, x in rows.items()
     }
     try:
-        twin = jax.make_jaxpr(of_rows)(twice, rng, params)
+        twin = Graph(jax.make_jaxpr(of_rows)(twice, rng, params))
     except Exception:  # the loss accepts only this number of rows
         twin = None
     for i in suspects:
-        if twin is None or are_alike(traced, twin, i):
+        if twin is None or are_alike(graph, twin, i):
             raise ValueError(
                 f"{names[i]} must be a count of the rows that loss_fn is given, those "
                 "of one device, because the counts of all devices are added up: got a "
@@ -115,24 +99,21 @@ def refuse_own(name: str) -> NoReturn:
     )
 
 
-def _is_own(traced: Any, outputs: Collection[int], own: int) -> bool:
+def _is_own(graph: Graph, outputs: Collection[int], own: int) -> bool:
     """Whether some of `outputs` may differ from device to device.
 
     They may if they need one of the first `own` inputs, or the device's place.
     """
-    needed = only(traced, outputs)
-    operations, _ = needed_by(traced, needed)
+    inputs, operations, _ = graph.slice_of(outputs)
     asks = any(name == "axis_index" or "callback" in name for name in operations)
-    return asks or any(slice_of(traced, needed).inputs[:own])
+    return asks or any(inputs[:own])
 
 
-def _is_shared(traced: Any, i: int, own: int) -> bool:
+def _is_shared(graph: Graph, i: int, own: int) -> bool:
     """Whether output `i` is neither a device's own nor a constant."""
-    if _is_own(traced, [i], own):
-        return False
-    needed = only(traced, [i])
-    _, constants = needed_by(traced, needed)
-    return not all(map(is_concrete, constants)) or any(slice_of(traced, needed).inputs)
+    inputs, _, constants = graph.slice_of([i])
+    is_constant = all(map(is_concrete, constants)) and not any(inputs)
+    return not is_constant and not _is_own(graph, [i], own)
 
 
 def _check_exchanges(traced: Any, where: str, axes: tuple[str, ...]) -> None:

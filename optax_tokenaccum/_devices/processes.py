@@ -28,7 +28,7 @@ class Agreement:
 
     def __init__(self, mesh: Mesh):
         self._processes = tuple(sorted({d.process_index for d in mesh.devices.flat}))
-        self._agreed: set[Any] = set()
+        self._agreed: set[str] = set()
 
     def check(self, batch: Batch, *others: Any) -> None:
         """Raises if another process gives other shapes, or other numbers as `others`.
@@ -38,21 +38,17 @@ class Agreement:
         """
         if len(self._processes) == 1:
             return
-        leaves, structure = jax.tree.flatten(batch)
-        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        signature = structure, shapes, others
-        if signature not in self._agreed:
-            _compare(self._processes, _describe(batch, *others))
-            self._agreed.add(signature)
-
-
-def _describe(batch: Batch, *others: Any) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    shapes = [
-        f"{jax.tree_util.keystr(path)} {jnp.result_type(x)}{list(jnp.shape(x))}".strip()
-        for path, x in leaves
-    ]
-    return ", ".join([*shapes, *(str(x) for x in others if x is not None)])
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        shapes = [
+            f"{jax.tree_util.keystr(path)} "
+            f"{jnp.result_type(x)}{list(jnp.shape(x))}".strip()
+            for path, x in leaves
+        ]
+        numbers = [str(x) for x in others if x is not None]
+        mine = ", ".join([*shapes, *numbers])
+        if mine not in self._agreed:
+            _compare(self._processes, mine)
+            self._agreed.add(mine)
 
 
 def _compare(processes: tuple[int, ...], mine: str) -> None:
@@ -71,7 +67,10 @@ def _compare(processes: tuple[int, ...], mine: str) -> None:
         for process in others:
             theirs = _read(client, f"{key}/{process}", process, mine)
             if theirs != mine:
-                verdict = _disagreement(leader, mine, process, theirs)
+                verdict = (
+                    f"{_RULE}: process {leader} gave {mine}; process {process} gave "
+                    f"{theirs}. {_ADVICE}"
+                )
                 break
         client.key_value_set(f"{key}/verdict", verdict)
     else:
@@ -86,20 +85,13 @@ def _read(client: Any, key: str, process: int, mine: str) -> str:
         return client.blocking_key_value_get(key, TIMEOUT_SECONDS * 1000)
     except Exception as error:
         raise TimeoutError(
-            "All processes must give a step the same shapes in the same order: process "
-            f"{jax.process_index()} came to a new one, {mine}, and process {process} "
-            f"did not in {TIMEOUT_SECONDS} s. {_ADVICE}"
+            f"{_RULE}: process {jax.process_index()} came to a new one, {mine}, and "
+            f"process {process} did not in {TIMEOUT_SECONDS} s. {_ADVICE}"
         ) from error
 
 
-def _disagreement(leader: int, mine: str, process: int, theirs: str) -> str:
-    return (
-        "All processes must give a step the same shapes in the same order: process "
-        f"{leader} gave {mine}; process {process} gave {theirs}. {_ADVICE}"
-    )
-
-
 _AGREED = "agreed"
+_RULE = "All processes must give a step the same shapes in the same order"
 _ADVICE = (
     "Make plans from the lengths of the sequences of all processes, and let each take "
     "its rows of every micro-batch."

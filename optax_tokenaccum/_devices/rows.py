@@ -92,19 +92,15 @@ def _which_are_whole(
     devices: DataParallel, batch: Batch, axis: int, keeps_sums_apart: bool
 ) -> tuple[bool, ...]:
     leaves = jax.tree.leaves(batch)
-    shapes = [jnp.shape(x) for x in leaves]
-    is_whole = [len(shape) <= axis for shape in shapes]
-    arrays = [i for i, is_scalar in enumerate(is_whole) if not is_scalar]
+    arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) > axis]
     copies = [i for i in arrays if _is_on_every_device(devices, leaves[i])]
     rows = [i for i in arrays if i not in copies]
     if not rows:  # the caller placed the whole batch on every device
         rows, copies = copies, []
-    divide = all(shapes[i][axis] % devices.size == 0 for i in rows)
+    divide = all(jnp.shape(leaves[i])[axis] % devices.size == 0 for i in rows)
     if rows and not (divide and (devices.size == 1 or not keeps_sums_apart)):
         _check_rows(devices, batch, rows, copies if keeps_sums_apart else [], axis)
-    for i in copies:
-        is_whole[i] = True
-    return tuple(is_whole)
+    return tuple(i not in rows for i in range(len(leaves)))
 
 
 def _check_rows(
@@ -114,13 +110,13 @@ def _check_rows(
 
     The devices must divide that number, and no leaf at `copies` may have it.
     """
-    size, named = devices.size, trees.named_leaves(batch)
-    found = [(path, jnp.shape(x), jnp.shape(x)[axis:][:1]) for path, x in named]
-    over = f"the {size} devices of data_axes {devices.names}"
-    path, shape, number = found[rows[0]]
+    over = f"the {devices.size} devices of data_axes {devices.names}"
+    found = [(path, jnp.shape(x)) for path, x in trees.named_leaves(batch)]
+    path, shape = found[rows[0]]
+    number = shape[axis]
     for i in rows[1:]:
-        other, its_shape, its_number = found[i]
-        if its_number != number:
+        other, its_shape = found[i]
+        if its_shape[axis] != number:
             raise ValueError(
                 "All arrays of a micro-batch must have the same number of rows, which "
                 f"are spread over {over}: got shape {shape} at {path} and {its_shape} "
@@ -128,15 +124,15 @@ def _check_rows(
                 "batch, name=array), or place it on every device with "
                 "NamedSharding(mesh, PartitionSpec())."
             )
-    if number[0] % size:
+    if number % devices.size:
         raise ValueError(
-            f"The rows of a micro-batch must be a multiple of {over}: got {number[0]} "
+            f"The rows of a micro-batch must be a multiple of {over}: got {number} "
             f"in an array of shape {shape} at {path}. Add rows without tokens, for "
-            f"example by planning with batch_multiple={size}."
+            f"example by planning with batch_multiple={devices.size}."
         )
     for i in copies:
-        other, its_shape, its_number = found[i]
-        if its_number == number:
+        other, its_shape = found[i]
+        if its_shape[axis] == number:
             raise ValueError(
                 "An array that is whole on every device must not have as many rows as "
                 f"those that are spread over {over}: got shape {its_shape} at {other}, "

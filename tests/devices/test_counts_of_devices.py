@@ -49,6 +49,17 @@ def in_a_loop(batch: Any, **_: Any) -> Any:
     return jax.lax.scan(body, start, length=3)[0][0]
 
 
+def place_in_a_loop(batch: Any, **_: Any) -> Any:
+    """A loop adds the device's place to a mutable array."""
+    count = jax.new_ref(batch["n"])
+
+    def body(i: Any, _: Any) -> None:
+        count[...] += jax.lax.axis_index("data")
+
+    jax.lax.fori_loop(0, 3, body, None)
+    return count[...]
+
+
 OWN: dict[str, Count] = {
     "constant": lambda batch, **_: jnp.sum(ONES),
     "size times a scalar": lambda batch, **_: batch["x"].size * batch["n"],
@@ -70,6 +81,7 @@ OWN: dict[str, Count] = {
         0, len(batch["x"]), lambda _, n: n + 1, batch["n"]
     ),
     "scan": in_a_loop,
+    "place in a loop": place_in_a_loop,
 }
 
 
