@@ -12,16 +12,17 @@ from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._core.trees import Batch, DType
 from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
 from optax_tokenaccum._multi_steps import transformation_of
-from optax_tokenaccum._nnx.model_loss import ModelLoss
+from optax_tokenaccum._nnx.model_loss import ModelLoss, Models
+from optax_tokenaccum._nnx.nodes import read
 from optax_tokenaccum._nnx.step import ModelStep, Part
 from optax_tokenaccum._steps import train_step, window_step
 from optax_tokenaccum._steps.compile_ahead import Progress
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.state import StepMetrics
-from optax_tokenaccum._steps.window import Window
+from optax_tokenaccum._steps.window import Window, make_window
 
 
 class TrainStep(ModelStep):
@@ -325,7 +326,7 @@ def make_window_step(
     has_aux: bool = False,
     count_fn: CountFn | None = None,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
     reduce_every: ReduceEvery = "window",
@@ -389,6 +390,77 @@ def make_window_step(
     loss = Loss(call, has_aux, has_model_state=True)
     mode = make_mode(mesh, data_axes, reduce_every)
     return WindowStep(loss, count_fn, options, mode, donate)
+
+
+def window_value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    count_fn: CountFn | None = None,
+    accumulator_dtype: DType | None = None,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], nnx.State]]:
+    """`optax_tokenaccum.window_value_and_grad` for a model, in place of `nnx.grad`.
+
+    Use it if your loop, or a trainer's, owns the optimizer. Statistics and `nnx.Rngs`
+    move on in the model from micro-batch to micro-batch, as in `make_window_step`: no
+    two micro-batches share a dropout mask. The parameters do not change. The model must
+    keep its variables and their shapes.
+
+    Args:
+      loss_fn: `loss_fn(model, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
+        *summed* over the micro-batch's tokens.
+      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      count_fn: for several losses with different denominators, see
+        `optax_tokenaccum.window_value_and_grad`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      wrt: which variables gradients are of, a filter as for `nnx.Optimizer`.
+
+    Returns:
+      `f(model, micro_batches, *, rng=None, num_micro_batches=None, **loss_kwargs) ->
+      ((loss, (num_tokens, aux)), grads)`, where `grads` is an `nnx.State`. Arguments
+      and results are those of the function that
+      `optax_tokenaccum.window_value_and_grad` returns. Call it inside `nnx.jit`, or
+      with a model that is merged inside `jax.jit`.
+
+    Raises:
+      ValueError: no variable matches `wrt`; `loss_fn` assigns a parameter, or changes
+        which variables the model has; or as for that function.
+      TypeError: as for that function.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from optax_tokenaccum.nnx import window_value_and_grad
+      >>> value_and_grad = window_value_and_grad(
+      ...     lambda model, x: (jnp.sum(model(x)), len(x)))
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, micro_batches):
+      ...     (loss, (num_tokens, _)), grads = value_and_grad(model, micro_batches)
+      ...     optimizer.update(model, grads)
+      ...     return loss, num_tokens
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> loss, num_tokens = train_step(model, optimizer, jnp.ones((4, 3, 2)))
+      >>> print(num_tokens)
+      12.0
+    """
+    checks.check_function(loss_fn, "loss_fn")
+    call = ModelLoss(loss_fn, has_aux, may_restructure=False)
+    loss = Loss(call, has_aux, has_model_state=True)
+    window, models = make_window(loss, count_fn, accumulator_dtype), Models()
+
+    def value_and_grad(
+        model: nnx.Module, micro_batches: Batch, **kwargs: Any
+    ) -> tuple[tuple[jax.Array, tuple[Any, Any]], nnx.State]:
+        nodes = read(models, model, wrt)
+        (values, variables), grads = window.value_and_grad(
+            nodes.params.tree(), nodes.variables(), micro_batches, **kwargs
+        )
+        nodes.write_variables(variables)
+        return values, nodes.static.state_of(grads)
+
+    return value_and_grad
 
 
 def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:

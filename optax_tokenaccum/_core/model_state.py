@@ -46,7 +46,7 @@ def whole_numbers(model_state: M, changed: Changes) -> dict[str, jax.Array]:
     """The new integers and bools, by their paths: no mean can be taken of these."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]
     return {
-        f"model_state{jax.tree_util.keystr(paths[i])}": x
+        jax.tree_util.keystr(paths[i]).removeprefix("."): x
         for i, x in changed.items()
         if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
     }

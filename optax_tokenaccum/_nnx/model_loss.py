@@ -29,11 +29,12 @@ class Model:
 
     def merged(self, params: Params, values: list[Any]) -> nnx.Module:
         """A copy of the model, whose variables belong to the current trace."""
-        return nnx.merge(
-            self.graphdef,
-            jax.tree.unflatten(self._params, jax.tree.leaves(params)),
-            jax.tree.unflatten(self._rest, jax.tree.leaves(values)),
-        )
+        rest = jax.tree.unflatten(self._rest, jax.tree.leaves(values))
+        return nnx.merge(self.graphdef, self.state_of(params), rest)
+
+    def state_of(self, params: Params) -> nnx.State:
+        """Arrays like the parameters, in variables like theirs."""
+        return jax.tree.unflatten(self._params, jax.tree.leaves(params))
 
 
 @jax.tree_util.register_pytree_with_keys_class

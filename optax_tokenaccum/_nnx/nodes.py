@@ -39,18 +39,36 @@ class Places(NamedTuple):
             _write(leaf, x)
 
 
-class Nodes(NamedTuple):
-    """The places of a state's arrays in a model and its optimizer."""
+class ModelNodes(NamedTuple):
+    """The places of a model's arrays: those that are trained, and the rest."""
 
     model: nnx.Module
     params: Places
-    opt_state: Places
     rest: Places
     static: Model
 
+    def variables(self) -> Variables:
+        return Variables(self.rest.values(), self.static)
+
+    def write_variables(self, variables: Variables) -> None:
+        for path, place in self.static.place_of.items():
+            leaf, x = self.rest.leaves[place], variables.values[place]
+            if is_variable(leaf):
+                _write(leaf, x)
+            elif leaf is not x:
+                with contextlib.suppress(ValueError):  # an array in a tuple
+                    nnx.update(self.model, nnx.from_flat_state([(path, x)]))
+
+
+class Nodes(NamedTuple):
+    """The places of a state's arrays in a model and its optimizer."""
+
+    model: ModelNodes
+    opt_state: Places
+
     def state(self) -> ModelStepState:
-        variables = Variables(self.rest.values(), self.static)
-        return ModelStepState(self.params.tree(), self.opt_state.tree(), variables)
+        params, variables = self.model.params.tree(), self.model.variables()
+        return ModelStepState(params, self.opt_state.tree(), variables)
 
     def donatable(self, state: ModelStepState, given: Any) -> ModelStepState:
         """The state with copies of the arrays that must outlive the donation.
@@ -60,44 +78,33 @@ class Nodes(NamedTuple):
         """
         leaves, structure = jax.tree.flatten(state)
         taken = {id(x) for x in jax.tree.leaves(given)}
-        taken |= {id(x) for x in self.rest.leaves if not is_variable(x)}
+        taken |= {id(x) for x in self.model.rest.leaves if not is_variable(x)}
         if len({*map(id, leaves)} | taken) == len(leaves) + len(taken):
             return state
         return structure.unflatten([arrays.settled(x, taken) for x in leaves])
 
     def write(self, state: ModelStepState) -> None:
         """Puts the arrays of a state into their places."""
-        self.params.write(state.params)
+        self.model.params.write(state.params)
         self.opt_state.write(state.opt_state)
-        for path, place in self.static.place_of.items():
-            leaf, x = self.rest.leaves[place], state.model_state.values[place]
-            if is_variable(leaf):
-                _write(leaf, x)
-            elif leaf is not x:
-                with contextlib.suppress(ValueError):  # an array in a tuple
-                    nnx.update(self.model, nnx.from_flat_state([(path, x)]))
+        self.model.write_variables(state.model_state)
 
 
-def read(
-    models: Models, model: nnx.Module, optimizer: nnx.Optimizer, opt_state: Any
-) -> Nodes:
-    """Looks at all of the model: its structure may change from call to call.
+def places_of(tree: Any) -> Places:
+    return Places(*jax.tree.flatten(tree, is_leaf=is_variable))
 
-    `opt_state` is a tree of the optimizer's variables.
-    """
-    graphdef, *states = nnx.split(model, optimizer.wrt, ...)
-    params, opt_state, rest = (
-        Places(*jax.tree.flatten(tree, is_leaf=is_variable))
-        for tree in (states[0], opt_state, states[1])
-    )
+
+def read(models: Models, model: nnx.Module, wrt: nnx.filterlib.Filter) -> ModelNodes:
+    """Looks at all of the model: its structure may change from call to call."""
+    graphdef, *states = nnx.split(model, wrt, ...)
+    params, rest = map(places_of, states)
     if not params.leaves:
         raise ValueError(
             "The optimizer must train some variables of the model: got none that match "
-            f"wrt={optimizer.wrt!r}, with which nnx.Optimizer was made."
+            f"wrt={wrt!r}, with which nnx.Optimizer was made."
         )
     structures = params.structure, jax.tree.structure(rest.values())
-    static = models.of(graphdef, states, structures)
-    return Nodes(model, params, opt_state, rest, static)
+    return ModelNodes(model, params, rest, models.of(graphdef, states, structures))
 
 
 def check_alive(state: ModelStepState) -> None:

@@ -15,6 +15,7 @@ from optax_tokenaccum._nnx.nodes import (
     check_alive,
     check_laid_out,
     laid_out,
+    places_of,
     read,
 )
 from optax_tokenaccum._steps.compile_ahead import Programs
@@ -87,7 +88,8 @@ class ModelStep(abc.ABC):
         return optimizer.opt_state
 
     def _read(self, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
-        return read(self._models, model, optimizer, self._opt_state(optimizer))
+        opt_state = places_of(self._opt_state(optimizer))
+        return Nodes(read(self._models, model, optimizer.wrt), opt_state)
 
     def _run(
         self,

@@ -26,7 +26,11 @@ from optax_tokenaccum import (
     token_accumulation,
 )
 from optax_tokenaccum.compiled import collectives
-from optax_tokenaccum.nnx import make_train_step, make_window_step
+from optax_tokenaccum.nnx import (
+    make_train_step,
+    make_window_step,
+    window_value_and_grad,
+)
 
 K, DEVICES = 4, 8
 MESH = make_mesh((DEVICES,))
@@ -220,6 +224,78 @@ def test_a_loop_around_update_with_num_tokens(counted: bool):
     else:
         got = helpers.difference(before, run.held(nnx.Param))
         assert helpers.relative_error(got, expected) > 0.02
+
+
+@pytest.mark.parametrize("jit", ["nnx.jit", pytest.param("jax.jit", marks=SLOW)])
+def test_a_loop_that_owns_the_optimizer(jit: str):
+    """It draws the masks of a window step, and leaves the same model behind."""
+    window, wrt = helpers.stack(MICRO_BATCHES), nnx.LoRAParam
+    step, own = (
+        Run("window", masked_loss_fn, optax.adamw(0.1), wrt, 0.5, has_aux=True)
+        for _ in range(2)
+    )
+    value_and_grad = window_value_and_grad(masked_loss_fn, has_aux=True, wrt=wrt)
+
+    def update(model: Model, optimizer: nnx.Optimizer) -> Any:
+        values, grads = value_and_grad(model, window)
+        optimizer.update(model, grads)
+        return values
+
+    @jax.jit
+    def update_of_parts(graphdef: Any, state: Any) -> Any:
+        parts = nnx.merge(graphdef, state)
+        values = update(*parts)
+        return values, nnx.state(parts)
+
+    def update_in_jax(*parts: Any) -> Any:
+        values, state = update_of_parts(*nnx.split(parts))
+        nnx.update(parts, state)
+        return values
+
+    run = nnx.jit(update) if jit == "nnx.jit" else update_in_jax
+    for _ in range(2):
+        (metrics,) = step.window(MICRO_BATCHES)
+        loss, (num_tokens, masks) = run(own.model, own.optimizer)
+        np.testing.assert_allclose(loss, metrics.loss, rtol=RTOL)
+        assert num_tokens == BATCH["mask"].sum()
+        np.testing.assert_array_equal(masks, metrics.aux)
+        assert len({mask.tobytes() for mask in np.array(masks)}) == K
+    chex.assert_trees_all_close(own.held(), step.held(), rtol=RTOL, atol=1e-6)
+    assert own.model.calls[...] == 2 * K
+
+
+def test_gradients_of_a_model_in_ones_own_shard_map():
+    """Statistics are each device's own during the window, and then their mean."""
+    model = Model(nnx.Rngs(0))
+    expected = full_gradient(model)
+    graphdef, state = nnx.split(model)
+    value_and_grad = window_value_and_grad(loss_fn)
+
+    def run(state: Any, window: Any) -> Any:
+        model = nnx.merge(graphdef, state)
+        (_, (num_tokens, _)), grads = value_and_grad(model, window)
+        return num_tokens, grads, nnx.state(model)
+
+    of_window = jax.shard_map(
+        run, mesh=MESH, in_specs=(P(), P(None, "data")), out_specs=P()
+    )
+    num_tokens, grads, state = jax.jit(of_window)(state, helpers.stack(MICRO_BATCHES))
+    assert num_tokens == BATCH["mask"].sum()
+    assert helpers.relative_error(held(grads), expected) < RTOL
+    parts = [helpers.cut(m, DEVICES) for m in MICRO_BATCHES]
+    ends = [statistics_of([[part] for part in own]) for own in zip(*parts, strict=True)]
+    means = [np.mean(x, 0) for x in zip(*ends, strict=True)]
+    got = held(state, nnx.BatchStat)
+    assert helpers.relative_error(got, means) < RTOL
+    assert helpers.relative_error(got, ends[0]) > 100 * RTOL
+
+    def counts_tokens(model: Model, batch: Any) -> Any:
+        model.calls[...] += jnp.sum(batch["mask"], dtype=jnp.int32)
+        return loss_fn(model, batch)
+
+    value_and_grad = window_value_and_grad(counts_tokens)
+    with pytest.raises(ValueError, match="calls must be the same on all devices"):
+        jax.eval_shape(of_window, state, helpers.stack(MICRO_BATCHES))
 
 
 def test_a_partial_window_closes_with_its_own_denominator():
