@@ -9,7 +9,8 @@ from flax import nnx
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
-from optax_tokenaccum._core.loss import Loss
+from optax_tokenaccum._core.contribution import SkipFn
+from optax_tokenaccum._core.loss import Loss, LossFn
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.trees import Batch, DType
@@ -56,7 +57,7 @@ class TrainStep(ModelStep):
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         has_aux: bool,
         mode: Mode,
         donate: bool,
@@ -78,13 +79,9 @@ class TrainStep(ModelStep):
     ) -> StepMetrics:
         """Adds a micro-batch; if this closes the window, applies the update.
 
-        Args:
-          model: updated in place.
-          optimizer: updated in place.
-          batch: the second argument of `loss_fn`.
-          rng: as for `optax_tokenaccum.make_train_step`. The model's own `nnx.Rngs`
-            need none.
-          **loss_kwargs: passed to `loss_fn`, as for that step.
+        The model and the optimizer are updated in place.
+        `optax_tokenaccum.TrainStep.__call__` explains the other arguments; the model's
+        own `nnx.Rngs` need no `rng`.
 
         Raises:
           TypeError: `optimizer` is not an `nnx.Optimizer` around an accumulation, or
@@ -106,7 +103,7 @@ class TrainStep(ModelStep):
         self,
         model: nnx.Module,
         optimizer: nnx.Optimizer,
-        batches: Iterable[Any],
+        batches: Iterable[Batch],
         *,
         rng: jax.Array | None = None,
         progress: Progress = iter,
@@ -114,14 +111,8 @@ class TrainStep(ModelStep):
     ) -> None:
         """Compiles the programs for all shapes of batches, so that no call has to.
 
-        Args:
-          model: laid out as by `init`, and otherwise unchanged.
-          optimizer: the same.
-          batches: a list of batches, or of their shapes, as for
-            `optax_tokenaccum.TrainStep.compile`.
-          rng: as for a call.
-          progress: wraps the list of programs, as for that method.
-          **loss_kwargs: as for a call.
+        `optax_tokenaccum.TrainStep.compile` explains the arguments. The model and the
+        optimizer are laid out, as by `init`, and do not change otherwise.
         """
         kwargs = {"rng": rng, "progress": progress, **loss_kwargs}
         self._lowered("compile", model, optimizer, batches, **kwargs)
@@ -174,20 +165,14 @@ class WindowStep(ModelStep):
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
+        num_micro_batches: jax.typing.ArrayLike | None = None,
         **loss_kwargs: Any,
     ) -> StepMetrics:
         """Runs a window and applies its update, unless the window has no tokens.
 
-        Args:
-          model: updated in place.
-          optimizer: updated in place.
-          micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
-            `PlannedWindow`, see `pad_window`.
-          rng: one key for the whole run, as for `optax_tokenaccum.make_window_step`.
-            The model's own `nnx.Rngs` need none.
-          num_micro_batches: runs only the first `num_micro_batches`.
-          **loss_kwargs: passed to `loss_fn`, as for that step.
+        The model and the optimizer are updated in place.
+        `optax_tokenaccum.WindowStep.__call__` explains the other arguments; the model's
+        own `nnx.Rngs` need no `rng`.
         """
         kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
         return self._run("__call__", model, optimizer, micro_batches, **kwargs)
@@ -206,24 +191,17 @@ class WindowStep(ModelStep):
         self,
         model: nnx.Module,
         optimizer: nnx.Optimizer,
-        windows: Iterable[Any],
+        windows: Iterable[Batch],
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
+        num_micro_batches: jax.typing.ArrayLike | None = None,
         progress: Progress = iter,
         **loss_kwargs: Any,
     ) -> None:
-        """Compiles the programs for all shapes, so that no call has to compile.
+        """Compiles the programs for all shapes of windows, so that no call has to.
 
-        Args:
-          model: laid out as by `init`, and otherwise unchanged.
-          optimizer: the same.
-          windows: a list of the `micro_batches` of later calls, or of their shapes, as
-            for `optax_tokenaccum.WindowStep.compile`.
-          rng: as for a call.
-          num_micro_batches: as for a call; one number compiles the program for all.
-          progress: wraps the list of programs, as for that method.
-          **loss_kwargs: as for a call.
+        `optax_tokenaccum.WindowStep.compile` explains the arguments. The model and the
+        optimizer are laid out, as by `init`, and do not change otherwise.
         """
         kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
         self._lowered("compile", model, optimizer, windows, progress=progress, **kwargs)
@@ -248,7 +226,7 @@ class WindowStep(ModelStep):
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     *,
     has_aux: bool = False,
     mesh: jax.sharding.Mesh | None = None,
@@ -321,11 +299,11 @@ def make_train_step(
 
 
 def make_window_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     *,
     has_aux: bool = False,
     count_fn: CountFn | None = None,
-    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
@@ -393,7 +371,7 @@ def make_window_step(
 
 
 def window_value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     *,
     has_aux: bool = False,
     count_fn: CountFn | None = None,

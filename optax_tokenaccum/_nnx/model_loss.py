@@ -1,22 +1,28 @@
 """The loss of an NNX model as a function of its parameters and its other variables."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from optax_tokenaccum._core.dependence import forwarded
-from optax_tokenaccum._core.loss import unpack
+from optax_tokenaccum._core.loss import LossFn, unpack
 from optax_tokenaccum._core.trees import Batch, Params
+
+# The place of a variable in a model, and what it holds.
+Path = tuple[Hashable, ...]
+Value = optax.Params
+Leaf = nnx.Variable | jax.Array
 
 
 class Model:
     """What a model is besides its arrays. Compared by identity: see `Models`."""
 
-    def __init__(self, graphdef: Any, params: Any, rest: Any):
+    def __init__(self, graphdef: nnx.GraphDef, params: nnx.State, rest: nnx.State):
         """From the parts that `nnx.split` returns, with variables in their places."""
         self.graphdef = graphdef
         self._params, self._rest = map(jax.tree.structure, (params, rest))
@@ -27,7 +33,7 @@ class Model:
         places = sorted(self.place_of, key=lambda path: self.place_of[path])
         self.names = ["/".join(map(str, path)) for path in places]
 
-    def merged(self, params: Params, values: list[Any]) -> nnx.Module:
+    def merged(self, params: Params, values: list[Value]) -> nnx.Module:
         """A copy of the model, whose variables belong to the current trace."""
         rest = jax.tree.unflatten(self._rest, jax.tree.leaves(values))
         return nnx.merge(self.graphdef, self.state_of(params), rest)
@@ -47,15 +53,17 @@ class Variables:
       model: the rest of the model, which is static.
     """
 
-    values: list[Any]
+    values: list[Value]
     model: Model
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Model]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Value]], Model]:
         names = map(jax.tree_util.GetAttrKey, self.model.names)
         return [*zip(names, self.values, strict=True)], self.model
 
     @classmethod
-    def tree_unflatten(cls, model: Model, values: Any) -> "Variables":
+    def tree_unflatten(cls, model: Model, values: Iterable[Value]) -> "Variables":
         return cls([*values], model)
 
 
@@ -63,9 +71,11 @@ class Models:
     """One `Model` for all equal ones, so that `jit` compares them by identity."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Model] = {}
+        self._known: dict[Hashable, Model] = {}
 
-    def of(self, graphdef: Any, states: list[Any], structures: Any) -> Model:
+    def of(
+        self, graphdef: nnx.GraphDef, states: list[nnx.State], structures: Hashable
+    ) -> Model:
         """The model that `nnx.split` split; `structures` tell how it did."""
         key = graphdef, structures
         known = self._known.get(key)  # hashes large models once
@@ -78,7 +88,7 @@ class AuxAndVariables(NamedTuple):
     """The `aux` of a loss, and the variables that it added or gave another shape."""
 
     aux: Any
-    variables: Any
+    variables: nnx.State | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class ModelLoss:
     new variables and other shapes raise `ValueError`.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: LossFn
     has_aux: bool
     may_restructure: bool
 
@@ -98,7 +108,7 @@ class ModelLoss:
     ) -> tuple[Any, Variables]:
         model, values = variables.model, [*variables.values]
 
-        def run(params: Params, values: list[Any]) -> tuple[Any, ...]:
+        def run(params: Params, values: list[Value]) -> tuple[Any, ...]:
             copy = model.merged(params, values)
             before = dict(nnx.to_flat_state(nnx.state(copy)))
             before = {path: value_of(leaf) for path, leaf in before.items()}
@@ -147,7 +157,9 @@ class ModelLoss:
         return returned, Variables(values, model)
 
 
-def _as_before(run: Any, paths: Collection[Any], *args: Any) -> set[Any]:
+def _as_before(
+    run: Callable[..., tuple[Any, ...]], paths: Collection[Path], *args: Any
+) -> set[Path]:
     """Those of the variables at `paths` that end `run` with the values they had."""
 
     def values(*args: Any) -> Any:
@@ -163,13 +175,13 @@ def _as_before(run: Any, paths: Collection[Any], *args: Any) -> set[Any]:
     return {path for path, (old, new) in pairs if old == new and None not in old}
 
 
-def _refuse(paths: Collection[Any], rule: str, advice: str) -> None:
+def _refuse(paths: Collection[Path], rule: str, advice: str) -> None:
     if paths:
         names = sorted("/".join(map(str, path)) for path in paths)
         raise ValueError(f"{rule}: got a change at {', '.join(names)}. {advice}")
 
 
-def leaves_of(tree: Any) -> list[Any]:
+def leaves_of(tree: nnx.State) -> list[Leaf]:
     """The variables in `tree`, and the arrays that are in none."""
     return jax.tree.leaves(tree, is_leaf=is_variable)
 
@@ -178,15 +190,15 @@ def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def value_of(leaf: Any) -> Any:
+def value_of(leaf: Leaf) -> Value:
     """The raw value of a variable: `variable[...]` would call its `get_value`."""
-    return leaf.get_raw_value() if is_variable(leaf) else leaf
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _are_same(x: Any, y: Any) -> bool:
+def _are_same(x: Value, y: Value) -> bool:
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
     return len(leaves) == len(others) and all(map(lambda a, b: a is b, leaves, others))
 
 
-def _shapes(value: Any) -> Any:
+def _shapes(value: Value) -> tuple[Hashable, list[tuple[int, ...]]]:
     return jax.tree.structure(value), [jnp.shape(x) for x in jax.tree.leaves(value)]

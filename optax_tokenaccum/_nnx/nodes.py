@@ -11,10 +11,13 @@ from jax.sharding import NamedSharding
 
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
+from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._nnx.model_loss import (
+    Leaf,
     Model,
     Models,
+    Value,
     Variables,
     is_variable,
     value_of,
@@ -25,16 +28,16 @@ from optax_tokenaccum._steps.state import ModelStepState
 class Places(NamedTuple):
     """The variables that hold a tree of arrays; some leaves may be in no variable."""
 
-    leaves: list[Any]
-    structure: Any
+    leaves: list[Leaf]
+    structure: jax.tree_util.PyTreeDef
 
-    def values(self) -> list[Any]:
+    def values(self) -> list[Value]:
         return [*map(value_of, self.leaves)]
 
-    def tree(self) -> Any:
+    def tree(self) -> Params:
         return self.structure.unflatten(self.values())
 
-    def write(self, values: Any) -> None:
+    def write(self, values: Params) -> None:
         for leaf, x in zip(self.leaves, jax.tree.leaves(values), strict=True):
             _write(leaf, x)
 
@@ -70,7 +73,7 @@ class Nodes(NamedTuple):
         params, variables = self.model.params.tree(), self.model.variables()
         return ModelStepState(params, self.opt_state.tree(), variables)
 
-    def donatable(self, state: ModelStepState, given: Any) -> ModelStepState:
+    def donatable(self, state: ModelStepState, given: Batch) -> ModelStepState:
         """The state with copies of the arrays that must outlive the donation.
 
         These are arrays that are there twice, or are `given` to the call too, and those
@@ -90,7 +93,7 @@ class Nodes(NamedTuple):
         self.model.write_variables(state.model_state)
 
 
-def places_of(tree: Any) -> Places:
+def places_of(tree: Params) -> Places:
     return Places(*jax.tree.flatten(tree, is_leaf=is_variable))
 
 
@@ -120,7 +123,7 @@ def check_alive(state: ModelStepState) -> None:
         )
 
 
-def _write(leaf: Any, x: Any) -> None:
+def _write(leaf: Any, x: Value) -> None:
     if leaf.get_raw_value() is not x:
         leaf.set_raw_value(x)
 
@@ -145,7 +148,7 @@ def laid_out(state: ModelStepState, mode: Mode) -> ModelStepState:
     }
     taken = {id(x) for x in jax.tree.leaves(params)}
 
-    def place(path: Any, x: Any) -> Any:
+    def place(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         if home is not None and _may_move(x, home):
             ends = (placed_like.get(path[i:]) for i in range(len(path)))
             found = [own for own in ends if own and own[0] == jnp.shape(x)]
@@ -163,11 +166,11 @@ def laid_out(state: ModelStepState, mode: Mode) -> ModelStepState:
     return ModelStepState(params, opt_state, variables)
 
 
-def _by_path(tree: Any) -> list[tuple[Any, Any]]:
+def _by_path(tree: Params) -> list[tuple[jax.tree_util.KeyPath, jax.Array]]:
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
-def _may_move(x: Any, home: jax.sharding.Sharding) -> bool:
+def _may_move(x: jax.Array, home: jax.sharding.Sharding) -> bool:
     """Whether nobody has chosen a place for `x` among the devices of the model."""
     if not isinstance(x, jax.Array) or not trees.is_concrete(x):
         return False
@@ -194,7 +197,7 @@ def check_laid_out(state: ModelStepState, mode: Mode) -> None:
 
 def _with_sums(
     opt_state: TokenAccumulationState,
-    params: Any,
+    params: Params,
     mode: Mode,
 ) -> TokenAccumulationState:
     """The state with sums laid out for the devices of a step."""

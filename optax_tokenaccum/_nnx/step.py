@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
-from optax_tokenaccum._core.trees import is_concrete
+from optax_tokenaccum._core.trees import Batch, OptState, is_concrete
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._nnx.model_loss import AuxAndVariables, Models
 from optax_tokenaccum._nnx.nodes import (
@@ -36,7 +37,7 @@ class ModelStep(abc.ABC):
     def __init__(self, mode: Mode, donate: bool):
         self._mode = mode
         self._donate = donate
-        self._steps: dict[Any, Any] = {}
+        self._steps: dict[optax.GradientTransformation, Any] = {}
         self._models = Models()
         # Whether a model and its optimizer are where the step needs them.
         self._is_laid_out: ArrayMemo[bool] = ArrayMemo()
@@ -83,7 +84,7 @@ class ModelStep(abc.ABC):
     def _build(self, optimizer: nnx.Optimizer) -> Any:
         """A step of the core for the optimizer's transformation."""
 
-    def _opt_state(self, optimizer: nnx.Optimizer) -> Any:
+    def _opt_state(self, optimizer: nnx.Optimizer) -> OptState:
         """The variables of the optimizer, as the `opt_state` of the core's step."""
         return optimizer.opt_state
 
@@ -143,7 +144,7 @@ class ModelStep(abc.ABC):
         return step._programs(opened, **kwargs)
 
     def _opened(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, given: Any = ()
+        self, model: nnx.Module, optimizer: nnx.Optimizer, given: Batch = ()
     ) -> tuple[Any, Nodes, ModelStepState]:
         step, nodes = self._step_of(optimizer), self._read(model, optimizer)
         state = nodes.state()
