@@ -78,7 +78,9 @@ def _without_model_state(
 def _with_model_state(
     loss_fn: LossFn, params: Params, model_state: M, batch: Batch, **loss_kwargs: Any
 ) -> tuple[Any, M]:
-    returned = loss_fn(params, model_state, batch, **loss_kwargs)
+    # A loss may assign to the containers that it is given.
+    own = jax.tree.map(lambda x: x, model_state)
+    returned = loss_fn(params, own, batch, **loss_kwargs)
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not is_pair or not isinstance(returned[0], tuple | list | dict):
         raise TypeError(

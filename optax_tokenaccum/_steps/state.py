@@ -127,17 +127,18 @@ def key_array(state: AnyStepState) -> Any:
 
 
 def require_step_state(
-    state: Any, *, accumulates: bool, has_model_state: bool = False
+    state: Any, *, accumulates: bool, has_model_state: bool | None = None
 ) -> None:
+    """Raises if a step cannot take the state; `None` is a step of either kind."""
     kind, other = StepState, ModelStepState
     if has_model_state:
         kind, other = other, kind
-    if isinstance(state, other):
+    if has_model_state is not None and isinstance(state, other):
         raise TypeError(
             f"The state must be a {kind.__name__}, for this step was made with "
             f"has_model_state={has_model_state}: got a {other.__name__}."
         )
-    if not isinstance(state, kind):
+    if not isinstance(state, kind | other):
         raise TypeError(
             f"The state must be the {kind.__name__} that step.init or the last call "
             f"returned: got {type(state).__name__}. Restore a checkpoint with "
@@ -161,7 +162,7 @@ def require_step_state(
         raise ValueError(
             f"The state must be of a {own} step: got that of a {other} step. Between "
             "windows, take over what both keep: with new = step.init(params).opt_state "
-            "and old = state.opt_state, write StepState(state.params, "
+            "and old = state.opt_state, write state._replace(opt_state="
             "new._replace(gradient_step=old.gradient_step, "
             "inner_opt_state=old.inner_opt_state))."
         )

@@ -161,6 +161,16 @@ def counted_for_all(params: Any, batch: Any) -> Any:
 COUNTED = [{"x": jnp.ones(rows), "n": jnp.full(rows[:-2], 8)} for rows in ROWS]
 
 
+def positive_rows(params: Any, model_state: Any, batch: Any) -> Any:
+    rows = model_state["rows"] + jnp.sum(batch[:, 0] > 0)
+    return dot(params["w"], batch), {"rows": rows}
+
+
+def with_rows(make: Any, batch: Any, **options: Any) -> None:
+    step = make(positive_rows, SGD, has_model_state=True, **options)
+    step(step.init(PARAMS, {"rows": 0}), batch)
+
+
 def whole_sums() -> Any:
     optimizer = token_accumulation(SGD, 2, axis_name="data")
     state = optimizer.init(jnp.zeros(3))._replace(acc_grads=jnp.zeros((8, 3)))
@@ -364,6 +374,10 @@ IN_WORDS: dict[str, list[str]] = {
     "parameters on another mesh than the step": ["step.init(on_an_explicit_mesh())"],
     "a `custom_vjp` that synchronizes gradients over the data axes": [
         "stepped(make_train_step(reduced_backward, sgd, 2, **over), jnp.ones((8, 3)))",
+    ],
+    "an integer of the model state that depends on the rows of a device": [
+        "with_rows(make_train_step, jnp.ones((8, 3)), every_k_schedule=2, **over)",
+        "with_rows(make_window_step, jnp.ones((2, 8, 3)), **over)",
     ],
     "a count of the whole batch, which is the same on all devices": [
         "stepped(make_train_step(counted_for_all, sgd, 2, **over), COUNTED[0])",

@@ -1,0 +1,390 @@
+"""What a loss changes besides parameters changes as in a loop written by hand."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
+from ragged_windows import planned
+
+import optax_tokenaccum.nnx
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    regroup_sums,
+    token_accumulation,
+    window_value_and_grad,
+)
+from optax_tokenaccum.ragged import pad_window
+
+K, ROWS, DEVICES, FEATURES, RATE = 3, 16, 8, 4, 0.5
+SGD, RTOL = optax.sgd(0.1), helpers.RTOL["float32"]
+SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
+MESH: dict[str, Any] = {"mesh": make_mesh((DEVICES,)), "data_axes": "data"}
+EXPLICIT = MESH | {"mesh": make_mesh((DEVICES,), "explicit")}
+EACH = {"reduce_every": "micro_batch"}
+OVER: dict[str, dict[str, Any]] = {
+    "1": {},
+    "8": MESH,
+    "8, explicit": EXPLICIT,
+    "8, each": MESH | EACH,
+    "8, explicit, each": EXPLICIT | EACH,
+}
+PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5, 3.0], jnp.float32)}
+
+
+def batch_of(seed: int, rows: int = ROWS) -> dict[str, np.ndarray]:
+    """Micro-batches and rows differ in mean; every third micro-batch has no tokens."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, FEATURES)) + seed + np.arange(rows)[:, None] / rows
+    weights = rng.integers(1, 5, rows) * (seed % K != 1)
+    batch = {"x": x, "y": rng.normal(size=rows), "weights": weights}
+    return {name: np.float32(value) for name, value in batch.items()}
+
+
+WINDOWS = [[batch_of(K * i + j) for j in range(K)] for i in range(2)]
+TOKENS = [sum(b["weights"].sum() for b in window) for window in WINDOWS]
+
+
+def new_model_state(dtype: Any = jnp.float32) -> Any:
+    return {
+        "mean": jnp.zeros(FEATURES, dtype),
+        "var": jnp.ones(FEATURES, dtype),
+        "calls": jnp.int32(0),
+        "key": jax.random.key(0),
+    }
+
+
+def terms_of(params: Any, model_state: Any, batch: Any) -> Any:
+    """A regression on features that running statistics center and scale.
+
+    It assigns to the state that it is given, as a loss may; aux is a dropout mask.
+    """
+    x = batch["x"].reshape(-1, FEATURES)
+    scaled = (x - model_state["mean"]) / jnp.sqrt(model_state["var"])
+    losses = (scaled @ params["w"] - batch["y"].reshape(-1)) ** 2
+    for name, value in {"mean": x.mean(0), "var": x.var(0)}.items():
+        model_state[name] += RATE * (value - model_state[name])
+    model_state["calls"] += 1
+    key, model_state["key"] = jax.random.split(model_state["key"])
+    mask = jax.random.bernoulli(key, shape=(64,))
+    loss_sum = jnp.sum(losses * batch["weights"].reshape(-1))
+    return ({"loss": loss_sum}, mask), model_state
+
+
+def count_fn(batch: Any) -> Any:
+    return {"loss": jnp.sum(batch["weights"])}
+
+
+def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
+    (terms, mask), model_state = terms_of(params, model_state, batch)
+    return (terms["loss"], (count_fn(batch)["loss"], mask)), model_state
+
+
+def by_hand(windows: Any, devices: int = 1, frozen: bool = False, apart: bool = False):
+    """Train in float64: `(w, mean, var)`.
+
+    Devices average their statistics after every micro-batch, or `apart` after a window;
+    naively, micro-batches see the statistics of a window's beginning, `frozen`.
+    """
+    w, states = np.float64(PARAMS["w"]), [np.repeat([[0.0], [1.0]], FEATURES, 1)]
+    for window in windows:
+        states, gradient, tokens = [np.mean(states, 0)] * devices, 0.0, 0.0
+        begin = states
+        for batch in window:
+            moved = []
+            for i, part in enumerate(helpers.cut(batch, devices)):
+                (mean, var), weights = (begin if frozen else states)[i], part["weights"]
+                x = np.float64(part["x"]).reshape(-1, FEATURES)
+                scaled = (x - mean) / np.sqrt(var)
+                errors = scaled @ w - part["y"].ravel()
+                gradient += 2 * scaled.T @ (errors * weights.ravel())
+                tokens += weights.sum()
+                moved.append(RATE * np.stack([x.mean(0), x.var(0)]))
+                moved[-1] += (1 - RATE) * states[i]
+            states = moved if apart else [np.mean(moved, 0)] * devices
+        w = w - 0.1 * gradient / tokens
+    return [w, *np.mean(states, 0)]
+
+
+class OwnStep:
+    """A window step around `window_value_and_grad`, over devices in a `shard_map`."""
+
+    def __init__(self, loss: Any, mesh: Any = None, data_axes: Any = None, **options):
+        f, self.rows = window_value_and_grad(loss, **options), None
+        if mesh is not None:
+            rows = P(None, data_axes)
+            self.rows = NamedSharding(mesh, rows)
+            specs = ((P(), (P(), rows)), P()), P()
+            f = jax.shard_map(f, mesh=mesh, in_specs=(P(), P(), rows), out_specs=specs)
+        self.f = jax.jit(f)
+
+    def init(self, params: Any, model_state: Any) -> Any:
+        return SimpleNamespace(params=params, model_state=model_state)
+
+    def __call__(self, state: Any, window: Any) -> Any:
+        if self.rows is not None:
+            window = jax.device_put(window, self.rows)
+        values, gradient = self.f(state.params, state.model_state, window)
+        ((_, (_, aux)), model_state) = values
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, gradient)
+        return self.init(params, model_state), SimpleNamespace(aux=aux, updated=True)
+
+
+def new_step(way: str, loss: Any = loss_fn, **options: Any) -> Any:
+    options = {"has_aux": True, "has_model_state": True} | options
+    if way == "value and grad":
+        return OwnStep(loss, **options)
+    if way == "count_fn":
+        return make_window_step(terms_of, SGD, count_fn=count_fn, **options)
+    if way == "window":
+        return make_window_step(loss, SGD, **options)
+    if way == "every_n_tokens":
+        tokens = jnp.asarray(TOKENS)
+        return make_train_step(loss, SGD, every_n_tokens=lambda i: tokens[i], **options)
+    return helpers.new_train_step(way, loss, SGD, K, **options)
+
+
+def calls(way: str, windows: list[list[Any]]) -> list[Any]:
+    if way in ("window", "count_fn", "value and grad"):
+        return [helpers.stack(window) for window in windows]
+    return [batch for window in windows for batch in window]
+
+
+def train(way: str, windows: Any = WINDOWS, **options: Any) -> tuple[Any, list[Any]]:
+    """Return the state and all metrics."""
+    model_state = options.pop("model_state", new_model_state())
+    step, metrics = new_step(way, **OVER[options.pop("over", "1")], **options), []
+    state = step.init(PARAMS, model_state)
+    for batch in calls(way, windows):
+        state, m = step(state, batch)
+        metrics.append(m)
+    assert metrics[-1].updated
+    return state, metrics
+
+
+def check(state: Any, expected: Any, *others: Any) -> None:
+    got = state.params["w"], state.model_state["mean"], state.model_state["var"]
+    for x, y in zip(got, expected, strict=True):
+        assert helpers.relative_error(x, y) < RTOL
+    for other in others:
+        assert helpers.relative_error(got, other) > 1e-3
+
+
+def same(got: Any, expected: Any, rtol: float = 0) -> None:
+    """Compare leaves, with keys as numbers."""
+
+    def read(x: Any) -> np.ndarray:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    got, expected = (list(map(read, jax.tree.leaves(x))) for x in (got, expected))
+    chex.assert_trees_all_close(got, expected, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("way", "over"),
+    [
+        ("two programs", "1"),
+        ("two programs", "8"),
+        ("two programs", "8, explicit, each"),
+        ("one program", "8, each"),
+        ("every_n_tokens", "8, explicit"),
+        ("window", "1"),
+        ("window", "8"),
+        ("window", "8, explicit, each"),
+        ("count_fn", "1"),
+        ("count_fn", "8, explicit"),
+        ("count_fn", "8, each"),
+        ("value and grad", "1"),
+        ("value and grad", "8"),
+        ("value and grad", "8, explicit"),
+    ],
+)
+def test_training_is_a_loop_by_hand(way: str, over: str):
+    devices = DEVICES if over in ("8", "8, explicit") else 1
+    apart = way == "value and grad"
+    own = {"devices": devices, "apart": apart}
+    others = [own | {"devices": 9 - devices}, own | {"frozen": True}]
+    others += [own | {"apart": not apart}] if devices > 1 else []
+    state, metrics = train(way, over=over)
+    check(
+        state,
+        by_hand(WINDOWS, **own),
+        by_hand([window[::2] for window in WINDOWS], **own),  # of those with tokens
+        *(by_hand(WINDOWS, **other) for other in others),
+    )
+    assert state.model_state["calls"] == 2 * K
+    masks = np.concatenate([np.asarray(m.aux).reshape(-1, 64) for m in metrics])
+    # In one's own shard_map a key is what the caller makes it, as `rng` is.
+    different = 2 * K * (1 if apart else devices)
+    assert len({mask.tobytes() for mask in masks}) == different
+
+
+@pytest.mark.parametrize("way", ["two programs", "one program", "window"])
+@pytest.mark.parametrize("over", ["1", "8"])
+def test_in_place_with_one_compilation_of_each_program(way: str, over: str):
+    step, given = new_step(way, **OVER[over]), new_model_state()
+    first = state = step.init(PARAMS, given)
+    compiled, buffers = [], set()
+    for window in WINDOWS:
+        with helpers.count_compilations() as compilations:
+            for batch in calls(way, [window]):
+                state, _ = step(state, batch)
+                mean = state.model_state["mean"].addressable_data(0)
+                buffers.add(mean.unsafe_buffer_pointer())
+        compiled.append(len(compilations))
+    assert compiled == [2 if way == "two programs" else 1, 0]
+    assert len(buffers) == 1
+    assert all(x.is_deleted() for x in jax.tree.leaves(first.model_state))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given))
+    for x in jax.tree.leaves(state.model_state):
+        assert len(x.sharding.device_set) == (1 if over == "1" else DEVICES)
+        assert x.is_fully_replicated
+
+
+@pytest.mark.parametrize("way", ["window", "value and grad"])
+def test_a_planned_window(way: str):
+    sequences = [batch_of(K * n, n) for n in (2, 9, 3, 16, 5)]
+    cut = {"max_tokens": 16, "length_buckets": [4, 16]}
+    batches = planned(sequences, 0, **cut)
+    assert len({batch["x"].shape for batch in batches}) > 1
+    step = new_step(way)
+    state = step.init(PARAMS, new_model_state())
+    state, _ = step(state, pad_window(sequences, pad_values=0, **cut))
+    check(state, by_hand([batches]), by_hand([batches], frozen=True))
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_a_rejected_micro_batch_leaves_no_trace(over: str):
+    """One of the devices rejects it. Steps and window steps end alike."""
+    first, second = WINDOWS
+    bad = second[0] | {"x": second[0]["x"].copy()}
+    bad["x"][5] = np.nan
+    clean, _ = train("two programs", over=over)
+    for way in ("two programs", "window"):
+        windows = [[bad, *first], [*second[:2], bad, second[2]]]
+        state, _ = train(way, windows, over=over, **SKIPS)
+        assert state.opt_state.gradient_step == 2
+        same((state.params, state.model_state), (clean.params, clean.model_state), 1e-5)
+    naive, _ = train("window", [[bad]], over=over)
+    assert np.isnan(naive.model_state["var"]).all()
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(FEATURES, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(FEATURES, 1, rngs=rngs)
+
+    def loss(self, batch: Any) -> Any:
+        errors = self.out(self.dropout(self.norm(batch["x"])))[:, 0] - batch["y"]
+        return jnp.sum(errors**2 * batch["weights"]), jnp.sum(batch["weights"])
+
+
+@pytest.mark.parametrize("over", ["1", "8"])
+def test_the_same_as_the_steps_for_nnx(over: str):
+    model = Model()
+    optimizer = nnx.Optimizer(model, token_accumulation(SGD, K), wrt=nnx.Param)
+    graph, *arrays = nnx.split(model, nnx.Param, ...)
+
+    def of_arrays(params: Any, rest: Any, batch: Any) -> Any:
+        model = nnx.merge(graph, params, rest)
+        return model.loss(batch), nnx.state(model, nnx.Not(nnx.Param))
+
+    step = new_step("two programs", of_arrays, has_aux=False, **OVER[over])
+    state = step.init(*arrays)
+    nnx_step = optax_tokenaccum.nnx.make_train_step(Model.loss, **OVER[over])
+    for batch in calls("two programs", WINDOWS):
+        state, metrics = step(state, batch)
+        assert metrics.loss == nnx_step(model, optimizer, batch).loss
+    trained = nnx.split(model, nnx.Param, ...)[1:]
+    same((state.params, state.model_state), trained)
+
+
+def returning(name: str, change: Any) -> Any:
+    """The loss, with another value for a part of the state."""
+
+    def changed(params: Any, model_state: Any, batch: Any) -> Any:
+        returned, model_state = loss_fn(params, model_state, batch)
+        return returned, model_state | {name: change(model_state, batch)}
+
+    return changed
+
+
+every_way = pytest.mark.parametrize("way", ["two programs", "window", "value and grad"])
+
+
+@every_way
+def test_integers_that_depend_on_the_rows_of_a_device_raise(way: str):
+    def seen(model_state: Any, batch: Any) -> Any:
+        return model_state["calls"] + jnp.sum(batch["weights"] > 0)
+
+    loss = returning("calls", seen)
+    with pytest.raises(ValueError, match=r"\['calls'\] must be the same on all dev"):
+        train(way, loss=loss, over="8")
+    expected = 2 * K + sum(np.sum(b["weights"] > 0) for w in WINDOWS for b in w)
+    for over in ["1"] if way == "value and grad" else ["1", "8, each"]:
+        state, _ = train(way, loss=loss, over=over)
+        assert state.model_state["calls"] == expected
+
+
+@every_way
+@pytest.mark.parametrize("over", ["1", "8"])
+def test_dtypes_stay(way: str, over: str):
+    """The loss returns float32 statistics."""
+    start = new_model_state(jnp.bfloat16)
+    state, _ = train(way, over=over, model_state=start)
+    chex.assert_trees_all_equal_dtypes(state.model_state, start)
+    expected, _ = train(way, over=over)
+    same(state.model_state, expected.model_state, helpers.RTOL["bfloat16"])
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("calls", lambda old, _: old["calls"] + 0.5, "'calls'.* int32, got float32"),
+        ("calls", lambda *_: jax.random.key(0), "'calls'.* int32, got key<fry>"),
+        ("mean", lambda *_: jnp.zeros(3), r"'mean'.* shape \(4,\), got shape \(3,\)"),
+        ("more", lambda *_: 0, "'more'.* no leaf, got shape"),
+    ],
+    ids=["float for integer", "key for integer", "shape", "tree"],
+)
+def test_another_state_raises(way: str, name: str, change: Any, named: str):
+    with pytest.raises(ValueError, match="kinds of numbers .* given: at .*" + named):
+        train(way, loss=returning(name, change))
+
+
+@pytest.mark.parametrize(
+    ("way", "over"), [("two programs", "8"), ("one program", "1"), ("window", "8")]
+)
+def test_a_checkpoint_continues(way: str, over: str, tmp_path: Path):
+    """On as many devices, and in an open window on one."""
+    step, one = new_step(way, **OVER[over]), new_step(way)
+    given = PARAMS, new_model_state()
+    state, shapes = step.init(*given), jax.eval_shape(step.init, *given)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
+    first, *rest = calls(way, WINDOWS)
+    state, _ = step(state, first)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", step.init(*given))
+    moved = regroup_sums(restored, one.init(*given))
+    same((restored.model_state, moved.model_state), (state.model_state,) * 2)
+    same(*(helpers.run_step(step, x, rest)[0] for x in (state, restored)))
+    moved, metrics = helpers.run_step(one, moved, rest)
+    assert metrics.gradient_step == 2 and moved.model_state["calls"] == 2 * K
