@@ -13,7 +13,7 @@ from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Gradients, OptState, Params
+from optax_tokenaccum._core.trees import OptState, Params
 from optax_tokenaccum._transformation import Transformation, has_updated
 
 
@@ -91,11 +91,11 @@ class MultiSteps:
 
     def update(
         self,
-        updates: Gradients,
+        updates: Params,
         state: OptState,
         params: Params | None = None,
         **extra_args: Any,
-    ) -> tuple[Gradients, TokenAccumulationState]:
+    ) -> tuple[Params, TokenAccumulationState]:
         """Adds a micro-batch; `num_tokens` is required. See `token_accumulation`."""
         return self._tx.update(updates, state, params, **extra_args)
 

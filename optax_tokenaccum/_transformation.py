@@ -163,7 +163,7 @@ def close_window(
     state: Any,
     params: Params,
     **extra_args: Any,
-) -> tuple[Gradients, Any]:
+) -> tuple[Params, Any]:
     """Closes a partial window, for example at the end of an epoch.
 
     The window's tokens so far are the denominator. This function calls `tx.update` with

@@ -12,7 +12,7 @@ from flax.training import train_state
 
 from optax_tokenaccum._core.overwritten import NOTHING
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.trees import Gradients, Params
+from optax_tokenaccum._core.trees import Params
 from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._transformation import has_updated
 
@@ -67,7 +67,7 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self,
         *,
-        grads: Gradients,
+        grads: Any,
         num_tokens: Any = None,
         value: Any = None,
         close_window: Any = None,

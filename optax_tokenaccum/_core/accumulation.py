@@ -9,26 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+from optax import Params
 
 from optax_tokenaccum._core import arrays, checks, overwritten, sums, trees
-from optax_tokenaccum._core.backward import BackwardPass, CannotAdd, Whole, plan, report
+from optax_tokenaccum._core.backward import BackwardPass, CannotAdd, Returned, report
 from optax_tokenaccum._core.contribution import (
     Contribution,
     SkipFn,
-    make_contribution,
+    as_real_scalar,
+    decision,
+    per_token,
     usable_tokens,
 )
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers, Reduced
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.trees import (
-    DType,
-    Gradients,
-    OptState,
-    Params,
-    T,
-    TracedBool,
-)
+from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBool
 
 A = TypeVar("A")
 
@@ -59,11 +57,11 @@ class Accumulation:
     def on(self, layout: Layout, peers: Peers = ALONE) -> "Accumulation":
         return replace(self, layout=layout, peers=peers)
 
-    def init(self, params: Params) -> TokenAccumulationState:
-        return self.empty_window(params, self.init_inner(params))
+    def init(self, params: Any, *, with_sums: bool = True) -> TokenAccumulationState:
+        """The state of a run; `ValueError` if the inner optimizer accumulates already.
 
-    def init_inner(self, params: Params) -> OptState:
-        """The inner optimizer's state; `ValueError` if that accumulates already."""
+        Without sums, it is that of a step that closes a window in every call.
+        """
         checks.check_are_numbers(params)
         inner_opt_state = self.inner.init(params)
         if nodes_of((TokenAccumulationState, optax.MultiStepsState), inner_opt_state):
@@ -71,45 +69,47 @@ class Accumulation:
                 "The inner optimizer already accumulates: a micro-batch would be "
                 "counted by two windows. Pass the plain optimizer."
             )
-        return arrays.stable(params, inner_opt_state)
+        return self.empty_window(params, inner_opt_state, with_sums=with_sums)
 
     def empty_window(
-        self, params: Params, inner_opt_state: OptState = ()
+        self, params: Params, inner_opt_state: OptState = (), *, with_sums: bool = True
     ) -> TokenAccumulationState:
         dtypes = self._dtypes(params)
-        state = _counters(dtypes, inner_opt_state)
+        value_dtype = sums.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
+        zero, gradient_step = jnp.zeros((), value_dtype).real, jnp.zeros((), jnp.int32)
         skip_state = ()
-        if self.should_skip_update_fn is not None:
+        if with_sums and self.should_skip_update_fn is not None:
             zeros = jax.tree.map(jnp.zeros_like, params)
-            step = state.gradient_step
-            _, skip_state = self.should_skip_update_fn(zeros, step, params)
-        state = state._replace(
-            acc_grads=self.layout.zeros(params, dtypes),
+            _, skip_state = self.should_skip_update_fn(zeros, gradient_step, params)
+        state = TokenAccumulationState(
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=gradient_step,
+            inner_opt_state=inner_opt_state,
+            acc_grads=self.layout.zeros(params, dtypes) if with_sums else (),
+            acc_tokens=zero,
+            acc_value=zero,
+            has_updated=jnp.zeros((), jnp.bool_),
             skip_state=skip_state,
         )
         return arrays.stable(params, state)
 
-    def init_without_sums(self, params: Params) -> TokenAccumulationState:
-        """The state of a step that opens and closes a window in every call."""
-        inner_opt_state = self.init_inner(params)
-        state = _counters(self._dtypes(params), inner_opt_state)
-        return arrays.stable(params, state)
-
     def _dtypes(self, params: Params) -> Params:
         """The dtypes of the sums, and of what is stored like them."""
-        trained, values = overwritten.split(params)
-        dtypes = jax.tree.map(
-            lambda p: sums.accumulator_dtype_of(p, self.accumulator_dtype), trained
-        )
-        return overwritten.join(dtypes, [*map(jnp.result_type, values)], params)
+
+        def dtype_of(path: KeyPath, p: jax.Array) -> DType:
+            if overwritten.is_overwritten(path, p):
+                return jnp.result_type(p)
+            return sums.accumulator_dtype_of(p, self.accumulator_dtype)
+
+        return jax.tree_util.tree_map_with_path(dtype_of, params)
 
     def add(
         self,
         updates: Gradients,
         state: TokenAccumulationState,
         params: Params | None,
-        num_tokens: Any,
-        value: Any = None,
+        num_tokens: ArrayLike | None,
+        value: ArrayLike | None = None,
     ) -> Added[None]:
         """Adds a micro-batch to the window.
 
@@ -120,17 +120,12 @@ class Accumulation:
         and a micro-batch that one device rejects is added on none.
         """
         so_far = self._read(state, updates)
-        new = make_contribution(
-            jax.tree.map(_without_float0, updates, so_far),
-            state,
-            params,
-            num_tokens,
-            value,
-            peers=self.peers,
-            of=self.gradients,
-            token_mean=self.token_mean,
-            should_skip_update_fn=self.should_skip_update_fn,
+        gradients = jax.tree.map(
+            lambda x, total: jnp.zeros_like(total) if sums.is_float0(x) else x,
+            updates,
+            so_far,
         )
+        new = self._contribution(gradients, state, params, num_tokens, value)
         is_first = (state.mini_step == 0) & ~new.skipped
         adds = self._adds(new)
 
@@ -139,11 +134,11 @@ class Accumulation:
             total = sums.emptied(total, is_first)
             return sums.add_if(adds(self.peers.reduced(x)), total, x)
 
-        return self._added(state, new, jax.tree.map(add, so_far, new.gradients))
+        return self._added(state, new, jax.tree.map(add, so_far, gradients))
 
     def add_loss(
         self,
-        loss: Callable[[Params, list[jax.Array]], tuple[Any, tuple[Any, A]]],
+        loss: Callable[[Params, list[jax.Array]], Returned[A]],
         state: TokenAccumulationState,
         params: Params,
         others: list[jax.Array],
@@ -159,63 +154,64 @@ class Accumulation:
           params: the parameters.
           others: what gradients are returned of, and not added to the sums.
         """
-        planned = self._plan(loss, state, params, others)
-        if isinstance(planned, BackwardPass):
-            try:
-                return self._add_within(planned, state, params, others)
-            except CannotAdd as error:
-                planned = Whole(str(error))
-        report({path: planned.reason for path, _ in trees.named_leaves(params)})
+        try:
+            return self._add_within(loss, state, params, others)
+        except CannotAdd as error:
+            reason = str(error)
+        report({path: reason for path, _ in trees.named_leaves(params)})
         (loss_sum, (num_tokens, aux)), (gradients, of_others) = jax.value_and_grad(
             loss, argnums=(0, 1), has_aux=True, allow_int=True
         )(params, others)
         added = self.add(gradients, state, params, num_tokens, loss_sum)
         return Added(*added[:3], aux, of_others)
 
-    def _plan(
-        self,
-        loss: Callable[[Params, list[jax.Array]], Any],
-        state: TokenAccumulationState,
-        params: Params,
-        others: list[jax.Array],
-    ) -> BackwardPass | Whole:
-        if self.should_skip_update_fn is not None:
-            return Whole("should_skip_update_fn is given every gradient first")
-        structure = jax.tree.structure(params)
-        return plan(
-            lambda leaves, others: loss(structure.unflatten(leaves), others),
-            trees.named_leaves(params),
-            others,
-            jax.tree.leaves(self._read(state, params)),
-            self.layout.has_whole_first_axes,
-            functools.partial(usable_tokens, dtype=state.acc_tokens.dtype),
-            self.peers,
-        )
-
     def _add_within(
         self,
-        backward_pass: BackwardPass,
+        loss: Callable[[Params, list[jax.Array]], Returned[A]],
         state: TokenAccumulationState,
         params: Params,
         others: list[jax.Array],
-    ) -> Added[Any]:
+    ) -> Added[A]:
+        """Raises `CannotAdd` if gradients are added only after they are computed."""
+        if self.should_skip_update_fn is not None:
+            raise CannotAdd("should_skip_update_fn is given every gradient first")
         so_far, structure = jax.tree.flatten(self._read(state, params))
-        passed = backward_pass.add(
-            so_far, state.mini_step == 0, jax.tree.leaves(params), others
-        )
-        new = make_contribution(
-            None,
-            state,
+        passed = BackwardPass(
+            loss,
             params,
-            passed.num_tokens,
-            passed.loss_sum,
-            peers=self.peers,
-            of="sum",
-            token_mean=self.token_mean,
-            should_skip_update_fn=None,
-        )
+            others,
+            so_far,
+            state.mini_step == 0,
+            self.layout.has_whole_first_axes(so_far),
+            state.acc_tokens.dtype,
+            self.peers,
+        ).add()
+        new = self._contribution((), state, params, passed.num_tokens, passed.loss_sum)
         added = self._added(state, new, structure.unflatten(passed.sums))
         return Added(*added[:3], passed.aux, passed.gradients)
+
+    def _contribution(
+        self,
+        gradients: Gradients,
+        state: TokenAccumulationState,
+        params: Params | None,
+        num_tokens: ArrayLike | None,
+        value: ArrayLike | None,
+    ) -> Contribution:
+        """Checks a micro-batch, and asks `should_skip_update_fn` about it."""
+        dtype, is_mean = state.acc_tokens.dtype, self.gradients == "mean"
+        is_weighted = self.token_mean and is_mean
+        tokens = usable_tokens(num_tokens, dtype)
+        if not trees.is_zero(num_tokens):
+            self.peers.check_tokens(gradients, tokens, is_mean=is_weighted)
+        value = as_real_scalar(0.0 if value is None else value, "value", dtype)
+        skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
+        if self.should_skip_update_fn is not None:
+            mean = gradients if is_mean else per_token(gradients, tokens, self.peers)
+            asked = self.should_skip_update_fn(mean, state.gradient_step, params)
+            skipped, skip_state = decision(*asked, state.skip_state, tokens > 0)
+            skipped, skip_state = self.peers.agree(skipped, skip_state)
+        return Contribution(tokens, value, is_weighted, skipped, skip_state)
 
     def _read(self, state: TokenAccumulationState, like: Gradients) -> Gradients:
         """The sums, whose tree and shapes `like` must have."""
@@ -358,27 +354,12 @@ class Accumulation:
         return jax.lax.select(tokens > 0, tokens, one)
 
 
-def _counters(dtypes: Any, inner_opt_state: Any) -> TokenAccumulationState:
-    """A state without sums."""
-    value_dtype = sums.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
-    zero = jnp.zeros((), value_dtype).real
-    return TokenAccumulationState(
-        mini_step=jnp.zeros((), jnp.int32),
-        gradient_step=jnp.zeros((), jnp.int32),
-        inner_opt_state=inner_opt_state,
-        acc_grads=(),
-        acc_tokens=zero,
-        acc_value=zero,
-        has_updated=jnp.zeros((), jnp.bool_),
-    )
-
-
 def make_accumulation(
-    inner: Any,
+    inner: optax.GradientTransformation,
     schedule: Schedule,
-    gradients: Any = "sum",
-    should_skip_update_fn: Any = None,
-    accumulator_dtype: Any = None,
+    gradients: Literal["sum", "mean"] = "sum",
+    should_skip_update_fn: SkipFn | None = None,
+    accumulator_dtype: DType | None = None,
     token_mean: bool = True,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
@@ -410,11 +391,7 @@ def make_accumulation(
     )
 
 
-def _without_float0(x: Any, like: jax.Array) -> Any:
-    return jnp.zeros_like(like) if sums.is_float0(x) else x
-
-
-def _branch(pred: Any, on_true: Callable[[], Any], on_false: Callable[[], Any]) -> Any:
+def _branch(pred: TracedBool, on_true: Callable[[], T], on_false: Callable[[], T]) -> T:
     """`jax.lax.cond`, or a plain `if`: an eager `cond` would compile in every call."""
     if trees.is_concrete(pred):
         return on_true() if pred else on_false()

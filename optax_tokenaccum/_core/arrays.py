@@ -5,12 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import Params, is_concrete
+from optax_tokenaccum._core.trees import OptState, T, is_concrete, name_of
 
 
-def stable(params: Params, state: Any) -> Any:
+def stable(params: Any, state: T) -> T:
     """`state` as strongly typed arrays on the devices of `params`.
 
     This is the form in which `update` returns the state. A Python number, a weak type,
@@ -22,31 +24,32 @@ def stable(params: Params, state: Any) -> Any:
     where = home(params)
     taken = {id(x) for x in jax.tree.leaves(params)}
 
-    def settle(x: Any) -> Any:
+    def settle(x: ArrayLike) -> jax.Array:
         x = settled(x, taken)
-        return jax.device_put(x, where) if where and is_unplaced(x) else x
+        is_unplaced = isinstance(x, jax.Array) and is_concrete(x) and not x.committed
+        return jax.device_put(x, where) if where and is_unplaced else x
 
     return jax.tree.map(settle, state)
 
 
-def settled(x: Any, taken: set[int]) -> Any:
+def settled(x: ArrayLike, taken: set[int]) -> jax.Array:
     """`x`, strongly typed, copied if its id is in `taken`; adds the id to `taken`."""
     is_taken = id(x) in taken
     taken.add(id(x))
     return _copy(x) if is_taken else _as_strong_array(x)
 
 
-def cast_like(tree: Any, like: Any) -> Any:
+def cast_like(tree: OptState, like: T) -> T:
     """`tree` with the dtypes of `like`, strongly typed."""
 
-    def cast(x: Any, y: Any) -> Any:
+    def cast(x: ArrayLike, y: jax.Array) -> jax.Array:
         x = _as_strong_array(x)
         return x if x.dtype == y.dtype else x.astype(y.dtype)
 
     return jax.tree.map(cast, tree, like)
 
 
-def owned(tree: Any) -> Any:
+def owned(tree: T) -> T:
     """Copies every leaf: donating the copies keeps the caller's arrays alive."""
     originals, structure = jax.tree_util.tree_flatten_with_path(tree)
     copies = []
@@ -59,20 +62,20 @@ def owned(tree: Any) -> Any:
         if not hasattr(_as_strong_array(leaf), "dtype"):
             raise TypeError(
                 "Parameters and the optimizer's state must be pytrees of arrays: at "
-                f"{jax.tree_util.keystr(path) or 'the root'} got "
-                f"{type(leaf).__name__}. Keep other leaves out of the parameters, with "
-                "equinox.partition for example, and give them to loss_fn as a keyword."
+                f"{name_of(path)} got {type(leaf).__name__}. Keep other leaves out of "
+                "the parameters, with equinox.partition for example, and give them to "
+                "loss_fn as a keyword."
             )
         copies.append(_copy(leaf))
         del leaf
     return jax.tree.unflatten(structure, copies)
 
 
-def _copy(x: Any) -> jax.Array:
+def _copy(x: ArrayLike) -> jax.Array:
     return jnp.array(_as_strong_array(x), copy=True)
 
 
-def _as_strong_array(x: Any) -> Any:
+def _as_strong_array(x: ArrayLike) -> jax.Array:
     if isinstance(x, bool | int | float | complex | np.ndarray | np.generic):
         x = jnp.asarray(x)
     if getattr(x, "weak_type", False):
@@ -80,12 +83,7 @@ def _as_strong_array(x: Any) -> Any:
     return x
 
 
-def is_unplaced(x: Any) -> bool:
-    """Whether `x` is an array that is not committed to a device."""
-    return isinstance(x, jax.Array) and is_concrete(x) and not x.committed
-
-
-def home(params: Params, whole: bool = True) -> jax.sharding.Sharding | None:
+def home(params: optax.Params, whole: bool = True) -> jax.sharding.Sharding | None:
     """The sharding of the first placed array of `params`, replicated if `whole`."""
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array) or not is_concrete(leaf):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from optax import Params
 
 from optax_tokenaccum._core import overwritten
 from optax_tokenaccum._core.accumulation import Accumulation, Added
@@ -18,12 +19,7 @@ from optax_tokenaccum._core.model_state import (
     with_own_keys,
 )
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Batch,
-    Gradients,
-    M,
-    Params,
-)
+from optax_tokenaccum._core.trees import Batch, Gradients, M, T
 
 
 def add_micro_batch(
@@ -88,11 +84,9 @@ def window_gradient(
 
 def _of_trained(accumulation: Accumulation, params: Params) -> Accumulation:
     """An accumulation of what is trained; its skip function is shown whole trees."""
-    if not overwritten.split(params).values:
-        return accumulation
     layout, _ = accumulation.layout.split(params)
-    skip_fn = accumulation.should_skip_update_fn
     accumulation = accumulation.on(layout, accumulation.peers)
+    skip_fn = accumulation.should_skip_update_fn
     if skip_fn is None:
         return accumulation
 
@@ -105,14 +99,12 @@ def _of_trained(accumulation: Accumulation, params: Params) -> Accumulation:
 def _with_maxima(
     accumulation: Accumulation,
     opt_state: TokenAccumulationState,
-    added: Added[Any],
+    added: Added[T],
     values: list[jax.Array],
     params: Params,
 ) -> TokenAccumulationState:
     """The state to which a micro-batch was added, with new maxima too."""
     _, maxima = overwritten.split(opt_state.acc_grads)
-    if not maxima:
-        return added.state
     _, layout = accumulation.layout.split(params)
     maxima = overwritten.add(
         layout.read(maxima), values, opt_state.mini_step == 0, added.counts
@@ -130,11 +122,7 @@ def call(
 
 
 def checked(
-    loss: Loss,
-    params: Params,
-    model_state: M,
-    micro_batch: MicroBatch,
-    peers: Peers,
+    loss: Loss, params: Params, model_state: M, micro_batch: MicroBatch, peers: Peers
 ) -> Callable[[Params], tuple[jax.Array, tuple[Any, tuple[Any, Changes]]]]:
     """The loss as a function of the parameters; its count can be added up.
 

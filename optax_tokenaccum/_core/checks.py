@@ -3,15 +3,16 @@
 import inspect
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.trees import OptState, Params
+from optax_tokenaccum._core.trees import Gradients, OptState, T
 
 
 def check_function(f: Any, name: str) -> None:
@@ -19,7 +20,7 @@ def check_function(f: Any, name: str) -> None:
         raise TypeError(f"{name} must be a function: got {f!r}.")
 
 
-def as_micro_batches(micro_batches: Any) -> list[Any]:
+def as_micro_batches(micro_batches: Iterable[T]) -> list[T]:
     if isinstance(micro_batches, Mapping):
         raise TypeError(
             "micro_batches must be a sequence of micro-batches: got a "
@@ -52,8 +53,14 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
         return inner
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
-    ) -> Any:  # of an optimizer that rejects `value`, such as optax.contrib.sam
+        updates: Gradients,
+        state: OptState,
+        params: optax.Params | None = None,
+        *,
+        value: ArrayLike | None = None,
+        **extra: Any,
+    ) -> tuple[Gradients, OptState]:
+        # of an optimizer that rejects `value`, such as optax.contrib.sam
         return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
@@ -75,7 +82,9 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
     return given
 
 
-def check_inner_state(inner: Any, inner_opt_state: OptState, params: Params) -> None:
+def check_inner_state(
+    inner: optax.GradientTransformation, inner_opt_state: OptState, params: optax.Params
+) -> None:
     """Raises `ValueError` if the inner state belongs to another optimizer.
 
     optax accepts any state for an optimizer that has none, such as SGD. Only tree
@@ -95,7 +104,7 @@ def check_inner_state(inner: Any, inner_opt_state: OptState, params: Params) -> 
     )
 
 
-def check_are_numbers(params: Params) -> None:
+def check_are_numbers(params: optax.Params) -> None:
     """Raises `TypeError`, naming the leaf, if a parameter is a random key."""
     for path, leaf in trees.named_leaves(params):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
@@ -105,7 +114,7 @@ def check_are_numbers(params: Params) -> None:
             )
 
 
-def check_nnx_variables(params: Params) -> None:
+def check_nnx_variables(params: Any) -> None:
     """Raises `TypeError`, naming the variable, if only NNX can treat it rightly.
 
     To jax, a variable that a model holds twice is two leaves, and statistics are leaves

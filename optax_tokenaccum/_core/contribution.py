@@ -1,16 +1,16 @@
 """What one micro-batch adds to its window: checked, weighted, rejected or not."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import sums, trees
 from optax_tokenaccum._core.layout import Peers
-from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Gradients, Params
+from optax_tokenaccum._core.trees import DType, Gradients, T
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
 SkipFn = Callable[..., tuple[Any, Any]]
@@ -19,52 +19,19 @@ SkipFn = Callable[..., tuple[Any, Any]]
 class Contribution(NamedTuple):
     """What one micro-batch adds to its window, on this device."""
 
-    gradients: Gradients
     num_tokens: jax.Array  # shape=(); 0 if the given number is not usable
-    value: jax.Array  # shape=(); the loss, a sum or a mean like the gradients
-    is_weighted: bool  # gradients and loss are means that `num_tokens` has to weight
+    value: jax.Array  # shape=(); the loss, a sum or a mean over tokens
+    is_weighted: bool  # gradients and loss are means, which `num_tokens` has to weight
     skipped: jax.Array  # shape=(), dtype=bool; whether any device rejected it
     skip_state: Any
 
-    def weighted(self, x: Any, dtype: Any) -> jax.Array:
+    def weighted(self, x: ArrayLike, dtype: DType) -> jax.Array:
         """A gradient or the loss as a sum over tokens, in `dtype` or float32."""
         x = jnp.asarray(x).astype(sums.at_least_float32(dtype))
         return x * self.num_tokens.astype(x.dtype) if self.is_weighted else x
 
 
-def make_contribution(
-    gradients: Gradients,
-    state: TokenAccumulationState,
-    params: Params,
-    num_tokens: Any,
-    value: Any,
-    *,
-    peers: Peers,
-    of: Literal["sum", "mean"],
-    token_mean: bool,
-    should_skip_update_fn: SkipFn | None,
-) -> Contribution:
-    """Checks a micro-batch, and asks `should_skip_update_fn` about it.
-
-    `gradients` and `value` are those of a sum or of a mean over tokens, as `of` says.
-    """
-    dtype = state.acc_tokens.dtype
-    is_weighted = token_mean and of == "mean"
-    num_tokens = as_num_tokens(num_tokens, dtype=dtype)
-    if not trees.is_zero(num_tokens):
-        peers.check_tokens(gradients, num_tokens, is_mean=is_weighted)
-    value = _as_real_scalar(0.0 if value is None else value, "value", dtype)
-    num_tokens = usable_tokens(num_tokens, dtype)
-    skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
-    if should_skip_update_fn is not None:
-        mean = gradients if of == "mean" else _per_token(gradients, num_tokens, peers)
-        asked = should_skip_update_fn(mean, state.gradient_step, params)
-        skipped, skip_state = _decision(*asked, state.skip_state, num_tokens > 0)
-        skipped, skip_state = peers.agree(skipped, skip_state)
-    return Contribution(gradients, num_tokens, value, is_weighted, skipped, skip_state)
-
-
-def _per_token(gradients: Gradients, num_tokens: jax.Array, peers: Peers) -> Gradients:
+def per_token(gradients: Gradients, num_tokens: jax.Array, peers: Peers) -> Gradients:
     """The mean gradients of the micro-batch, in the dtypes of its sums."""
 
     def divided(g: jax.Array) -> jax.Array:
@@ -75,9 +42,9 @@ def _per_token(gradients: Gradients, num_tokens: jax.Array, peers: Peers) -> Gra
     return jax.tree.map(divided, gradients)
 
 
-def _decision(
-    should_skip: Any, skip_state: Any, old_skip_state: Any, is_usable: jax.Array
-) -> tuple[jax.Array, Any]:
+def decision(
+    should_skip: ArrayLike, skip_state: T, old_skip_state: T, is_usable: jax.Array
+) -> tuple[jax.Array, T]:
     """What the skip function returned, checked; ignored for no tokens."""
     trees.check_same_tree(
         old_skip_state,
@@ -99,7 +66,7 @@ def _decision(
     return should_skip & is_usable, skip_state
 
 
-def usable_tokens(num_tokens: Any, dtype: Any) -> jax.Array:
+def usable_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
     """The number of tokens in `dtype`; 0 if it is negative or not finite."""
     num_tokens = as_num_tokens(num_tokens, dtype=dtype)
     is_usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
@@ -107,7 +74,7 @@ def usable_tokens(num_tokens: Any, dtype: Any) -> jax.Array:
 
 
 def as_num_tokens(
-    num_tokens: Any, name: str = "num_tokens", dtype: Any = jnp.float32
+    num_tokens: ArrayLike | None, name: str = "num_tokens", dtype: DType = jnp.float32
 ) -> jax.Array:
     """The weight of a micro-batch as a scalar of `dtype`; errors call it `name`."""
     if num_tokens is None:
@@ -120,11 +87,11 @@ def as_num_tokens(
             "MultiSteps (give it MultiSteps(...).gradient_transformation()), or flax's "
             "linen TrainState (use optax_tokenaccum.linen.TrainState)."
         )
-    return _as_real_scalar(num_tokens, name, dtype, non_negative=True)
+    return as_real_scalar(num_tokens, name, dtype, non_negative=True)
 
 
-def _as_real_scalar(
-    x: Any, name: str, dtype: Any, *, non_negative: bool = False
+def as_real_scalar(
+    x: ArrayLike, name: str, dtype: DType, *, non_negative: bool = False
 ) -> jax.Array:
     try:
         given = jnp.result_type(x)

@@ -1,19 +1,16 @@
 """Where the sums of an open window live, and how the devices that share it talk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from optax import Params
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.trees import (
-    Batch,
-    Gradients,
-    Params,
-    T,
-)
+from optax_tokenaccum._core.trees import Batch, Gradients, P, T
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Layout:
         """The axes of a sum before those of its parameter."""
         return ()
 
-    def check(self, stored: Gradients, params: Params) -> None:
+    def check(self, stored: Gradients, params: Any) -> None:
         """Raises `ValueError` if the sums belong to another number of devices."""
         named = trees.named_leaves(stored)
         for (path, acc), p in zip(named, jax.tree.leaves(params), strict=False):
@@ -46,11 +43,11 @@ class Layout:
         """Sums of nothing, as the state holds them."""
         return jax.tree.map(lambda p, dtype: jnp.zeros_like(p, dtype), params, dtypes)
 
-    def read(self, stored: Gradients) -> Gradients:
+    def read(self, stored: T) -> T:
         """The sums to add to, with the shapes of the parameters."""
         return stored
 
-    def write(self, sums: Gradients) -> Gradients:
+    def write(self, sums: T) -> T:
         """The inverse of `read`."""
         return sums
 
@@ -62,7 +59,7 @@ class Layout:
         """The maxima over all devices of values that are stored like sums."""
         return stored
 
-    def has_whole_first_axes(self, sums: Sequence[jax.Array]) -> list[bool]:
+    def has_whole_first_axes(self, sums: list[jax.Array]) -> list[bool]:
         """Whether the first axis of each sum is not spread over devices."""
         return [True] * len(sums)
 
@@ -70,7 +67,7 @@ class Layout:
         """Where the sums of what is trained live, and the values of what is not."""
         return self, self
 
-    def place(self, params: Params) -> Params:
+    def place(self, params: P) -> P:
         """Updated parameters, placed where they were before the update."""
         return params
 
@@ -89,9 +86,9 @@ class Computed(NamedTuple):
       rest: everything else.
     """
 
-    counts: dict[str, jax.Array] = {}
+    counts: dict[str, ArrayLike] = {}
     same: dict[str, jax.Array] = {}
-    loss_sum: Any = 0.0
+    loss_sum: ArrayLike = 0.0
     rest: Any = None
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import Batch, M, Params
+from optax_tokenaccum._core.trees import Batch, M, P
 
 
 class LossFn(Protocol):
@@ -70,13 +71,13 @@ def make_loss(loss_fn: LossFn, has_aux: bool, has_model_state: bool = False) -> 
 
 
 def _without_model_state(
-    loss_fn: LossFn, params: Params, model_state: M, batch: Batch, **loss_kwargs: Any
+    loss_fn: LossFn, params: P, model_state: M, batch: Batch, **loss_kwargs: Any
 ) -> tuple[Any, M]:
     return loss_fn(params, batch, **loss_kwargs), model_state
 
 
 def _with_model_state(
-    loss_fn: LossFn, params: Params, model_state: M, batch: Batch, **loss_kwargs: Any
+    loss_fn: LossFn, params: P, model_state: M, batch: Batch, **loss_kwargs: Any
 ) -> tuple[Any, M]:
     # A loss may assign to the containers that it is given.
     own = jax.tree.map(lambda x: x, model_state)
@@ -92,7 +93,7 @@ def _with_model_state(
 
 def unpack(
     returned: Any, has_aux: bool, rule: str | None = None
-) -> tuple[jax.Array, tuple[Any, Any]]:
+) -> tuple[jax.Array, tuple[ArrayLike, Any]]:
     """Checked `(loss_sum, (num_tokens, aux))`; `aux` is `None` without `has_aux`.
 
     Errors begin with `rule`, by default that of a `loss_fn`.

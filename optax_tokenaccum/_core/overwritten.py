@@ -5,17 +5,15 @@ These are the scales of 8-bit floats in Flax, and the histories of their largest
 devices of a window that is the maximum. An optimizer sees zeros in its place.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+from optax import Params
 
-from optax_tokenaccum._core.trees import (
-    Gradients,
-    Params,
-    T,
-    TracedBool,
-)
+from optax_tokenaccum._core.trees import Gradients, T, TracedBool
 
 COLLECTION = "_overwrite_with_gradient"  # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT
 NOTHING = -jnp.inf  # the maximum of no micro-batches
@@ -33,7 +31,7 @@ class Split(NamedTuple):
     values: list[jax.Array]
 
 
-def split(tree: Any, like: Params | None = None) -> Split:
+def split(tree: Params, like: Params | None = None) -> Split:
     """Splits a tree, by its own paths and dtypes or by those of `like`."""
     marks = [
         is_overwritten(path, x)
@@ -64,7 +62,7 @@ def with_zeros(trained: Gradients, params: Params) -> Gradients:
     return join(trained, [*map(jnp.zeros_like, split(params).values)], params)
 
 
-def is_overwritten(path: Any, x: Any) -> bool:
+def is_overwritten(path: KeyPath, x: ArrayLike) -> bool:
     keys = (getattr(entry, "key", None) for entry in path)
     return COLLECTION in keys and jnp.issubdtype(jnp.result_type(x), jnp.floating)
 

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core.checks import as_count
-from optax_tokenaccum._core.trees import is_concrete
+from optax_tokenaccum._core.trees import TracedBool, is_concrete
 
 # A number, or a function from `gradient_step` to a number.
-CountSchedule = int | Callable[[jax.Array], Any]
+CountSchedule = int | Callable[[jax.Array], ArrayLike]
 
 _INT32_MAX = 2**31 - 1  # `mini_step` is int32; sys.maxsize means never
 
@@ -33,7 +33,7 @@ class Schedule:
         mini_step: jax.Array,
         tokens: jax.Array,
         gradient_step: jax.Array,
-        close_window: Any = None,
+        close_window: TracedBool | None = None,
     ) -> bool | jax.Array:
         """Whether the window, including its newest micro-batch, closes now.
 
@@ -60,7 +60,10 @@ class Schedule:
         return due if due is False else due & (mini_step > 0)
 
 
-def make_schedule(every_k_schedule: Any = None, every_n_tokens: Any = None) -> Schedule:
+def make_schedule(
+    every_k_schedule: CountSchedule | None = None,
+    every_n_tokens: CountSchedule | None = None,
+) -> Schedule:
     if every_k_schedule is not None and every_n_tokens is not None:
         raise ValueError(
             "At most one schedule may close a window: got every_k_schedule="
@@ -72,13 +75,15 @@ def make_schedule(every_k_schedule: Any = None, every_n_tokens: Any = None) -> S
     )
 
 
-def _as_count_schedule(value: Any, name: str) -> CountSchedule | None:
+def _as_count_schedule(value: CountSchedule | None, name: str) -> CountSchedule | None:
     if value is None or callable(value):
         return value
     return as_count(value, name, otherwise=" or a function of gradient_step")
 
 
-def _count_at(schedule: CountSchedule, gradient_step: jax.Array, name: str) -> Any:
+def _count_at(
+    schedule: CountSchedule, gradient_step: jax.Array, name: str
+) -> ArrayLike:
     if not callable(schedule):
         return schedule
     count = schedule(gradient_step)
@@ -95,7 +100,7 @@ def _count_at(schedule: CountSchedule, gradient_step: jax.Array, name: str) -> A
     return count
 
 
-def _as_flag(close_window: Any) -> bool | jax.Array | None:
+def _as_flag(close_window: TracedBool | None) -> TracedBool | None:
     if close_window is None or isinstance(close_window, bool):
         return close_window
     dtype = getattr(close_window, "dtype", None)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_tokenaccum._core.trees import Gradients, OptState
+from optax_tokenaccum._core.trees import T
 
 
 class TokenAccumulationState(NamedTuple):
@@ -45,8 +45,8 @@ class TokenAccumulationState(NamedTuple):
 
     mini_step: jax.Array  # shape=(), dtype=int32
     gradient_step: jax.Array  # shape=(), dtype=int32
-    inner_opt_state: OptState
-    acc_grads: Gradients  # dtype=float32, or the parameter's if wider
+    inner_opt_state: Any
+    acc_grads: Any  # dtype=float32, or the parameter's if wider
     acc_tokens: jax.Array  # shape=(), dtype=float32, or a parameter's if wider
     acc_value: jax.Array  # shape=(), dtype=acc_tokens.dtype
     has_updated: jax.Array  # shape=(), dtype=bool
@@ -60,7 +60,7 @@ def has_sums(state: Any) -> bool:
     return not isinstance(state.acc_grads, tuple) or state.acc_grads != ()
 
 
-def nodes_of(kind: Any, tree: Any) -> list[Any]:
+def nodes_of(kind: type[T] | tuple[type[T], ...], tree: Any) -> list[T]:
     """The nodes of `tree` that are instances of `kind`, a class or several classes."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [node for node in nodes if isinstance(node, kind)]

@@ -6,11 +6,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 # Pytrees of arrays. The user chooses their structure.
-Params = Any  # parameters
-Gradients = Any  # a tree like the parameters: gradients or sums of gradients
-OptState = Any  # the state of an optax optimizer
+Params = Any  # parameters, where a user gives them; inside, `optax.Params`
+Gradients = optax.Updates  # a tree like the parameters
+OptState = optax.OptState
 Batch = Any  # the batch argument of a loss; leaves [rows, ...]
 
 # Like the parameters, of their shardings; `None` if these are not known.
@@ -29,12 +32,12 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
-def is_zero(x: Any) -> bool:
+def is_zero(x: ArrayLike | None) -> bool:
     """Whether `x` is known to be 0."""
     return is_concrete(x) and not np.any(np.asarray(x))
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     """The mesh axes along which the type of `x` says that it may differ."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     marks = getattr(kind, "manual_axis_type", None)  # newer jax
@@ -43,7 +46,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     return marks.varying
 
 
-def as_varying(x: Any, names: Iterable[str]) -> Any:
+def as_varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
     """`x` with a type that says that it may differ along `names` too."""
     names = tuple(name for name in sorted(names) if name not in varying_axes(x))
     if not names:
@@ -60,7 +63,7 @@ def types_are_marked() -> bool:
     return any(varying_axes(jax.lax.axis_index(name)) for name in names)
 
 
-def as_returned(body: Callable[[Any], Any], carry: Any) -> Any:
+def as_returned(body: Callable[[T], T], carry: T) -> T:
     """The first carry of a loop, with the types that `body` returns."""
     if not types_are_marked():
         return carry
@@ -74,7 +77,11 @@ def as_returned(body: Callable[[Any], Any], carry: Any) -> Any:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Every leaf of `tree` as `(path, leaf)`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path) or "the root", leaf) for path, leaf in leaves]
+    return [(name_of(path), leaf) for path, leaf in leaves]
+
+
+def name_of(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path) or "the root"
 
 
 def leading_axis(tree: Any, name: str) -> int:
@@ -98,13 +105,12 @@ def leading_axis(tree: Any, name: str) -> int:
     return size
 
 
-def check_same_tree(got: Any, expected: Any, rule: str) -> None:
+def check_same_tree(got: T, expected: T, rule: str) -> None:
     """Raises `ValueError`, naming the leaf, if the trees or their shapes differ."""
-    structure, expected_structure = map(jax.tree.structure, (got, expected))
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=False)
-    if structure == expected_structure and all(
-        jnp.shape(x) == jnp.shape(y) for x, y in pairs
-    ):
+    leaves, structure = jax.tree.flatten(got)
+    expected_leaves, expected_structure = jax.tree.flatten(expected)
+    are_alike = [*map(jnp.shape, leaves)] == [*map(jnp.shape, expected_leaves)]
+    if structure == expected_structure and are_alike:
         return
     shapes, expected_shapes = (
         {path: jnp.shape(leaf) for path, leaf in named_leaves(tree)}

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from optax import Params
 
 from optax_tokenaccum._core.layout import Computed, Layout, Peers, Reduced
 from optax_tokenaccum._core.trees import (
     Batch,
     DType,
     Gradients,
-    Params,
     T,
     as_varying,
     named_leaves,
@@ -36,7 +36,7 @@ class OwnSums(Layout):
 
         return jax.tree.map(zero, params, dtypes)
 
-    def read(self, stored: Gradients) -> Gradients:
+    def read(self, stored: T) -> T:
         for path, x in named_leaves(stored):
             if jnp.shape(x)[:1] != (1,):
                 raise ValueError(
@@ -47,7 +47,7 @@ class OwnSums(Layout):
                 )
         return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), stored)
 
-    def write(self, sums: Gradients) -> Gradients:
+    def write(self, sums: T) -> T:
         return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), sums)
 
 
@@ -161,7 +161,7 @@ def check_are_not_means(path: str, reduced: Reduced) -> None:
         )
 
 
-def value_at(place: Any, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def value_at(place: ArrayLike, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The value of `x` on one device, on all of them."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = value_at(place, jax.random.key_data(x), names)
@@ -184,7 +184,7 @@ def bound(names: tuple[str, ...]) -> tuple[ReducedSums, PeersOnAxes] | None:
     return ReducedSums(marked, names), PeersOnAxes(names, marked)
 
 
-def as_names(axes: Any, argument: str) -> tuple[str, ...]:
+def as_names(axes: str | Sequence[str], argument: str) -> tuple[str, ...]:
     """One axis name, or several, as a tuple of names."""
     rule = f"{argument} must be the name of a mesh axis or several different ones"
     names = (axes,) if isinstance(axes, str) else axes

@@ -1,9 +1,8 @@
-"""Data parallelism over a mesh: placing rows, sums and parameters."""
+"""Data parallelism over a mesh: the devices over which rows are spread."""
 
-import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,18 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import overwritten, trees
-from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.loss import Output
-from optax_tokenaccum._core.trees import DType, OptState, Params
+from optax_tokenaccum._core.trees import T
 from optax_tokenaccum._devices.shardings import (
+    Entry,
     Unknown,
     entries_of,
     entry_of,
     is_explicit,
     names_in,
-    only,
 )
 
 
@@ -39,19 +36,27 @@ class DataParallel:
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     @property
-    def entry(self) -> Any:
+    def entry(self) -> Entry:
         """The entry in a partition spec for an axis that is spread over the devices."""
         return entry_of(self.names)
 
-    def sharding(self, *spec: Any) -> NamedSharding:
+    def sharding(self, *spec: Entry) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
 
     def rows_spec(self, axis: int) -> P:
         """The spec of what is spread over the devices along `axis`."""
         return P(*[None] * axis, self.entry)
 
-    def map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """Applies `f` to each device's part; other axes are left to the compiler.
+    def map(
+        self,
+        f: Callable[..., T],
+        in_specs: Any,
+        out_specs: Any,
+        axes: Iterable[str] | None = None,
+    ) -> Callable[..., T]:
+        """Applies `f` to each device's part.
+
+        Other axes than `axes`, by default the data axes, are left to the compiler.
 
         Types in `f` do not mark values that differ between devices (`check_vma=False`).
         With marks, a `loss_fn` with a loop that starts from zeros would have to cast
@@ -61,13 +66,13 @@ class DataParallel:
             f,
             # Under auto_axes the mesh must be the one of the context.
             mesh=None if is_explicit(self.mesh) else self.mesh,
-            axis_names={*self.names},
+            axis_names={*(self.names if axes is None else axes)},
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
         )
 
-    def spread(self, x: Any, sharding: NamedSharding | Unknown) -> list[Any]:
+    def spread(self, x: ArrayLike, sharding: NamedSharding | Unknown) -> list[Entry]:
         """The spec of `x` with the data axes on the longest axis that they divide.
 
         `x` is a parameter or its sum; `sharding` is the parameter's.
@@ -82,66 +87,3 @@ class DataParallel:
                 spec[axis] = entry_of(free)
                 break
         return spec
-
-    def place(self, params: Params) -> Params:
-        """Places the parameters on the mesh, unless they are on it already."""
-
-        def place(path: str, x: Any) -> Any:
-            sharding = getattr(x, "sharding", None)
-            if not isinstance(sharding, NamedSharding):
-                return jax.device_put(x, self.sharding())
-            if trees.is_concrete(x) and sharding.mesh != self.mesh:
-                raise ValueError(
-                    "The parameters must be on the mesh given to the step, or on a "
-                    f"single device: at {path} got {sharding.mesh}, the step has "
-                    f"{self.mesh}. Make one mesh, and use it for both."
-                )
-            return x
-
-        leaves = [place(path, x) for path, x in trees.named_leaves(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-    def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
-        is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
-        # An optimizer's init may make arrays from those that the mesh's types bind.
-        binds = is_explicit(self.mesh) and not is_traced
-        with jax.set_mesh(self.mesh) if binds else contextlib.nullcontext():
-            return init(params)
-
-    def auto(
-        self, f: Callable[..., Output], shardings: Any, aux: P
-    ) -> Callable[..., Output]:
-        """`f`, whose outputs alone have shardings in their types, on an Explicit mesh.
-
-        `shardings` are those of `Output.state`, where known.
-        """
-        if not is_explicit(self.mesh):
-            return f
-        explicit = self.mesh.explicit_axes
-
-        def in_types(sharding: Any) -> NamedSharding:
-            return self.sharding(*only(explicit, [*sharding.spec]))
-
-        state = same = self.sharding()
-        if shardings is not None:
-            state = jax.tree.map(in_types, shardings)
-        own = self.sharding(*only(explicit, [*aux]))
-        auto_axes: Any = jax.sharding.auto_axes
-        return auto_axes(f, out_sharding=Output(state, same, own))
-
-
-def zeros_on(
-    sharding: NamedSharding, shape: tuple[int, ...], dtype: DType, like: jax.Array
-) -> jax.Array:
-    """Zeros that are never made on one device first, where they may not fit."""
-    if trees.is_concrete(like):
-        return jnp.zeros(shape, dtype, device=sharding)
-    return jnp.zeros(shape, dtype)
-
-
-def split_shardings(layout: Any, params: Params) -> tuple[Layout, Layout]:
-    """`Layout.split` of a layout that knows the parameters' shardings."""
-    if layout.shardings is None:
-        return layout, layout
-    trained, values = overwritten.split(layout.shardings, params)
-    return replace(layout, shardings=trained), replace(layout, shardings=values)

@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Concatenate
 
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers
 from optax_tokenaccum._core.loss import Output
-from optax_tokenaccum._core.trees import Batch, OptState, Params, ParamShardings
+from optax_tokenaccum._core.trees import Batch, M, ParamShardings, T
 
 
 class OneDevice:
@@ -25,11 +25,11 @@ class OneDevice:
         """The batch with its rows, along `axis`, spread over the devices."""
         return batch
 
-    def place(self, params: Params) -> Params:
+    def place(self, params: T) -> T:
         """Arrays where they belong: those on the mesh stay where they are."""
         return params
 
-    def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
+    def init(self, init: Callable[[T], M], params: T) -> M:
         """What `init` returns for parameters that are placed."""
         return init(params)
 
@@ -39,8 +39,8 @@ class OneDevice:
 
     def on_rows(
         self,
-        f: Callable[..., Output],
-        on: Callable[[Layout, Peers], Any],
+        f: Callable[Concatenate[T, ...], Output],
+        on: Callable[[Layout, Peers], T],
         shardings: ParamShardings = None,
     ) -> Callable[..., Output]:
         """A function that runs `f` on the rows of every device.
@@ -54,7 +54,7 @@ class OneDevice:
         return functools.partial(f, on(Layout(), ALONE))
 
     def auto(
-        self, f: Callable[..., Output], shardings: Any, axis: int = 0
+        self, f: Callable[..., Output], shardings: ParamShardings, axis: int = 0
     ) -> Callable[..., Output]:
         """`f`, with the compiler choosing shardings on an Explicit mesh too.
 

@@ -7,18 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.tree_util import KeyPath
+from optax import Params
 
 from optax_tokenaccum._core import overwritten, trees
 from optax_tokenaccum._core.dependence import exchanges
 from optax_tokenaccum._core.layout import Layout, Peers, Reduced
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Gradients,
-    Params,
-    T,
-    as_varying,
-    varying_axes,
-)
+from optax_tokenaccum._core.trees import Gradients, T, as_varying, varying_axes
 from optax_tokenaccum._devices.axes import check_are_not_means, value_at
 from optax_tokenaccum._devices.counts import refuse_own
 
@@ -68,19 +64,12 @@ class PeersInMap(Peers):
     ) -> TokenAccumulationState:
         """The state after a loop over `own(params)`, reduced as that of `params`."""
 
-        def reduce(over_devices: Callable[..., Any], tree: T, params: T) -> T:
-            return jax.tree.map(
-                lambda x, p: over_devices(x, self.reduced(p)) if self.reduced(p) else x,
-                tree,
-                params,
-            )
+        def reduce(path: KeyPath, x: jax.Array, p: jax.Array) -> jax.Array:
+            axes, is_sum = self.reduced(p), not overwritten.is_overwritten(path, p)
+            return (jax.lax.psum if is_sum else jax.lax.pmax)(x, axes) if axes else x
 
-        sums, maxima = overwritten.split(state.acc_grads)
-        trained, values = overwritten.split(params)
-        total = reduce(jax.lax.psum, sums, trained)
-        largest = reduce(jax.lax.pmax, maxima, values)
         return state._replace(
-            acc_grads=overwritten.join(total, largest, params),
+            acc_grads=jax.tree_util.tree_map_with_path(reduce, state.acc_grads, params),
             acc_tokens=self.sum(state.acc_tokens),
             acc_value=self.sum(state.acc_value),
         )

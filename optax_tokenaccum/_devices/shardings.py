@@ -1,11 +1,15 @@
 """The shardings of arrays, and their partition specs, axis by axis."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+# An axis of a partition spec: the mesh axes over which it is spread.
+Entry = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,37 +35,36 @@ def sharding_of(x: Any) -> NamedSharding | Unknown:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return UNKNOWN
-    is_traced = isinstance(sharding.mesh, jax.sharding.AbstractMesh)
+    is_traced = isinstance(sharding.mesh, AbstractMesh)
     return UNKNOWN if is_traced and not is_explicit(sharding.mesh) else sharding
 
 
-def is_explicit(mesh: Any) -> bool:
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the types of arrays on the mesh contain their shardings."""
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
-def entries_of(sharding: Any, ndim: int) -> list[Any]:
+def entries_of(sharding: NamedSharding | Unknown, ndim: int) -> list[Entry]:
     """The entries of a sharding's spec, one for each axis."""
     given = list(sharding.spec)
     return given + [None] * (ndim - len(given))
 
 
-def names_in(entry: Any) -> tuple[str, ...]:
+def names_in(entry: Entry) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def only(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
-    kept = [tuple(n for n in names_in(entry) if n in names) for entry in spec]
-    return [entry_of(entry) for entry in kept]
+def only(names: tuple[str, ...], spec: Iterable[Entry]) -> list[Entry]:
+    """A partition spec without other names than `names`."""
+    return [entry_of(tuple(n for n in names_in(x) if n in names)) for x in spec]
 
 
-def without(names: tuple[str, ...], spec: list[Any]) -> list[Any]:
-    kept = [tuple(n for n in names_in(entry) if n not in names) for entry in spec]
-    return [entry_of(entry) for entry in kept]
+def without(names: tuple[str, ...], spec: Iterable[Entry]) -> list[Entry]:
+    return [entry_of(tuple(n for n in names_in(x) if n not in names)) for x in spec]
 
 
-def entry_of(names: tuple[str, ...]) -> Any:
+def entry_of(names: tuple[str, ...]) -> Entry:
     """The spec entry for `names`; older jax distinguishes `("x",)` from `"x"`."""
     return (names[0] if len(names) == 1 else names) if names else None

@@ -67,7 +67,7 @@ class WindowStep(Step[P]):
         self.lower = self._run.lower
 
     def _init(self, params: P) -> TokenAccumulationState:
-        return self._accumulation.init_without_sums(params)
+        return self._accumulation.init(params, with_sums=False)
 
     def __call__(
         self,

@@ -1,0 +1,135 @@
+"""What both ways to run a step over a mesh have in common."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
+from optax import Params
+
+from optax_tokenaccum._core import overwritten, trees
+from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.loss import Output
+from optax_tokenaccum._core.trees import Batch, DType, Gradients, M, ParamShardings, T
+from optax_tokenaccum._devices.mesh import DataParallel
+from optax_tokenaccum._devices.processes import Agreement
+from optax_tokenaccum._devices.rows import spread_rows
+from optax_tokenaccum._devices.shardings import (
+    UNKNOWN,
+    Entry,
+    Unknown,
+    is_explicit,
+    only,
+)
+
+
+class OnMesh:
+    """Has the methods of `OneDevice`, except `on_rows`."""
+
+    sums: ClassVar["type[SumsOnMesh]"]
+    keeps_sums_apart: ClassVar[bool]  # whether each device sums its own gradients
+
+    def __init__(self, devices: DataParallel):
+        self.data_axes = devices.names
+        self.num_devices = devices.size
+        self.devices = devices
+        self._agreement = Agreement(devices.mesh)
+
+    def agree(self, batch: Batch, *numbers: int | None) -> None:
+        self._agreement.check(batch, *numbers)
+
+    def spread(self, batch: Batch, axis: int = 0, *, check_rows: bool = True) -> Batch:
+        return spread_rows(
+            self.devices,
+            batch,
+            axis,
+            check_rows=check_rows,
+            keeps_sums_apart=self.keeps_sums_apart,
+        )
+
+    def place(self, params: T) -> T:
+        mesh = self.devices.mesh
+
+        def place(path: KeyPath, x: Any) -> Any:
+            sharding = getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding):
+                return jax.device_put(x, self.devices.sharding())
+            if trees.is_concrete(x) and sharding.mesh != mesh:
+                raise ValueError(
+                    "The parameters must be on the mesh given to the step, or on a "
+                    f"single device: at {trees.name_of(path)} got {sharding.mesh}, the "
+                    f"step has {mesh}. Make one mesh, and use it for both."
+                )
+            return x
+
+        return jax.tree_util.tree_map_with_path(place, params)
+
+    def init(self, init: Callable[[T], M], params: T) -> M:
+        mesh = self.devices.mesh
+        is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
+        # An optimizer's init may make arrays from those that the mesh's types bind.
+        binds = is_explicit(mesh) and not is_traced
+        with jax.set_mesh(mesh) if binds else contextlib.nullcontext():
+            return init(params)
+
+    def layout(self, shardings: ParamShardings = None) -> Layout:
+        return self.sums(self.devices, shardings)
+
+    def auto(
+        self, f: Callable[..., Output], shardings: ParamShardings, axis: int = 0
+    ) -> Callable[..., Output]:
+        devices = self.devices
+        if not is_explicit(devices.mesh):
+            return f
+        explicit = devices.mesh.explicit_axes
+
+        def in_types(spec: P) -> NamedSharding:
+            return devices.sharding(*only(explicit, [*spec]))
+
+        state = same = devices.sharding()
+        if shardings is not None:
+            state = jax.tree.map(lambda x: in_types(x.spec), shardings)
+        aux = in_types(devices.rows_spec(axis) if self.keeps_sums_apart else P())
+        auto_axes: Any = jax.sharding.auto_axes
+        return auto_axes(f, out_sharding=Output(state, same, aux))
+
+
+@dataclass(frozen=True)
+class SumsOnMesh(Layout):
+    """Sums as the whole mesh sees them, of parameters whose shardings may be known."""
+
+    devices: DataParallel
+    shardings: ParamShardings = None
+
+    def _spec(self, p: jax.Array) -> list[Entry]:
+        """The partition spec of a parameter's sum."""
+        raise NotImplementedError
+
+    def zeros(self, params: Params, dtypes: Params) -> Gradients:
+        def zero(p: jax.Array, dtype: DType) -> jax.Array:
+            shape = (*self.leading_axes, *jnp.shape(p))
+            if not trees.is_concrete(p):
+                return jnp.zeros(shape, dtype)
+            # Never made on one device first, where they may not fit.
+            sharding = self.devices.sharding(*self._spec(p))
+            return jnp.zeros(shape, dtype, device=sharding)
+
+        return jax.tree.map(zero, params, dtypes)
+
+    def split(self, params: Params) -> tuple[Layout, Layout]:
+        if self.shardings is None:
+            return self, self
+        trained, values = overwritten.split(self.shardings, params)
+        return replace(self, shardings=trained), replace(self, shardings=values)
+
+    def _known_shardings(
+        self, leaves: list[jax.Array]
+    ) -> list[NamedSharding | Unknown]:
+        if self.shardings is None:
+            return [UNKNOWN] * len(leaves)
+        return jax.tree.leaves(self.shardings)
