@@ -11,9 +11,11 @@ from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.body import add_micro_batch
 from optax_tokenaccum._core.loss import LossFn, MicroBatch, make_loss
 from optax_tokenaccum._core.schedule import make_schedule
-from optax_tokenaccum._core.trees import Batch, Params
+from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._steps.micro_batches import (
     GroupedWindow,
+    Index,
+    Pick,
     explained,
     groups_of,
     loop,
@@ -34,9 +36,6 @@ class GradientNoise(NamedTuple):
       trace: the estimate of :math:`\operatorname{tr} \Sigma`, for one token.
       squared_norm: the estimate of :math:`|g|^2`.
 
-    Source: McCandlish et al., An Empirical Model of Large-Batch Training (2018),
-    arXiv 1812.06162, appendix A.
-
     Example:
       >>> from optax_tokenaccum import GradientNoise
       >>> noise = GradientNoise(trace=18.0, squared_norm=2.0)
@@ -44,11 +43,11 @@ class GradientNoise(NamedTuple):
       9.0
     """
 
-    trace: Any  # shape=(), dtype=float32, or wider where a parameter is
-    squared_norm: Any  # shape=(), dtype=float32, or wider where a parameter is
+    trace: jax.Array | float  # shape=(), dtype=float32, or wider where a parameter is
+    squared_norm: jax.Array | float  # shape=(), of the same dtype
 
     @property
-    def scale(self) -> Any:
+    def scale(self) -> jax.Array | float:
         """`trace / squared_norm`, in tokens: the noise scale, or critical batch.
 
         A window of this many tokens has as much noise as signal in its gradient.
@@ -58,7 +57,7 @@ class GradientNoise(NamedTuple):
 
 def gradient_noise(
     loss_fn: LossFn,
-    params: Params,
+    params: optax.Params,
     micro_batches: Batch,
     *,
     has_aux: bool = False,
@@ -84,11 +83,10 @@ def gradient_noise(
     batches placed as in training.
 
     Args:
-      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
-        *summed* over the micro-batch's tokens.
+      loss_fn: as for `make_train_step`, a *sum* over the micro-batch's tokens.
       params: the parameters. For an NNX model, split it, and merge it in `loss_fn`.
       micro_batches: leaves `[k, micro, ...]`, `k` at least 2, see `split_batch`.
-      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
+      has_aux: as for `make_train_step`.
       rng: one key; `loss_fn` receives it as `rng`, folded with the micro-batch's index.
       **loss_kwargs: passed to `loss_fn` unchanged, not differentiated.
 
@@ -126,11 +124,8 @@ def gradient_noise(
             "gradient_noise compares the micro-batches of a window: got one "
             "micro-batch. Give at least two, of fewer rows."
         )
-    mapped = {
-        name
-        for x in jax.tree.leaves((params, micro_batches))
-        for name in trees.varying_axes(x)
-    }
+    leaves = jax.tree.leaves((params, micro_batches))
+    mapped = frozenset().union(*map(trees.varying_axes, leaves))
     if mapped:
         raise ValueError(
             "gradient_noise must see the parameters and rows of all devices: got some "
@@ -140,7 +135,7 @@ def gradient_noise(
     loss, empty = make_loss(loss_fn, has_aux), accumulation.empty_window(params)
     trained, _ = overwritten.split(params)
 
-    def add(pick: Any, i: Any, carry: Any) -> Any:
+    def add(pick: Pick, i: Index, carry: Any) -> Any:
         window, of_parts, num_parts = carry
         micro_batch = MicroBatch(pick(i), rng, loss_kwargs).at(i)
         with explained(micro_batches, micro_batch.rows):

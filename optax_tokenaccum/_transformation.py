@@ -1,26 +1,22 @@
 """The optax transformation `token_accumulation`, `has_updated` and `close_window`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.overwritten import check_nothing_is_overwritten
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import zeros_of
-from optax_tokenaccum._core.trees import (
-    DType,
-    Gradients,
-    OptState,
-    Params,
-    TracedBool,
-)
+from optax_tokenaccum._core.trees import DType, TracedBool
 from optax_tokenaccum._devices.axes import OwnSums, as_names, bound
 
 
@@ -30,7 +26,7 @@ def token_accumulation(
     *,
     every_n_tokens: CountSchedule | None = None,
     gradients: Literal["sum", "mean"] = "sum",
-    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
     axis_name: str | Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -128,7 +124,7 @@ def token_accumulation(
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-def has_updated(state: Any) -> jax.Array:
+def has_updated(state: optax.OptState) -> jax.Array:
     """Whether the last call closed its window with an update; a bool scalar.
 
     Args:
@@ -160,10 +156,10 @@ def has_updated(state: Any) -> jax.Array:
 
 def close_window(
     tx: optax.GradientTransformationExtraArgs,
-    state: Any,
-    params: Params,
+    state: optax.OptState,
+    params: optax.Params,
     **extra_args: Any,
-) -> tuple[Params, Any]:
+) -> tuple[optax.Updates, optax.OptState]:
     """Closes a partial window, for example at the end of an epoch.
 
     The window's tokens so far are the denominator. This function calls `tx.update` with
@@ -211,7 +207,7 @@ class Transformation:
     accumulation: Accumulation
     names: tuple[str, ...] = ()  # the axes of the map around it
 
-    def init(self, params: Params) -> TokenAccumulationState:
+    def init(self, params: optax.Params) -> TokenAccumulationState:
         check_nothing_is_overwritten(params)
         checks.check_nnx_variables(params)
         if not self.names:
@@ -234,15 +230,15 @@ class Transformation:
 
     def update(
         self,
-        updates: Gradients,
+        updates: optax.Updates,
         state: Any,
-        params: Params | None = None,
+        params: optax.Params | None = None,
         *,
-        num_tokens: Any = None,
-        value: Any = None,
-        close_window: Any = None,
+        num_tokens: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        close_window: TracedBool | None = None,
         **extra_args: Any,
-    ) -> tuple[Gradients, TokenAccumulationState]:
+    ) -> tuple[optax.Updates, TokenAccumulationState]:
         """See `token_accumulation`."""
         accumulation = self._here()
         state = accumulation.add(updates, state, params, num_tokens, value).state
@@ -261,10 +257,10 @@ def _close(
     accumulation: Accumulation,
     state: TokenAccumulationState,
     closes: TracedBool,
-    like: Gradients,
-    params: Params | None,
+    like: optax.Updates,
+    params: optax.Params | None,
     extra_args: dict[str, Any],
-) -> tuple[Gradients, TokenAccumulationState]:
+) -> tuple[optax.Updates, TokenAccumulationState]:
     """Ends the window if `closes`; otherwise the updates are zeros.
 
     A conditional stores its outputs in buffers. It therefore returns the updates in the
@@ -276,7 +272,7 @@ def _close(
     inner, sums = accumulation.inner, state.acc_grads
     checks.check_inner_state(inner, state.inner_opt_state, sums)
 
-    def run(gradient: Gradients) -> tuple[Gradients, OptState]:
+    def run(gradient: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
         of_window = {"grad": gradient} if "grad" in extra_args else {}
         extra = extra_args | of_window
         return inner.update(gradient, state.inner_opt_state, params, **extra)
@@ -293,7 +289,9 @@ def _close(
         lambda fits, acc, u: acc if fits else zeros_of(u), in_place, sums, shapes
     )
 
-    def update(gradient: Gradients, _: Any) -> tuple[Gradients, OptState]:
+    def update(
+        gradient: optax.Updates, _: TokenAccumulationState
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates, inner_opt_state = run(gradient)
         return arrays.cast_like(updates, empty), inner_opt_state
 

@@ -1,6 +1,5 @@
 """Flax Linen: a `TrainState` that takes gradients with their number of tokens."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,12 +8,14 @@ import jax.numpy as jnp
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
+from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.overwritten import NOTHING
+from optax_tokenaccum._core import overwritten
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.trees import Params
+from optax_tokenaccum._core.trees import Params, TracedBool
 from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._transformation import has_updated
+from optax_tokenaccum._with_num_tokens import with_num_tokens
 
 
 class OverwriteState(NamedTuple):
@@ -67,10 +68,10 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self,
         *,
-        grads: Any,
-        num_tokens: Any = None,
-        value: Any = None,
-        close_window: Any = None,
+        grads: Params,
+        num_tokens: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        close_window: TracedBool | None = None,
         **kwargs: Any,
     ) -> "TrainState":
         """Adds a micro-batch, and applies the update if the window closes with it.
@@ -106,23 +107,15 @@ class TrainState(train_state.TrainState):
         tx: Any = self.tx
         # optax would treat the class as a plain transformation and drop the count.
         tx = tx.gradient_transformation() if isinstance(tx, MultiSteps) else tx
-        update = functools.partial(
-            optax.with_extra_args_support(tx).update,
-            num_tokens=num_tokens,
-            value=value,
-            close_window=close_window,
-        )
-        counting = optax.GradientTransformation(self.tx.init, update)
-        both = _with_overwrite_state(self) if OVERWRITE_WITH_GRADIENT in grads else None
-        before = self.replace(opt_state=both.opt_state) if both else self
-        after = super(TrainState, before.replace(tx=counting)).apply_gradients(
-            grads=grads, **kwargs
-        )
+        tx = optax.with_extra_args_support(tx)
+        of_update = {"value": value, "close_window": close_window}
+        before = self.replace(tx=with_num_tokens(tx, num_tokens, **of_update))
+        if OVERWRITE_WITH_GRADIENT in grads:
+            before = before.replace(opt_state=_with_overwrite_state(self).opt_state)
+        after = super(TrainState, before).apply_gradients(grads=grads, **kwargs)
         after = after.replace(tx=self.tx, step=self.step + has_updated(after.opt_state))
-        if both:
-            return _overwritten_when_closed(
-                before, after, both.acc_overwrite, num_tokens
-            )
+        if OVERWRITE_WITH_GRADIENT in grads:
+            return _overwritten_when_closed(self, after, num_tokens)
         return after
 
     def close_window(self) -> "TrainState":
@@ -144,38 +137,38 @@ def _with_overwrite_state(state: TrainState) -> OverwriteState:
     if isinstance(state.opt_state, OverwriteState):
         return state.opt_state
     scales = state.params[OVERWRITE_WITH_GRADIENT]
-    nothing = jax.tree.map(lambda x: jnp.full_like(x, NOTHING), scales)
+    nothing = jax.tree.map(lambda x: jnp.full_like(x, overwritten.NOTHING), scales)
     return OverwriteState(state.opt_state, nothing)
 
 
 def _overwritten_when_closed(
-    before: TrainState, after: TrainState, acc_overwrite: Params, num_tokens: Any
+    before: TrainState, after: TrainState, num_tokens: ArrayLike
 ) -> TrainState:
     """`after`, with the scales overwritten only when the window closes.
 
     Flax overwrites the scales in every call. Here they keep the values of `before`
     until the window closes, and then take the maximum over the window.
     """
-    given = after.params[OVERWRITE_WITH_GRADIENT]
-    ((old,), (new,)) = (
-        nodes_of(TokenAccumulationState, state.opt_state) for state in (before, after)
+    scales, given = (x.params[OVERWRITE_WITH_GRADIENT] for x in (before, after))
+    opt_state, acc_overwrite = _with_overwrite_state(before)
+    (old,), (new,) = (
+        nodes_of(TokenAccumulationState, x) for x in (opt_state, after.opt_state)
     )
-    n, is_first = jnp.asarray(num_tokens), old.mini_step == 0
+    is_first = old.mini_step == 0
     was_added = jnp.where(
         new.has_updated,
         is_first | (new.acc_tokens != old.acc_tokens),  # else nothing was added
         new.mini_step != old.mini_step,
     )
+    n = jnp.asarray(num_tokens)
     counts = was_added & jnp.isfinite(n) & (n > 0)
-
-    def largest(so_far: jax.Array, x: jax.Array) -> jax.Array:
-        so_far = jnp.where(is_first, NOTHING, so_far)
-        return jnp.where(counts, jnp.maximum(so_far, x), so_far)
-
-    def written(acc: jax.Array, scale: jax.Array) -> jax.Array:
-        return jnp.where(new.has_updated, acc, scale)
-
-    acc = jax.tree.map(largest, acc_overwrite, given)
-    scales = jax.tree.map(written, acc, before.params[OVERWRITE_WITH_GRADIENT])
-    params = {**after.params, OVERWRITE_WITH_GRADIENT: scales}
-    return after.replace(params=params, opt_state=OverwriteState(after.opt_state, acc))
+    maxima, structure = jax.tree.flatten(acc_overwrite)
+    maxima = overwritten.add(maxima, jax.tree.leaves(given), is_first, counts)
+    acc_overwrite = structure.unflatten(maxima)
+    scales = jax.tree.map(
+        lambda x, scale: jnp.where(new.has_updated, x, scale), acc_overwrite, scales
+    )
+    return after.replace(
+        params={**after.params, OVERWRITE_WITH_GRADIENT: scales},
+        opt_state=OverwriteState(after.opt_state, acc_overwrite),
+    )

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from optax.microbatching import Accumulator
 
 from optax_tokenaccum._core.contribution import usable_tokens
@@ -59,7 +60,7 @@ def _init(value: Any) -> Any:
     value = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), value)
     _check(value)
 
-    def nothing(x: Any) -> Any:
+    def nothing(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
         dtype = x.dtype if is_float0(x) else at_least_float32(x.dtype)
         return zeros_of(jax.ShapeDtypeStruct(x.shape, dtype))
 
@@ -69,11 +70,11 @@ def _init(value: Any) -> Any:
     return sums if is_shape else _update(sums, value, 0)
 
 
-def _update(sums: Any, value: Any, _: Any) -> Any:
+def _update(sums: Any, value: Any, _: int | jax.Array) -> Any:
     (_, num_tokens), _ = value
     counts = usable_tokens(num_tokens, jnp.float32) > 0
 
-    def add(total: Any, x: Any) -> Any:
+    def add(total: jax.Array, x: Any) -> jax.Array:
         return add_if(counts, total, x if is_float0(x) else jnp.asarray(x))
 
     return jax.tree.map(add, sums, value)
@@ -95,8 +96,7 @@ def _aggregate(values: Any) -> Any:
     counts = num_tokens > 0
 
     def add_up(x: jax.Array) -> jax.Array:
-        shape = (-1, *[1] * (x.ndim - 1))
-        x = jnp.where(counts.reshape(shape), x, 0)
+        x = jnp.where(jnp.expand_dims(counts, range(1, x.ndim)), x, 0)
         return jnp.sum(x, 0, dtype=at_least_float32(x.dtype))
 
     return jax.tree.map(add_up, values)

@@ -13,9 +13,15 @@ from optax_tokenaccum._core.loss import MicroBatch, unpack
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.sums import is_float0, zeros_of
-from optax_tokenaccum._core.trees import Batch, Gradients, Params
+from optax_tokenaccum._core.trees import Batch, DType, Gradients, P
 from optax_tokenaccum._devices.own_map import SumsInMap, peers_in_map
-from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
+from optax_tokenaccum._steps.micro_batches import (
+    Bound,
+    Index,
+    explained,
+    for_each,
+    groups_of,
+)
 
 # value_and_grad_fn(params, batch, **kwargs) -> ((value, num_tokens), grads). With
 # has_aux it returns ((value, (num_tokens, aux)), grads).
@@ -27,7 +33,7 @@ def accumulate_over_window(
     *,
     gradients: Literal["sum", "mean"] = "sum",
     has_aux: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DType | None = None,
 ) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], Gradients]]:
     r"""The exact mean loss and gradient of a window, from gradients of micro-batches.
 
@@ -54,21 +60,17 @@ def accumulate_over_window(
       gradients: `"sum"` if `value` and `grads` are of the loss summed over the
         micro-batch's tokens; `"mean"` if they are of its mean over these tokens.
       has_aux: the function returns `((value, (num_tokens, aux)), grads)`.
-      accumulator_dtype: dtype of the sums; by default float32, or the gradient's dtype
-        if that is wider.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
 
     Returns:
       `f(params, micro_batches, *, rng=None, num_micro_batches=None, **kwargs) ->
-      ((loss, (num_tokens, aux)), grads)`. Arguments and results are those of the
+      ((loss, (num_tokens, aux)), grads)`, with the arguments and results of the
       function that `window_value_and_grad` returns. `grads` has the tree, shapes and
-      dtypes of the gradients that `value_and_grad_fn` returns. A window without tokens
-      has a loss and a gradient of 0.
+      dtypes of the gradients that `value_and_grad_fn` returns.
 
     Raises:
-      ValueError: `gradients` is another word; leading axes of `micro_batches` differ or
-        are 0; `num_micro_batches` is outside 0 to `k` and not an array; or, in a
-        `shard_map`, only one of the value and the count is reduced over devices, or
-        gradients of means are.
+      ValueError: as for `window_value_and_grad`; `gradients` is another word; or, in a
+        `shard_map`, gradients of means are reduced over devices.
       TypeError: `value_and_grad_fn` returned anything other than described above.
 
     Example:
@@ -91,16 +93,16 @@ def accumulate_over_window(
     )
 
     def accumulate(
-        params: Params,
+        params: P,
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Any = None,
+        num_micro_batches: Bound = None,
         **kwargs: Any,
     ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Gradients]:
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
-        def call(batch: Batch, i: Any) -> Any:
+        def call(batch: Batch, i: Index) -> Any:
             with explained(micro_batches, batch):
                 key = MicroBatch(batch, rng, kwargs).at(i).rng
                 own = {} if rng is None else {"rng": key}
@@ -113,22 +115,23 @@ def accumulate_over_window(
 
         own = accumulation.on(SumsInMap(), peers_in_map(of_first))
 
-        def add(batch: Batch, state: TokenAccumulationState) -> tuple[Any, Any]:
+        def add(
+            batch: Batch, state: TokenAccumulationState
+        ) -> tuple[TokenAccumulationState, Any]:
             (value, (num_tokens, aux)), grads = call(batch, state.mini_step)
             grads = _without_float0(grads)
             return add_gradients(own, state, grads, num_tokens, value), aux
 
         _, like = jax.eval_shape(lambda: call(groups[0].pick(0), 0))
-        state, aux = for_each(
-            groups,
-            add,
-            own.empty_window(_without_float0(like)),
-            (lambda batch: call(batch, 0)[0][1][1]) if has_aux else None,
-            capacity,
-        )
+        summed = _without_float0(like)
+        aux_of = (lambda batch: call(batch, 0)[0][1][1]) if has_aux else None
+        state, aux = for_each(groups, add, own.empty_window(summed), aux_of, capacity)
         loss, num_tokens = accumulation.window_so_far(state)
-        grads = window_gradient(accumulation, state, _without_float0(like))
-        return (loss, (num_tokens, aux)), _with_float0(grads, like)
+        grads = window_gradient(accumulation, state, summed)
+        grads = jax.tree.map(
+            lambda x, g: zeros_of(x) if is_float0(x) else g, like, grads
+        )
+        return (loss, (num_tokens, aux)), grads
 
     return accumulate
 
@@ -148,12 +151,3 @@ def _unpack(returned: Any, has_aux: bool) -> Any:
 def _without_float0(grads: Gradients) -> Gradients:
     """`grads` without those of integers, which nothing can be added to."""
     return jax.tree.map(lambda g: None if is_float0(g) else g, grads)
-
-
-def _with_float0(grads: Gradients, like: Gradients) -> Gradients:
-    return jax.tree.map(
-        lambda x, g: zeros_of(x) if is_float0(x) else g,
-        like,
-        grads,
-        is_leaf=lambda x: x is None,
-    )

@@ -1,20 +1,23 @@
 """Compiles every program of a run before the run begins."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.typing import ArrayLike
+
+from optax_tokenaccum._core.trees import Batch, T
 
 # Wraps the list of programs to show progress: tqdm.tqdm or rich.progress.track.
-Progress = Callable[[list[Any]], Iterable[Any]]
+Progress = Callable[[list[T]], Iterable[T]]
 
 
 class Lowering(NamedTuple):
     """A program that is not compiled yet."""
 
     lowered: jax.stages.Lowered
-    arguments: Any  # in any tree, as arrays or their shapes
+    arguments: tuple[Any, ...]  # trees of arrays or of their shapes
 
 
 class Programs(NamedTuple):
@@ -28,13 +31,13 @@ class Programs(NamedTuple):
     """
 
     state: Any
-    for_batch: Callable[[Any], Lowering]
+    for_batch: Callable[[Batch], Lowering]
     others: tuple[Callable[[], Lowering], ...] = ()
     in_one_call: bool = False
 
 
 def compile_all(
-    programs: Programs, batches: Any, name: str, progress: Progress
+    programs: Programs, batches: Iterable[T], name: str, progress: Progress
 ) -> None:
     """Compiles the programs for all shapes of batches, called `name` in errors.
 
@@ -46,7 +49,7 @@ def compile_all(
         lowering().lowered.compile()
 
 
-def distinct_batches(batches: Any, name: str) -> list[Any]:
+def distinct_batches(batches: Iterable[T], name: str) -> list[T]:
     """One batch of each shape."""
     is_one = isinstance(batches, Mapping) or hasattr(batches, "dtype")
     if is_one or not isinstance(batches, Iterable):
@@ -57,13 +60,13 @@ def distinct_batches(batches: Any, name: str) -> list[Any]:
     return [*{signature(batch): batch for batch in batches}.values()]
 
 
-def signature(tree: Any) -> Any:
+def signature(tree: T) -> Hashable:
     """The properties of `tree` that decide whether `jit` has to compile."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((jax.typeof(x), _placement(x)) for x in leaves)
 
 
-def _placement(x: Any) -> Any:
+def _placement(x: ArrayLike | jax.ShapeDtypeStruct) -> jax.sharding.Sharding | None:
     """The sharding to which `x` is bound, or `None`."""
     is_placed = isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False)
-    return x.sharding if is_placed else None
+    return getattr(x, "sharding", None) if is_placed else None

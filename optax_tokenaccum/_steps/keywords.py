@@ -1,14 +1,20 @@
 """Keyword arguments of a loss, as an argument of a jitted function."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 
 class _IsArray:
     """Marks the position of an array among the leaves."""
+
+
+# The structure of all arguments, and in their order the static ones and `_IsArray`.
+Static = tuple[PyTreeDef, tuple[Hashable, ...]]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -19,25 +25,23 @@ class Keywords(Mapping[str, Any]):
     """
 
     def __init__(self, arguments: Mapping[str, Any]):
-        leaves, self._structure = jax.tree.flatten(dict(arguments))
+        leaves, structure = jax.tree.flatten(dict(arguments))
         self._arrays = [x for x in leaves if _is_array(x)]
-        self._static = tuple(_IsArray if _is_array(x) else x for x in leaves)
+        static = tuple(_IsArray if _is_array(x) else x for x in leaves)
+        self._static: Static = structure, static
 
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self._arrays, (self._structure, self._static)
+    def tree_flatten(self) -> tuple[list[ArrayLike], Static]:
+        return self._arrays, self._static
 
     @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Any) -> "Keywords":
-        keywords = cls.__new__(cls)
-        keywords._structure, keywords._static = static
-        keywords._arrays = list(arrays)
+    def tree_unflatten(cls, static: Static, arrays: Iterable[ArrayLike]) -> "Keywords":
+        keywords = cls({})
+        keywords._arrays, keywords._static = list(arrays), static
         return keywords
 
     def _arguments(self) -> dict[str, Any]:
-        arrays = iter(self._arrays)
-        return self._structure.unflatten(
-            next(arrays) if x is _IsArray else x for x in self._static
-        )
+        arrays, (structure, leaves) = iter(self._arrays), self._static
+        return structure.unflatten(next(arrays) if x is _IsArray else x for x in leaves)
 
     def __getitem__(self, name: str) -> Any:
         return self._arguments()[name]

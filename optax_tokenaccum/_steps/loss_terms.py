@@ -1,24 +1,28 @@
 """Several losses in one window, each divided by its own denominator."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike, DTypeLike
 
-from optax_tokenaccum._core.contribution import as_num_tokens
+from optax_tokenaccum._core.contribution import as_num_tokens, usable_tokens
 from optax_tokenaccum._core.layout import Computed, Peers
 from optax_tokenaccum._core.loss import Loss
-from optax_tokenaccum._core.model_state import M
 from optax_tokenaccum._core.sums import divide
-from optax_tokenaccum._core.trees import Batch, Params
-from optax_tokenaccum._steps.micro_batches import Group, loop
+from optax_tokenaccum._core.trees import Batch, M, P
+from optax_tokenaccum._steps.micro_batches import Group, Index, Pick, loop
 
+# By the name of a loss; a loss without a count stays undivided.
+Counts = dict[str, jax.Array | None]
 # count_fn(batch) -> {name: count of that loss in the batch, or None}
-CountFn = Callable[[Any], dict[str, Any]]
+CountFn = Callable[[Batch], dict[str, ArrayLike | None]]
 
 
+@dataclass(frozen=True)
 class LossTerms:
     r"""Turns `loss_fn(params, batch) -> {name: loss_sum}` into a single loss.
 
@@ -30,66 +34,56 @@ class LossTerms:
     only on the batch: `count_fn` is not given the parameters.
     """
 
-    def __init__(self, loss: Loss, count_fn: CountFn, count_dtype: Any):
-        self._loss = loss
-        self._count_dtype = count_dtype
-        self._count_fn = count_fn
+    loss: Loss
+    count_fn: CountFn
+    count_dtype: DTypeLike
 
-    def totals(self, groups: list[Group], peers: Peers) -> dict[str, Any]:
+    def totals(self, groups: list[Group], peers: Peers) -> Counts:
         """Sums the count of each term over the micro-batches that run."""
 
-        def add(pick: Callable[[Any], Any], i: Any, so_far: Any) -> Any:
+        def add(pick: Pick, i: Index, so_far: Counts) -> Counts:
             return jax.tree.map(jnp.add, so_far, self._counts(pick(i)))
 
-        def of_rows(params: Params, batch: Batch, rng: jax.Array | None) -> Computed:
+        def of_rows(_: optax.Params, batch: Batch, rng: jax.Array | None) -> Computed:
             named = self._counts(batch).items()
             return Computed({f"the count {n!r}": x for n, x in named if x is not None})
 
         peers.check_counts(of_rows, (), groups[0].pick(0), None)
         shapes = jax.eval_shape(lambda: self._counts(groups[0].pick(0)))
-        totals = loop(groups, add, jax.tree.map(jnp.zeros_like, shapes))
-        return peers.sum(totals)
+        return peers.sum(loop(groups, add, jax.tree.map(jnp.zeros_like, shapes)))
 
-    def share_of(self, totals: dict[str, Any]) -> Loss:
+    def share_of(self, totals: Counts) -> Loss:
         """Returns a micro-batch's share of the window's loss.
 
         Its `num_tokens` is 1, or 0 if every count of the micro-batch is 0. As
         everywhere, a micro-batch with 0 tokens adds nothing.
         """
 
-        has_aux = self._loss.has_aux
-
-        def share(
-            params: Params, model_state: M, batch: Batch, **loss_kwargs: Any
-        ) -> tuple[Any, M]:
-            returned, new = self._loss.call(params, model_state, batch, **loss_kwargs)
-            terms, aux = split(returned, has_aux)
+        def share(params: P, model_state: M, batch: Batch, **kwargs: Any) -> Any:
+            returned, new = self.loss.call(params, model_state, batch, **kwargs)
+            terms, aux = split(returned, self.loss.has_aux)
             _check_names(terms, totals)
             loss = sum(_divided(terms[name], total) for name, total in totals.items())
-            counts = self._counts(batch)
-            holds_any = jnp.asarray(
-                [True if count is None else count > 0 for count in counts.values()]
-            ).any()
-            num_tokens = holds_any.astype(jnp.float32)
-            return (loss, (num_tokens, aux) if has_aux else num_tokens), new
+            counts = self._counts(batch).values()
+            holds_any = jnp.asarray([True if n is None else n > 0 for n in counts])
+            num_tokens = holds_any.any().astype(jnp.float32)
+            return (loss, (num_tokens, aux) if self.loss.has_aux else num_tokens), new
 
-        return replace(self._loss, call=share)
+        return replace(self.loss, call=share)
 
-    def _counts(self, batch: Batch) -> dict[str, Any]:
-        counts = self._count_fn(batch)
+    def _counts(self, batch: Batch) -> Counts:
+        counts = self.count_fn(batch)
         if not isinstance(counts, dict) or not counts:
             raise TypeError(
                 "count_fn must return a dictionary {name: count or None}, one for each "
                 f"loss: got {type(counts).__name__}."
             )
 
-        def usable(name: str, count: Any) -> jax.Array | None:
-            if count is None:
-                return None
-            n = as_num_tokens(count, f"the count {name!r}", self._count_dtype)
-            return jnp.where(jnp.isfinite(n) & (n > 0), n, 0)
+        def usable(name: str, count: ArrayLike) -> jax.Array:
+            n = as_num_tokens(count, f"the count {name!r}", self.count_dtype)
+            return usable_tokens(n, self.count_dtype)
 
-        return {name: usable(name, count) for name, count in counts.items()}
+        return {n: None if x is None else usable(n, x) for n, x in counts.items()}
 
 
 def split(returned: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -104,14 +98,14 @@ def split(returned: Any, has_aux: bool) -> tuple[Any, Any]:
     return returned
 
 
-def _divided(term: Any, total: jax.Array | None) -> jax.Array:
+def _divided(term: ArrayLike, total: jax.Array | None) -> jax.Array:
     term = jnp.asarray(term)
     if total is None:
         return term
     return jnp.where(total > 0, divide(term, jnp.where(total > 0, total, 1)), 0)
 
 
-def _check_names(terms: Any, totals: dict[str, Any]) -> None:
+def _check_names(terms: Any, totals: Counts) -> None:
     if not isinstance(terms, dict):
         raise TypeError(
             "With count_fn, loss_fn must return a dictionary {name: loss_sum}: got "

@@ -4,13 +4,20 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.trees import Batch
+
+Carry = TypeVar("Carry")  # what a loop hands on
+Aux = TypeVar("Aux")
+Bound = ArrayLike | None  # of the micro-batches that run
+Index = int | jax.Array
+Pick = Callable[[Index], Batch]  # the micro-batch at an index, which may be traced
 
 STACK = (
     "A list of micro-batches must be stacked into one tree: jax.tree.map(lambda *xs: "
@@ -22,9 +29,9 @@ STACK = (
 class Group(NamedTuple):
     """Consecutive micro-batches of the same shape, from index `start` to `stop`."""
 
-    start: Any
-    stop: Any
-    pick: Callable[[Any], Any]  # the micro-batch at an index, which may be traced
+    start: Index
+    stop: Index
+    pick: Pick
 
 
 class GroupedWindow(abc.ABC):
@@ -45,7 +52,7 @@ class GroupedWindow(abc.ABC):
         """The micro-batches, in window order; those of a group have one shape."""
 
 
-def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
+def check_micro_batches(micro_batches: Batch, num_micro_batches: Bound) -> int:
     """The number of micro-batches that the window has room for."""
     if isinstance(micro_batches, GroupedWindow):
         if num_micro_batches is not None:
@@ -74,7 +81,7 @@ def check_micro_batches(micro_batches: Batch, num_micro_batches: Any) -> int:
 
 
 @contextlib.contextmanager
-def explained(micro_batches: Batch, given: Any) -> Iterator[None]:
+def explained(micro_batches: Batch, given: Batch) -> Iterator[None]:
     """Adds a note with the shapes of `given`, a part of a stacked window, to errors."""
     try:
         yield
@@ -100,14 +107,16 @@ def _is_list_of_trees(micro_batches: Batch) -> bool:
     return len(structures) == 1 and not jax.tree_util.treedef_is_leaf(*structures)
 
 
-def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[Group]]:
+def groups_of(
+    micro_batches: Batch, num_micro_batches: Bound
+) -> tuple[int, list[Group]]:
     """Returns `(capacity, groups)`, in window order; a stacked tree is one group."""
     capacity = check_micro_batches(micro_batches, num_micro_batches)
     micro_batches = jax.tree.map(jnp.asarray, micro_batches)
     if isinstance(micro_batches, GroupedWindow):
         return capacity, micro_batches.groups()
 
-    def pick(i: Any) -> Any:
+    def pick(i: Index) -> Batch:
         return jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), micro_batches
         )
@@ -125,11 +134,11 @@ def groups_of(micro_batches: Batch, num_micro_batches: Any) -> tuple[int, list[G
 
 def for_each(
     groups: list[Group],
-    add: Callable[[Batch, Any], tuple[Any, Any]],
-    carry: Any,
-    aux_of: Callable[[Any], Any] | None,
+    add: Callable[[Batch, Carry], tuple[Carry, Aux]],
+    carry: Carry,
+    aux_of: Callable[[Batch], Aux] | None,
     capacity: int,
-) -> tuple[Any, Any]:
+) -> tuple[Carry, Aux | None]:
     """Runs `add(micro_batch, carry) -> (carry, aux)` in window order.
 
     Args:
@@ -147,11 +156,11 @@ def for_each(
     if aux_of is not None:
         auxes = jax.tree.map(
             lambda x: jnp.zeros((capacity, *x.shape), x.dtype),
-            _same_for_all(aux_of, groups),
+            _shapes_of(aux_of, groups),
         )
 
-    def body(pick: Callable[[Any], Any], i: Any, carry_and_auxes: Any) -> Any:
-        carry, auxes = carry_and_auxes
+    def body(pick: Pick, i: Index, so_far: tuple[Carry, Any]) -> Any:
+        carry, auxes = so_far
         carry, aux = add(pick(i), carry)
         auxes = jax.tree.map(
             lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds"), auxes, aux
@@ -161,7 +170,9 @@ def for_each(
     return loop(groups, body, (carry, auxes))
 
 
-def loop(groups: list[Group], body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+def loop(
+    groups: list[Group], body: Callable[[Pick, Index, Carry], Carry], carry: Carry
+) -> Carry:
     """Runs `body(pick, i, carry) -> carry` for each micro-batch."""
     for group in groups:
         own = functools.partial(body, group.pick)
@@ -170,16 +181,12 @@ def loop(groups: list[Group], body: Callable[[Any, Any, Any], Any], carry: Any) 
     return carry
 
 
-def _same_for_all(aux_of: Callable[[Any], Any], groups: list[Group]) -> Any:
-    """The shapes of `aux`."""
-    first, *others = [
-        jax.eval_shape(lambda pick=group.pick: aux_of(pick(0))) for group in groups
-    ]
-    for other in others:
-        trees.check_same_tree(
-            other,
-            first,
-            "aux must have the same shapes in micro-batches of every length, for it is "
-            "stacked (reduce what is per row or per token in loss_fn)",
-        )
-    return first
+def _shapes_of(aux_of: Callable[[Batch], Aux], groups: list[Group]) -> Aux:
+    rule = (
+        "aux must have the same shapes in micro-batches of every length, for it is "
+        "stacked (reduce what is per row or per token in loss_fn)"
+    )
+    shapes = [jax.eval_shape(lambda g=g: aux_of(g.pick(0))) for g in groups]
+    for other in shapes:
+        trees.check_same_tree(other, shapes[0], rule)
+    return shapes[0]

@@ -1,15 +1,21 @@
 """Values that fill missing tokens and rows."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import named_leaves
+from optax_tokenaccum._core.trees import T, named_leaves
+
+# A number for all leaves of a tree, or a tree prefix of such numbers.
+PadValues = ArrayLike | Mapping | Sequence | None
 
 
-def with_pads(tree: Any, pad_values: Any, name: str) -> list[tuple[str, Any, Any]]:
+def with_pads(
+    tree: T, pad_values: PadValues, name: str
+) -> list[tuple[str, jax.Array | np.ndarray, ArrayLike]]:
     """`(path, leaf, pad value)` for every leaf of `tree`; errors call it `name`."""
     try:
         pads = jax.tree.leaves(jax.tree.broadcast(pad_values, tree))
@@ -23,11 +29,11 @@ def with_pads(tree: Any, pad_values: Any, name: str) -> list[tuple[str, Any, Any
     return [(path, leaf, pad) for (path, leaf), pad in zip(leaves, pads, strict=True)]
 
 
-def _leaf_names(tree: Any) -> str:
+def _leaf_names(tree: T) -> str:
     return ", ".join(path for path, _ in named_leaves(tree)) or "none"
 
 
-def as_pad(pad: Any, dtype: np.dtype, path: str) -> np.ndarray:
+def as_pad(pad: ArrayLike, dtype: np.dtype, path: str) -> np.ndarray:
     """The pad value of the leaf at `path`, which must be able to hold it."""
     given = np.asarray(pad)
     if given.shape != () or not is_number(given):

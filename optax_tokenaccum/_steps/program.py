@@ -2,21 +2,22 @@
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, Generic, ParamSpec
 
 import jax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core.loss import Output
-from optax_tokenaccum._core.trees import (
-    T,
-    is_concrete,
-)
+from optax_tokenaccum._core.trees import T, is_concrete
 from optax_tokenaccum._devices.shardings import sharding_of
 from optax_tokenaccum._steps.compile_ahead import Lowering, signature
 from optax_tokenaccum._steps.state import (
     AnyStepState,
+    S,
     StepMetrics,
+    completed,
     key_array,
     model_state_of,
 )
@@ -24,6 +25,7 @@ from optax_tokenaccum._steps.state import (
 Args = ParamSpec("Args")
 
 
+@dataclass(eq=False, repr=False)
 class Program(Generic[Args]):
     """A jitted function: `program(state, ...) -> (state, StepMetrics)`.
 
@@ -35,13 +37,14 @@ class Program(Generic[Args]):
     donated buffers with outputs of the same shape in order, and pairing a parameter
     with a moment of its shape costs XLA a copy of both.
 
-    Args:
+    Attributes:
       body: `body(shardings, donated, kept, *traced) -> Output(donated, metrics, aux)`,
         a pure function, where `shardings` are those of the parameters, or `None`.
       arguments: checks a state and the other arguments of a call, and returns the
         `traced` ones. The call and `lower` have its signature.
       split: `split(state) -> (donated, kept)`; by default all of it is donated.
-      join: `join(donated, old_state) -> state`, where `donated` is from the body.
+        `donated` is a state with `None` for every part that does not change.
+      after: is given the old and the new state of every call.
       auto: `Mode.auto`, which wraps the body.
       shardings: the cache that all programs of a step share.
       donate: whether `jit` donates the first argument.
@@ -50,46 +53,36 @@ class Program(Generic[Args]):
       row_axis: the axis of the rows, along which the devices' `aux` are concatenated.
     """
 
-    def __init__(
-        self,
-        body: Callable[..., Output],
-        arguments: Callable[Concatenate[AnyStepState, Args], tuple[Any, ...]],
-        split: Callable[[AnyStepState], tuple[Any, Any]] = lambda state: (state, ()),
-        join: Callable[[Any, AnyStepState], Any] = lambda state, _: state,
-        *,
-        auto: Callable[..., Callable[..., Output]],
-        shardings: "ShardingCache",
-        donate: bool,
-        agree: Callable[Args, None] | None = None,
-        row_axis: int = 0,
-    ):
-        self._body = body
-        self._arguments = arguments
-        self._split = split
-        self._join = join
-        self._auto = auto
-        self._shardings = shardings
-        self._donate = donate
-        self._agree = agree
-        self._row_axis = row_axis
-        self._jitted: dict[StateShardings | None, Any] = {}
-        self._compiled: set[Any] = set()
-        self._is_ready: ArrayMemo[bool] = ArrayMemo()
+    body: Callable[..., Output]
+    arguments: Callable[Concatenate[AnyStepState, Args], tuple[Any, ...]]
+    split: Callable[[AnyStepState], tuple[AnyStepState, Any]] = lambda x: (x, ())
+    after: Callable[[AnyStepState, AnyStepState], None] = lambda old, new: None
+    _: KW_ONLY
+    auto: Callable[..., Callable[..., Output]]
+    shardings: "ShardingCache"
+    donate: bool
+    agree: Callable[Args, None] | None = None
+    row_axis: int = 0
+
+    def __post_init__(self) -> None:
+        self._jitted: dict[StateShardings | None, jax.stages.Wrapped] = {}
+        self._compiled: set[Hashable] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # A jitted function that was pickled cannot be lowered.
         return self.__dict__ | {"_jitted": {}, "_compiled": set()}
 
     def __call__(
-        self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
-    ) -> tuple[Any, StepMetrics]:
-        if self._agree is not None:  # before an error that others would wait for
-            self._agree(*args, **kwargs)
+        self, state: S, *args: Args.args, **kwargs: Args.kwargs
+    ) -> tuple[S, StepMetrics]:
+        if self.agree is not None:  # before an error that others would wait for
+            self.agree(*args, **kwargs)
         shardings, arguments = self._prepare(state, *args, **kwargs)
         donated, metrics, aux = self._at(shardings)(*arguments)
-        state = self._join(donated, state)
-        self._shardings.remember(state, shardings)
-        return state, metrics._replace(aux=aux)
+        new = completed(donated, state)
+        self.after(state, new)
+        self.shardings.remember(new, shardings)
+        return new, metrics._replace(aux=aux)
 
     def lower(
         self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
@@ -106,49 +99,44 @@ class Program(Generic[Args]):
         self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
     ) -> None:
         """Compiles the program now, unless it is compiled for such a state already."""
-        if self._is_ready.get(key_array(state)):
-            return
         if not all(map(is_concrete, jax.tree.leaves(state))):
             return  # in a trace, where nothing is donated
-        shardings, arguments = self._prepare(state, *args, **kwargs)
-        key = shardings, signature(arguments)
+        key = signature(state)
         if key not in self._compiled:
-            self._at(shardings).lower(*arguments).compile()
+            self.lower(state, *args, **kwargs).compile()
             self._compiled.add(key)
-
-    def stay_ready(self, state: AnyStepState) -> None:
-        self._is_ready.remember(key_array(state), True)
 
     def _prepare(
         self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
     ) -> "tuple[StateShardings | None, tuple[Any, ...]]":
         """The shardings of a state, and the arguments of the jitted function."""
-        traced = self._arguments(state, *args, **kwargs)
-        return self._shardings.of(state), (*self._split(state), *traced)
+        traced = self.arguments(state, *args, **kwargs)
+        return self.shardings.of(state), (*self.split(state), *traced)
 
-    def _at(self, shardings: "StateShardings | None") -> Any:
+    def _at(self, shardings: "StateShardings | None") -> jax.stages.Wrapped:
         """The jitted function for a state with these shardings."""
         if shardings in self._jitted:
             return self._jitted[shardings]
-        params = out = None
+        params = out = known = None
         if shardings is not None:
-            params, (out, _) = shardings.state.params, self._split(shardings.state)
-        body = functools.partial(self._body, params)
-        options: dict[str, Any] = {"donate_argnums": 0} if self._donate else {}
-        if shardings is not None and shardings.is_concrete:
-            known = jax.tree.map(lambda s: s or None, out)
-            options["out_shardings"] = Output(known, None, None)
-        jitted = jax.jit(self._auto(body, out, self._row_axis), **options)
+            params, (out, _) = shardings.state.params, self.split(shardings.state)
+            if shardings.is_concrete:
+                known = Output(jax.tree.map(lambda s: s or None, out), None, None)
+        body = functools.partial(self.body, params)
+        jitted = jax.jit(
+            self.auto(body, out, self.row_axis),
+            donate_argnums=0 if self.donate else (),
+            out_shardings=known,
+        )
         return self._jitted.setdefault(shardings, jitted)
 
 
+@dataclass(frozen=True, eq=False)
 class StateShardings:
     """The shardings of a state over several devices."""
 
-    def __init__(self, structure: Any, shardings: tuple[Any, ...], is_concrete: bool):
-        # A tree like the state; `UNKNOWN` where the compiler may choose.
-        self.state = jax.tree.unflatten(structure, shardings)
-        self.is_concrete = is_concrete
+    state: AnyStepState  # of shardings; `UNKNOWN` where the compiler may choose
+    is_concrete: bool
 
 
 class ShardingCache:
@@ -156,7 +144,7 @@ class ShardingCache:
 
     def __init__(self) -> None:
         self._memo: ArrayMemo[StateShardings] = ArrayMemo()
-        self._known: dict[Any, StateShardings] = {}
+        self._known: dict[Hashable, StateShardings] = {}
 
     def of(self, state: AnyStepState) -> StateShardings | None:
         """The shardings of a state; `None` on a single device."""
@@ -165,24 +153,21 @@ class ShardingCache:
             if key.sharding.num_devices == 1:
                 return None
             known = self._memo.get(key)
-            if known is not None and _are_of_one_model(known.state, state):
+            # The static part of a model, such as `train()`, may have changed.
+            model = jax.tree.structure(model_state_of(state))
+            if known and model == jax.tree.structure(model_state_of(known.state)):
                 return known
         leaves, structure = jax.tree.flatten(state)
         shardings = tuple(map(sharding_of, leaves))
         if not any(shardings):
             return None
         made = structure, shardings, is_concrete(key)
-        return self._known.setdefault(made, StateShardings(*made))
+        of_state = StateShardings(structure.unflatten(shardings), is_concrete(key))
+        return self._known.setdefault(made, of_state)
 
     def remember(self, state: AnyStepState, shardings: StateShardings | None) -> None:
         if shardings is not None:
             self._memo.remember(key_array(state), shardings)
-
-
-def _are_of_one_model(shardings: AnyStepState, state: AnyStepState) -> bool:
-    """Whether the static part of a model, such as `train()`, is still the same."""
-    known, given = map(model_state_of, (shardings, state))
-    return jax.tree.structure(known) == jax.tree.structure(given)
 
 
 class ArrayMemo(Generic[T]):
@@ -193,16 +178,16 @@ class ArrayMemo(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
+        self._known: dict[int, tuple[weakref.ref[jax.Array], T]] = {}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type["ArrayMemo[T]"], tuple[()]]:
         return type(self), ()  # pickled empty: array identities do not survive
 
-    def get(self, array: Any) -> T | None:
+    def get(self, array: ArrayLike | None) -> T | None:
         known = self._known.get(id(array))
         return known[1] if known is not None and known[0]() is array else None
 
-    def remember(self, array: Any, value: T) -> None:
+    def remember(self, array: ArrayLike | None, value: T) -> None:
         if not isinstance(array, jax.Array) or not is_concrete(array):
             return
         key = id(array)

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.overwritten import NOTHING, is_overwritten
+from optax_tokenaccum._core.overwritten import COLLECTION, NOTHING
 from optax_tokenaccum._steps.state import StepState, require_step_state
 
 State = TypeVar("State")
 
 # The path of a leaf, by the names of its keys, attributes and indices.
 Name = tuple[str, ...]
+Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def regroup_sums(state: Any, like: State) -> State:
@@ -73,35 +74,38 @@ def regroup_sums(state: Any, like: State) -> State:
         saved = _with_counters(saved, wanted)
     elif isinstance(state, StepState):
         require_step_state(state, accumulates=accumulates)
-    marks = [is_overwritten(*x) for x in jax.tree_util.tree_leaves_with_path(like)]
-    leaves = [
-        _regrouped(name, saved.pop(name, None), x, is_maximum)
-        for (name, x), is_maximum in zip(wanted.items(), marks, strict=True)
-    ]
+    leaves = []
+    for name, x in wanted.items():
+        old = saved.pop(name, None)
+        if old is not None and "acc_grads" in name:
+            old = _sums_for(old, x, is_maximum=COLLECTION in name)
+        if old is None or jnp.shape(old) != x.shape:
+            raise _unlike(name, x, old)
+        leaves.append(_put(old, x))
     for name, x in saved.items():
         raise _unlike(name, None, x)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _leaves_by_name(tree: Any) -> dict[Name, Any]:
+def _leaves_by_name(tree: State) -> dict[Name, Leaf]:
     """The names are the same in the dictionary that a checkpoint makes of a state."""
 
-    def name_of(entry: Any) -> str:
+    def name_of(entry: jax.tree_util.KeyEntry) -> str:
         kinds = ("key", "name", "idx")
         return str(next(getattr(entry, x) for x in kinds if hasattr(entry, x)))
 
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        names = [name_of(entry) for entry in path]
         # In 0.2.0, skip_state could hold a skip_state and the noise of a window.
-        pairs = [*itertools.pairwise(["", *names])]
+        pairs = [*itertools.pairwise(["", *map(name_of, path)])]
         if ("skip_state", "noise_state") not in pairs:
-            name = tuple(y for x, y in pairs if not x == y == "skip_state")
-            leaves[name] = leaf
+            leaves[tuple(y for x, y in pairs if not x == y == "skip_state")] = leaf
     return leaves
 
 
-def _with_counters(saved: dict[Name, Any], wanted: dict[Name, Any]) -> dict[Name, Any]:
+def _with_counters(
+    saved: dict[Name, Leaf], wanted: dict[Name, Leaf]
+) -> dict[Name, Leaf]:
     """A window step's state of 0.2.0, with the names and the numbers of today's."""
     inner = "opt_state", "inner_opt_state"
     of_inner = {
@@ -109,22 +113,14 @@ def _with_counters(saved: dict[Name, Any], wanted: dict[Name, Any]) -> dict[Name
         for name, x in saved.items()
     }
     numbers = {
-        name: jnp.zeros(x.shape, x.dtype)
+        name: np.zeros(x.shape, x.dtype)
         for name, x in wanted.items()
         if name[:1] == inner[:1] and name[:2] != inner
     }
     return numbers | of_inner
 
 
-def _regrouped(name: Name, old: Any, like: Any, is_maximum: bool) -> Any:
-    if old is not None and "acc_grads" in name:
-        old = _sums_for(old, like, is_maximum)
-    if old is None or jnp.shape(old) != like.shape:
-        raise _unlike(name, like, old)
-    return _put(old, like)
-
-
-def _unlike(name: Name, expected: Any, got: Any) -> ValueError:
+def _unlike(name: Name, expected: Leaf | None, got: Leaf | None) -> ValueError:
     shapes = [
         "no leaf" if x is None else f"shape {jnp.shape(x)}" for x in (expected, got)
     ]
@@ -134,45 +130,30 @@ def _unlike(name: Name, expected: Any, got: Any) -> ValueError:
     )
 
 
-def _sums_for(acc: Any, like: Any, is_maximum: bool) -> Any:
+def _sums_for(acc: Leaf, like: Leaf, *, is_maximum: bool) -> Leaf:
     """The sums in groups for other devices, which have an axis or none."""
-    if acc.shape == like.shape:
+    rank = max(acc.ndim, like.ndim) - 1  # of the parameter, if the shapes differ
+    shapes = {x.shape[x.ndim - rank :] for x in (acc, like) if x.ndim >= rank}
+    if acc.shape == like.shape or min(acc.ndim, like.ndim) < rank or len(shapes) > 1:
         return acc
-    is_each = len(acc.shape) >= len(like.shape), len(like.shape) >= len(acc.shape)
-    shape, wanted = (
-        x.shape[1:] if has_axis else x.shape
-        for x, has_axis in zip((acc, like), is_each, strict=True)
-    )
-    if shape != wanted:
-        return acc
+    (shape,) = shapes
+    held, groups = (x.shape[0] if x.ndim > rank else 1 for x in (acc, like))
 
     def regroup(acc: jax.Array) -> jax.Array:
-        acc = acc.reshape(_number_of_sums(acc, shape), *shape)
-        groups = _number_of_sums(like, shape)
-        missing = -len(acc) % groups
-        padding = [(0, missing), *[(0, 0)] * len(shape)]
-        acc = jnp.pad(acc, padding, constant_values=NOTHING if is_maximum else 0)
+        missing = [(0, -held % groups), *[(0, 0)] * rank]
+        nothing = NOTHING if is_maximum else 0
+        acc = jnp.pad(acc.reshape(held, *shape), missing, constant_values=nothing)
         acc = acc.reshape(groups, len(acc) // groups, *shape)
         return (jnp.max if is_maximum else jnp.sum)(acc, 1).reshape(like.shape)
 
-    return jax.jit(regroup, out_shardings=_sharding(like))(_on_devices_of(like, acc))
-
-
-def _number_of_sums(acc: Any, shape: tuple[int, ...]) -> int:
-    return 1 if acc.shape == shape else acc.shape[0]
-
-
-def _on_devices_of(like: Any, acc: Any) -> Any:
-    """Moves the sums to where a program that returns `like` can read them."""
     sharding = _sharding(like)
-    if sharding is None or not isinstance(acc, jax.Array) or not trees.is_concrete(acc):
-        return acc
-    if acc.sharding.device_set == sharding.device_set:
-        return acc
-    return jax.device_get(acc)
+    if sharding is not None and isinstance(acc, jax.Array) and trees.is_concrete(acc):
+        if acc.sharding.device_set != sharding.device_set:
+            acc = jax.device_get(acc)  # no program reads from both
+    return jax.jit(regroup, out_shardings=sharding)(acc)
 
 
-def _put(x: Any, like: Any) -> Any:
+def _put(x: Leaf, like: Leaf) -> jax.Array:
     if not isinstance(x, jax.Array):
         x = np.asarray(x, like.dtype)
     elif x.dtype != like.dtype or jax.typeof(x).weak_type:
@@ -184,7 +165,7 @@ def _put(x: Any, like: Any) -> Any:
     return jnp.asarray(jax.device_get(x) if is_bound else x)
 
 
-def _sharding(like: Any) -> Any:
+def _sharding(like: Leaf) -> jax.sharding.Sharding | None:
     """The sharding of `like`, or `None` if it is not bound to devices."""
     is_bound = getattr(like, "committed", True)
     return getattr(like, "sharding", None) if is_bound else None

@@ -1,17 +1,18 @@
 """Splits a batch into micro-batches without moving rows between devices."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import checks, trees
-from optax_tokenaccum._core.trees import Batch
-from optax_tokenaccum._steps.pad_values import as_pad, with_pads
+from optax_tokenaccum._core.trees import T
+from optax_tokenaccum._steps.pad_values import PadValues, as_pad, with_pads
+
+Leaf = jax.Array | np.ndarray
 
 
-def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Batch:
+def split_batch(batch: T, k: int, *, pad_values: PadValues = None) -> T:
     """Splits a batch into `k` micro-batches, for a loop over their leading axis.
 
     Row `j` goes to micro-batch `j % k`. Every device that holds a part of the rows then
@@ -56,7 +57,7 @@ def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Batch:
             f"{path}. Give pad_values, for rows without tokens, or drop some rows."
         )
 
-    def fill_up(path: str, x: Any, pad: Any) -> Any:
+    def fill_up(path: str, x: Leaf, pad: ArrayLike) -> Leaf:
         xp = np if isinstance(x, np.ndarray) else jnp
         pad = as_pad(pad, x.dtype, path)
         return xp.concatenate([x, xp.full((missing, *x.shape[1:]), pad, x.dtype)])
@@ -64,10 +65,8 @@ def split_batch(batch: Batch, k: int, *, pad_values: Any = None) -> Batch:
     if missing:
         leaves = [fill_up(*leaf) for leaf in with_pads(batch, pad_values, "a batch")]
         batch = jax.tree.unflatten(jax.tree.structure(batch), leaves)
-
     # optax.microbatching.reshape_batch_axis cuts alike, but copies NumPy arrays, to
     # Fortran order.
-    def split(x: Any) -> Any:
-        return x.reshape(len(x) // k, k, *x.shape[1:]).swapaxes(0, 1)
-
-    return jax.tree.map(split, batch)
+    return jax.tree.map(
+        lambda x: x.reshape(len(x) // k, k, *x.shape[1:]).swapaxes(0, 1), batch
+    )

@@ -1,9 +1,8 @@
 """The state that every step carries from call to call, and its metrics."""
 
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
@@ -53,6 +52,7 @@ class ModelStepState(NamedTuple, Generic[P, M]):
 
 
 AnyStepState = StepState[P] | ModelStepState[P, Any]
+S = TypeVar("S", bound=AnyStepState)
 
 
 class StepMetrics(NamedTuple):
@@ -83,8 +83,8 @@ class StepMetrics(NamedTuple):
     """
 
     loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
-    num_tokens: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
-    grad_norm: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    num_tokens: jax.Array  # shape=(), of the same dtype
+    grad_norm: jax.Array  # shape=(), of the same dtype
     updated: jax.Array  # shape=(), dtype=bool
     skipped: jax.Array  # shape=(), dtype=bool
     mini_step: jax.Array  # shape=(), dtype=int32
@@ -96,27 +96,17 @@ def model_state_of(state: AnyStepState) -> Any:
     return state.model_state if isinstance(state, ModelStepState) else None
 
 
-def with_model_state(state: Any, model_state: Any) -> Any:
-    if isinstance(state, ModelStepState):
-        return state._replace(model_state=model_state)
-    return state
+def with_parts(state: S, opt_state: TokenAccumulationState, model_state: Any) -> S:
+    """The state of the same parameters; `model_state` is dropped if it has none."""
+    of_model = {"model_state": model_state} if isinstance(state, ModelStepState) else {}
+    return state._replace(opt_state=opt_state, **of_model)
 
 
-def metrics_of(
-    opt_state: TokenAccumulationState,
-    loss: jax.Array,
-    num_tokens: jax.Array,
-) -> StepMetrics:
-    """The metrics of an open window."""
-    return StepMetrics(
-        loss=loss,
-        num_tokens=num_tokens,
-        grad_norm=jnp.zeros_like(loss),
-        updated=jnp.zeros((), jnp.bool_),
-        skipped=jnp.zeros((), jnp.bool_),
-        mini_step=opt_state.mini_step,
-        gradient_step=opt_state.gradient_step,
-    )
+def completed(new: Any, old: Any) -> Any:
+    """A new state, with what the old one has in the places of `None`."""
+    if isinstance(new, StepState | ModelStepState | TokenAccumulationState):
+        return new._make(map(completed, new, old))
+    return old if new is None else new
 
 
 def key_array(state: AnyStepState) -> Any:

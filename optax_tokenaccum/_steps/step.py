@@ -1,26 +1,29 @@
 """What a step for one micro-batch and a step for a whole window have in common."""
 
 import abc
-from collections.abc import Iterable
 from typing import Any, ClassVar, Generic
 
-from optax_tokenaccum._core import arrays, checks
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_tokenaccum._core import arrays, checks, overwritten
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import ParamShardings, TracedBool
+from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
-from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
+from optax_tokenaccum._steps.compile_ahead import Programs
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
     AnyStepState,
     ModelStepState,
     P,
+    S,
     StepMetrics,
     StepState,
     require_step_state,
 )
-from optax_tokenaccum._steps.update import close_and_apply
 
 
 class Step(abc.ABC, Generic[P]):
@@ -41,9 +44,11 @@ class Step(abc.ABC, Generic[P]):
         self._loss = loss
         self._accumulation = accumulation
         self._mode = mode
-        self._of_programs: Any = dict(
-            auto=mode.auto, shardings=ShardingCache(), donate=donate
-        )
+        self._of_programs: Any = {
+            "auto": mode.auto,
+            "shardings": ShardingCache(),
+            "donate": donate,
+        }
 
     def init(self, params: P, model_state: Any = None) -> Any:
         """Returns a state with copies of the arrays: the caller's are never donated.
@@ -89,34 +94,87 @@ class Step(abc.ABC, Generic[P]):
     def _init(self, params: P) -> TokenAccumulationState:
         """The optimizer's state, for parameters that are placed."""
 
-    def _compile(
-        self,
-        state: AnyStepState[P],
-        batches: Iterable[Any],
-        progress: Progress,
-        **kwargs: Any,
-    ) -> None:
-        name = "batches" if self._accumulates else "windows"
-        compile_all(self._programs(state, **kwargs), batches, name, progress)
-
     @abc.abstractmethod
     def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
         """The programs of a run whose calls have these keywords."""
 
-    def _require(self, state: Any) -> None:
+    def _require(self, state: AnyStepState[P]) -> None:
         require_step_state(
             state,
             accumulates=self._accumulates,
             has_model_state=self._loss.has_model_state,
         )
 
+    def _metrics(self, opt_state: TokenAccumulationState) -> StepMetrics:
+        """The metrics of an open window."""
+        loss, num_tokens = self._accumulation.window_so_far(opt_state)
+        return StepMetrics(
+            loss=loss,
+            num_tokens=num_tokens,
+            grad_norm=jnp.zeros_like(loss),
+            updated=jnp.zeros((), jnp.bool_),
+            skipped=jnp.zeros((), jnp.bool_),
+            mini_step=opt_state.mini_step,
+            gradient_step=opt_state.gradient_step,
+        )
+
     def _update(
-        self,
-        shardings: ParamShardings,
-        closes: TracedBool,
-        params: P,
-        opt_state: TokenAccumulationState,
-    ) -> tuple[P, TokenAccumulationState, StepMetrics]:
-        """If the window closes, the update of the parameters."""
+        self, shardings: P | None, closes: TracedBool, state: S
+    ) -> tuple[S, StepMetrics]:
+        """If the window `closes`, applies its update to the parameters."""
         accumulation = self._accumulation.on(self._mode.layout(shardings))
-        return close_and_apply(accumulation, closes, params, opt_state)
+        inner, layout = accumulation.inner, accumulation.layout
+        params: Any = state.params
+        opt_state = state.opt_state
+        checks.check_inner_state(inner, opt_state.inner_opt_state, params)
+        metrics = self._metrics(opt_state)
+        of_trained, of_values = layout.split(params)
+        trained, _ = overwritten.split(params)
+        sums, maxima = overwritten.split(opt_state.acc_grads)
+
+        def update(
+            gradient: Gradients, total: TokenAccumulationState
+        ) -> tuple[tuple[optax.Params, jax.Array], OptState]:
+            updates, inner_opt_state = inner.update(
+                overwritten.with_zeros(gradient, params),
+                opt_state.inner_opt_state,
+                params,
+                value=metrics.loss,
+            )
+            norm = accumulation.gradient_norm(total)
+            moved, values = overwritten.split(jax.tree.map(_applied, params, updates))
+            largest = arrays.cast_like(of_values.largest(maxima), values)
+            applied = layout.place(overwritten.join(moved, largest, params))
+            return (applied, norm), inner_opt_state
+
+        try:
+            (params, grad_norm), closed = accumulation.on(of_trained).close(
+                opt_state._replace(acc_grads=sums),
+                closes,
+                trained,
+                update,
+                otherwise=(params, metrics.grad_norm),
+            )
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise TypeError(
+                "The optimizer of a step must need nothing but gradients, parameters "
+                f"and value, the window's loss: {error}. Give update what it needs in "
+                "a loop of your own, with token_accumulation; or leave out the line "
+                "search, optax.lbfgs(1.0, linesearch=None)."
+            ) from error
+        metrics = metrics._replace(
+            grad_norm=grad_norm,
+            updated=closed.has_updated,
+            mini_step=closed.mini_step,
+            gradient_step=closed.gradient_step,
+        )
+        opt_state = closed._replace(acc_grads=opt_state.acc_grads)
+        return state._replace(params=params, opt_state=opt_state), metrics
+
+
+def _applied(param: jax.Array, update: jax.Array) -> optax.Params:
+    """The parameter plus its update, which weight decay gives an integer too."""
+    is_trained = jnp.issubdtype(param.dtype, jnp.inexact)
+    return optax.apply_updates(param, update) if is_trained else param

@@ -1,7 +1,7 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,33 +10,23 @@ import optax
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.body import add_micro_batch
+from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import Loss, LossFn, MicroBatch, Output, make_loss
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Batch,
-    DType,
-    Gradients,
-    ParamShardings,
-    is_concrete,
-)
-from optax_tokenaccum._devices.mode import (
-    Mode,
-    ReduceEvery,
-    make_mode,
-)
-from optax_tokenaccum._steps.compile_ahead import Programs, Progress
+from optax_tokenaccum._core.trees import Batch, DType, Gradients, is_concrete
+from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
+from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.keywords import Keywords
 from optax_tokenaccum._steps.micro_batches import GroupedWindow
 from optax_tokenaccum._steps.program import ArrayMemo, Program
 from optax_tokenaccum._steps.state import (
     AnyStepState,
     P,
+    S,
     StepMetrics,
-    StepState,
-    metrics_of,
     model_state_of,
-    with_model_state,
+    with_parts,
 )
 from optax_tokenaccum._steps.step import Step
 
@@ -73,24 +63,23 @@ class TrainStep(Step[P]):
         super().__init__(loss, accumulation, mode, donate)
         # The values of `mini_step` arrays, so that no call waits for the device.
         self._counts: ArrayMemo[int] = ArrayMemo()
+        # The `mini_step` arrays of states for which the close is compiled.
+        self._is_ready: ArrayMemo[bool] = ArrayMemo()
         self._add = functools.partial(add_micro_batch, loss)
+        options = self._of_programs
         self.accumulate = Program(
             self._accumulate,
             self._micro_batch,
             _split_window,
-            self._join_accumulated,
+            self._count,
             agree=self._agree,
-            **self._of_programs,
+            **options,
         )
         self.close_window = Program(
-            self._close,
-            self._nothing,
-            _split_sums,
-            self._join_closed,
-            **self._of_programs,
+            self._close, self._nothing, _split_sums, self._begin_count, **options
         )
         self._accumulate_and_close = Program(
-            self._whole, self._micro_batch, agree=self._agree, **self._of_programs
+            self._whole, self._micro_batch, agree=self._agree, **options
         )
 
     def init(self, params: P, model_state: Any = None) -> Any:
@@ -103,12 +92,12 @@ class TrainStep(Step[P]):
 
     def __call__(
         self,
-        state: AnyStepState[P],
+        state: S,
         batch: Batch,
         *,
         rng: jax.Array | None = None,
         **loss_kwargs: Any,
-    ) -> tuple[Any, StepMetrics]:
+    ) -> tuple[S, StepMetrics]:
         """Adds a micro-batch; if this closes the window, applies the update.
 
         Args:
@@ -140,28 +129,27 @@ class TrainStep(Step[P]):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
         # Compile the close before `accumulate` donates the sums: after an error in the
         # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
-        self.close_window.make_ready(state)
         counter = state.opt_state.mini_step
+        if not self._is_ready.get(counter):
+            self.close_window.make_ready(state)
         count = self._counts.get(counter)
         if count is None:  # after a restore: the device is read once
             count = int(counter)
             self._counts.remember(counter, count)
-        state, added = self.accumulate(state, batch, rng=rng, **loss_kwargs)
-        metrics = added
+        state, metrics = self.accumulate(state, batch, rng=rng, **loss_kwargs)
         if count + 1 >= k:
             state, closed = self.close_window(state)
-            metrics = closed._replace(skipped=added.skipped, aux=added.aux)
-        self.close_window.stay_ready(state)
+            metrics = closed._replace(skipped=metrics.skipped, aux=metrics.aux)
+        self._is_ready.remember(state.opt_state.mini_step, True)
         return state, metrics
 
     def compile(
         self,
         state: AnyStepState[P],
-        batches: Iterable[Any],
+        batches: Iterable[Batch],
         *,
-        rng: jax.Array | None = None,
         progress: Progress = iter,
-        **loss_kwargs: Any,
+        **kwargs: Any,
     ) -> None:
         """Compiles the programs for all shapes of batches, so that no call has to.
 
@@ -175,10 +163,9 @@ class TrainStep(Step[P]):
             their placement.
           batches: a list of batches, or of their shapes. Batches of the same shapes
             share a program.
-          rng: as for a call.
           progress: wraps the list of programs to show progress, for example
             `tqdm.tqdm` or `rich.progress.track`.
-          **loss_kwargs: as for a call.
+          **kwargs: the keywords of a call: `rng`, and those of `loss_fn`.
 
         Raises:
           TypeError: `batches` is not a list. A call's own errors are raised too.
@@ -192,7 +179,7 @@ class TrainStep(Step[P]):
           >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 9)]
           >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), shapes)
         """
-        self._compile(state, batches, progress, rng=rng, **loss_kwargs)
+        compile_all(self._programs(state, **kwargs), batches, "batches", progress)
 
     def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
         self._require(state)
@@ -231,75 +218,50 @@ class TrainStep(Step[P]):
         return (MicroBatch(self._mode.spread(batch), rng, Keywords(loss_kwargs)),)
 
     def _accumulate(
-        self,
-        shardings: ParamShardings,
-        window: tuple[TokenAccumulationState, Any],
-        params: P,
-        micro_batch: MicroBatch,
+        self, shardings: P | None, state: S, params: P, micro_batch: MicroBatch
     ) -> Output:
         """The program for every micro-batch.
 
         It only reads the parameters, and is not given the inner optimizer's state. It
         donates the sums, and adds each gradient to them as soon as that is computed.
         """
-        opt_state, model_state = window
+        opt_state, model_state = state.opt_state, model_state_of(state)
         self._mode.layout().check(opt_state.acc_grads, params)
         micro_batch = micro_batch.at(opt_state.gradient_step, opt_state.mini_step)
         add = self._mode.on_rows(self._add, self._accumulation.on, shardings)
         opt_state, (model_state, skipped), aux = add(
             opt_state, micro_batch, params, model_state
         )
-        metrics = metrics_of(opt_state, *self._accumulation.window_so_far(opt_state))
-        return Output((opt_state, model_state), metrics._replace(skipped=skipped), aux)
+        metrics = self._metrics(opt_state)._replace(skipped=skipped)
+        return Output(with_parts(state, opt_state, model_state), metrics, aux)
 
-    def _join_accumulated(
-        self, window: tuple[TokenAccumulationState, Any], old: AnyStepState[P]
-    ) -> AnyStepState[P]:
-        opt_state, model_state = window
-        count = self._counts.get(old.opt_state.mini_step)
-        if count is not None and self._accumulation.should_skip_update_fn is None:
-            self._counts.remember(opt_state.mini_step, count + 1)
-        inner_opt_state = old.opt_state.inner_opt_state
-        opt_state = opt_state._replace(inner_opt_state=inner_opt_state)
-        return with_model_state(old._replace(opt_state=opt_state), model_state)
-
-    def _close(
-        self, shardings: ParamShardings, state: StepState[P], acc_grads: Gradients
-    ) -> Output:
+    def _close(self, shardings: P | None, state: S, acc_grads: Gradients) -> Output:
         """The program for every update; it only reads the sums."""
         self._mode.layout().check(acc_grads, state.params)
         state = _with_sums(state, acc_grads)
-        closes = state.opt_state.mini_step > 0
-        params, opt_state, metrics = self._update(shardings, closes, *state)
-        return Output(_with_sums(StepState(params, opt_state), None), metrics)
-
-    def _join_closed(
-        self, closed: StepState[P], old: AnyStepState[P]
-    ) -> AnyStepState[P]:
-        self._counts.remember(closed.opt_state.mini_step, 0)
-        return old._replace(**_with_sums(closed, old.opt_state.acc_grads)._asdict())
+        state, metrics = self._update(shardings, state.opt_state.mini_step > 0, state)
+        return Output(_with_sums(state, None), metrics)
 
     def _whole(
-        self,
-        shardings: ParamShardings,
-        state: AnyStepState[P],
-        _: tuple[()],
-        micro_batch: MicroBatch,
+        self, shardings: P | None, state: S, _: tuple[()], micro_batch: MicroBatch
     ) -> Output:
         """Both programs in one, if the host does not know when a window closes."""
-        window = state.opt_state, model_state_of(state)
-        (opt_state, model_state), added, aux = self._accumulate(
-            shardings, window, state.params, micro_batch
+        state, added, aux = self._accumulate(
+            shardings, state, state.params, micro_batch
         )
         closes = self._accumulation.schedule.closes(
-            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
+            added.mini_step, state.opt_state.acc_tokens, added.gradient_step
         )
-        params, opt_state, closed = self._update(
-            shardings, closes, state.params, opt_state
-        )
-        state = state._replace(params=params, opt_state=opt_state)
-        state = with_model_state(state, model_state)
-        return Output(state, closed._replace(skipped=added.skipped), aux)
+        state, metrics = self._update(shardings, closes, state)
+        return Output(state, metrics._replace(skipped=added.skipped), aux)
+
+    def _count(self, old: AnyStepState[P], new: AnyStepState[P]) -> None:
+        count = self._counts.get(old.opt_state.mini_step)
+        if count is not None and self._accumulation.should_skip_update_fn is None:
+            self._counts.remember(new.opt_state.mini_step, count + 1)
+
+    def _begin_count(self, _: AnyStepState[P], new: AnyStepState[P]) -> None:
+        self._counts.remember(new.opt_state.mini_step, 0)
 
     def _host_known_k(self, state: AnyStepState[P]) -> int | None:
         """The number of micro-batches in a window, if the host can count them."""
@@ -317,7 +279,7 @@ def make_train_step(
     every_n_tokens: CountSchedule | None = None,
     has_aux: bool = False,
     has_model_state: bool = False,
-    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
@@ -413,15 +375,17 @@ def make_train_step(
     return TrainStep(loss, accumulation, mode, donate)
 
 
-def _split_window(state: AnyStepState[P]) -> tuple[tuple[Any, Any], P]:
-    window = state.opt_state._replace(inner_opt_state=None)
-    return (window, model_state_of(state)), state.params
+def _split_window(state: S) -> tuple[S, Any]:
+    """What every micro-batch changes, and the parameters, which it only reads."""
+    opt_state = state.opt_state._replace(inner_opt_state=None)
+    return state._replace(params=None, opt_state=opt_state), state.params
 
 
-def _split_sums(state: AnyStepState[P]) -> tuple[StepState[P], Gradients]:
-    rest = StepState(state.params, state.opt_state)
+def _split_sums(state: S) -> tuple[S, Gradients]:
+    """What an update changes, and the sums, which it only reads."""
+    rest = with_parts(state, state.opt_state, None)
     return _with_sums(rest, None), state.opt_state.acc_grads
 
 
-def _with_sums(state: StepState[P], acc_grads: Gradients | None) -> StepState[P]:
+def _with_sums(state: S, acc_grads: Gradients | None) -> S:
     return state._replace(opt_state=state.opt_state._replace(acc_grads=acc_grads))

@@ -23,16 +23,13 @@ from optax_tokenaccum._core.loss import (
 from optax_tokenaccum._core.model_state import changes, whole_numbers
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Batch,
-    DType,
-    Gradients,
-    M,
-    Params,
-)
+from optax_tokenaccum._core.trees import Batch, DType, Gradients, M
 from optax_tokenaccum._devices.own_map import PeersInMap, SumsInMap, peers_in_map
 from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms, split
-from optax_tokenaccum._steps.micro_batches import explained, for_each, groups_of
+from optax_tokenaccum._steps.micro_batches import Bound, explained, for_each, groups_of
+
+# The open window, the model state, and whether a micro-batch was rejected.
+Carry = tuple[TokenAccumulationState, M, jax.Array]
 
 
 def window_value_and_grad(
@@ -42,7 +39,7 @@ def window_value_and_grad(
     has_model_state: bool = False,
     count_fn: CountFn | None = None,
     accumulator_dtype: DType | None = None,
-) -> Callable[..., tuple[tuple[Any, Any], Any]]:
+) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, for the exact mean loss of a window.
 
     The returned function computes
@@ -67,22 +64,18 @@ def window_value_and_grad(
     parts of parameters, must return both numbers reduced with `jax.lax.psum`.
 
     Args:
-      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
-        *summed* over the micro-batch's tokens.
-      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
-      has_model_state: for what the forward pass updates, see `make_train_step`:
-        `loss_fn(params, model_state, batch, **kwargs) -> ((loss_sum, num_tokens),
-        model_state)`, or with `count_fn` `({name: loss_sum}, model_state)`. In a
-        `shard_map`, the model state is each device's own during the window, keys
-        included; then floating values are averaged over the devices that share
-        parameters.
+      loss_fn: as for `make_train_step`, a *sum* over the micro-batch's tokens.
+      has_aux: as for `make_train_step`.
+      has_model_state: as for `make_train_step`. In a `shard_map`, the model state is
+        each device's own during the window, keys included; then floating values are
+        averaged over the devices that share parameters.
       count_fn: for several losses with different denominators: `count_fn(batch) ->
-        {name: count}`. `loss_fn` then returns `{name: loss_sum}`, or with `has_aux`
-        `({name: loss_sum}, aux)`. The loss is :math:`\sum_j \sum_i \ell_{ij} / \sum_i
-        n_{ij}`; a count of `None` leaves its term undivided. Counts may depend only on
-        the batch: they are summed over the window before the first backward pass.
-      accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
-        if that is wider.
+        {name: count}`. `loss_fn` then returns `{name: loss_sum}` for `(loss_sum,
+        num_tokens)`, or with `has_aux` `({name: loss_sum}, aux)`. The loss is
+        :math:`\sum_j \sum_i \ell_{ij} / \sum_i n_{ij}`; a count of `None` leaves its
+        term undivided. Counts may depend only on the batch: they are summed over the
+        window before the first backward pass.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
 
     Returns:
       `f(params, micro_batches, *, rng=None, num_micro_batches=None, **loss_kwargs) ->
@@ -132,7 +125,9 @@ def window_value_and_grad(
     if has_model_state:
         return value_and_grad
 
-    def without_model_state(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
+    def without_model_state(
+        params: optax.Params, micro_batches: Batch, **kwargs: Any
+    ) -> Any:
         (values, _), grads = value_and_grad(params, None, micro_batches, **kwargs)
         return values, grads
 
@@ -142,7 +137,7 @@ def window_value_and_grad(
 def make_window(
     loss: Loss, count_fn: CountFn | None, accumulator_dtype: DType | None
 ) -> "Window":
-    """The loop over a window for a value and its gradient alone."""
+    """A window that is not followed by an update."""
     accumulation = make_accumulation(
         optax.identity(),
         make_schedule(),
@@ -166,12 +161,12 @@ class Window:
 
     def value_and_grad(
         self,
-        params: Params,
+        params: optax.Params,
         model_state: M,
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: jax.typing.ArrayLike | None = None,
+        num_micro_batches: Bound = None,
         **loss_kwargs: Any,
     ) -> tuple[tuple[tuple[jax.Array, tuple[Any, Any]], M], Gradients]:
         """See `window_value_and_grad`."""
@@ -197,24 +192,23 @@ class Window:
     def _peers_in_map(
         self,
         micro_batches: MicroBatch,
-        params: Params,
+        params: optax.Params,
         model_state: M,
-        num_micro_batches: jax.typing.ArrayLike | None,
+        num_micro_batches: Bound,
     ) -> PeersInMap:
         """The devices that share the window, if this is called in a `shard_map`."""
         _, groups = groups_of(micro_batches.rows, num_micro_batches)
 
         def of_first() -> Any:
-            rows = groups[0].pick(0)
-            returned, new = call(
-                self.loss, params, model_state, micro_batches._replace(rows=rows).at(0)
-            )
+            first = micro_batches._replace(rows=groups[0].pick(0))
+            returned, new = call(self.loss, params, model_state, first.at(0))
             same = whole_numbers(model_state, changes(model_state, new))
             if self.count_fn is None:
-                loss_sum, (num_tokens, _) = unpack(returned, self.loss.has_aux)
-                return loss_sum, num_tokens, params, same
-            terms, _ = split(returned, self.loss.has_aux)
-            return terms, self.count_fn(rows), params, same
+                losses, (counts, _) = unpack(returned, self.loss.has_aux)
+            else:
+                losses, _ = split(returned, self.loss.has_aux)
+                counts = self.count_fn(first.rows)
+            return losses, counts, params, same
 
         return peers_in_map(of_first)
 
@@ -223,9 +217,9 @@ class Window:
         accumulation: Accumulation,
         _: None,
         micro_batches: MicroBatch,
-        params: Params,
+        params: optax.Params,
         model_state: M,
-        num_micro_batches: jax.typing.ArrayLike | None,
+        num_micro_batches: Bound,
         gradient_step: jax.Array | None = None,
         counted_by: Peers | None = None,
     ) -> Output:
@@ -237,24 +231,21 @@ class Window:
         Returns:
           `Output(opt_state, (model_state, any_skipped, num_tokens), aux)`.
         """
-        rows = micro_batches.rows
-        capacity, groups = groups_of(rows, num_micro_batches)
+        capacity, groups = groups_of(micro_batches.rows, num_micro_batches)
 
         def with_note(f: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
-                with explained(rows, args[-1]):
+                with explained(micro_batches.rows, args[-1]):
                     return f(*args, **kwargs)
 
             return called
 
         loss = replace(self.loss, call=with_note(self.loss.call))
-        totals: Any = None
-        empty = accumulation.empty_window(params)
+        empty, totals = accumulation.empty_window(params), None
         if gradient_step is not None:
             empty = empty._replace(gradient_step=gradient_step)
         if self.count_fn is not None:
-            count_fn, dtype = with_note(self.count_fn), empty.acc_tokens.dtype
-            terms = LossTerms(loss, count_fn, dtype)
+            terms = LossTerms(loss, with_note(self.count_fn), empty.acc_tokens.dtype)
             totals = terms.totals(groups, counted_by or accumulation.peers)
             loss = terms.share_of(totals)
 
@@ -262,7 +253,7 @@ class Window:
             run = () if gradient_step is None else (state.gradient_step,)
             return micro_batches._replace(rows=batch).at(*run, state.mini_step)
 
-        def add(batch: Batch, carry: Any) -> tuple[Any, Any]:
+        def add(batch: Batch, carry: Carry) -> tuple[Carry, Any]:
             state, model_state, any_skipped = carry
             state, (model_state, skipped), aux = add_micro_batch(
                 loss, accumulation, state, at(batch, state), params, model_state

@@ -1,6 +1,6 @@
 """A train step that runs one window per call."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,13 @@ from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import LossFn, MicroBatch, Output, make_loss
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Batch, DType, ParamShardings
+from optax_tokenaccum._core.trees import Batch, DType
 from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
-from optax_tokenaccum._steps.compile_ahead import Programs, Progress
+from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.keywords import Keywords
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.micro_batches import (
+    Bound,
     GroupedWindow,
     check_micro_batches,
     explained,
@@ -28,9 +29,10 @@ from optax_tokenaccum._steps.program import Program
 from optax_tokenaccum._steps.state import (
     AnyStepState,
     P,
+    S,
     StepMetrics,
     model_state_of,
-    with_model_state,
+    with_parts,
 )
 from optax_tokenaccum._steps.step import Step
 from optax_tokenaccum._steps.window import Window
@@ -71,28 +73,25 @@ class WindowStep(Step[P]):
 
     def __call__(
         self,
-        state: AnyStepState[P],
+        state: S,
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: jax.typing.ArrayLike | None = None,
+        num_micro_batches: Bound = None,
         **loss_kwargs: Any,
-    ) -> tuple[Any, StepMetrics]:
+    ) -> tuple[S, StepMetrics]:
         """Runs a window and applies its update, unless the window has no tokens.
 
         Args:
-          state: from `init` or the previous call. It is donated: use the new state
-            afterwards.
+          state: as for `TrainStep`.
           micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
             `PlannedWindow`, see `pad_window`. An error in `loss_fn` has a note with the
             shapes that `loss_fn` received.
-          rng: one key for the whole run, as for `TrainStep`: `loss_fn` receives it as
-            `rng`, folded with `gradient_step` and the number of micro-batches that this
-            window has added so far.
+          rng: as for `TrainStep`; `mini_step` is here the number of micro-batches that
+            this window has added so far.
           num_micro_batches: runs only the first `num_micro_batches`. All numbers share
             one additional program.
-          **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
-            numbers are traced; bools, strings and functions are static.
+          **loss_kwargs: as for `TrainStep`.
         """
         return self._run(
             state,
@@ -105,27 +104,21 @@ class WindowStep(Step[P]):
     def compile(
         self,
         state: AnyStepState[P],
-        windows: Iterable[Any],
+        windows: Iterable[Batch],
         *,
-        rng: jax.Array | None = None,
-        num_micro_batches: jax.typing.ArrayLike | None = None,
         progress: Progress = iter,
-        **loss_kwargs: Any,
+        **kwargs: Any,
     ) -> None:
         """Compiles the programs for all shapes, so that no call has to compile.
 
         Args:
-          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`. Pass
-            the state itself if parameters were placed on devices: programs depend on
-            their placement.
+          state: as for `TrainStep.compile`.
           windows: a list of the `micro_batches` of later calls, or of their shapes.
             Windows of the same shapes share a program, and so do all `PlannedWindow`
             with the same settings.
-          rng: as for a call.
-          num_micro_batches: as for a call; one number compiles the program for all.
-          progress: wraps the list of programs to show progress, for example
-            `tqdm.tqdm` or `rich.progress.track`.
-          **loss_kwargs: as for a call.
+          progress: as for `TrainStep.compile`.
+          **kwargs: the keywords of a call; one `num_micro_batches` compiles the program
+            for all.
 
         Raises:
           TypeError: `windows` is not a list. A call's own errors are raised too.
@@ -144,18 +137,13 @@ class WindowStep(Step[P]):
           >>> print(state.params, metrics.num_tokens)
           -1.0 12.0
         """
-        kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
-        self._compile(state, windows, progress, **kwargs)
+        compile_all(self._programs(state, **kwargs), windows, "windows", progress)
 
     def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
         return Programs(state, lambda x: self._run.lowering(state, x, **kwargs))
 
     def _agree(
-        self,
-        micro_batches: Batch,
-        *,
-        num_micro_batches: jax.typing.ArrayLike | None = None,
-        **_: Any,
+        self, micro_batches: Batch, *, num_micro_batches: Bound = None, **_: Any
     ) -> None:
         is_known = isinstance(num_micro_batches, int | np.integer)
         self._mode.agree(micro_batches, int(num_micro_batches) if is_known else None)
@@ -166,21 +154,31 @@ class WindowStep(Step[P]):
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: jax.typing.ArrayLike | None = None,
+        num_micro_batches: Bound = None,
         **loss_kwargs: Any,
-    ) -> tuple[MicroBatch, jax.typing.ArrayLike | None]:
+    ) -> tuple[MicroBatch, Bound]:
         self._require(state)
         check_micro_batches(micro_batches, num_micro_batches)
-        rows = _spread(self._mode, micro_batches)
+        mode, is_planned = self._mode, isinstance(micro_batches, GroupedWindow)
+        if is_planned and micro_batches.parts % mode.num_devices:
+            raise ValueError(
+                "A PlannedWindow must be in as many parts as there are devices, or a "
+                f"multiple: got batch_multiple {micro_batches.parts} and "
+                f"{mode.num_devices} devices of data_axes {mode.data_axes}. Give "
+                "pad_window that number."
+            )
+        with explained(micro_batches, micro_batches):
+            # Leaves of a planned window differ in the length of this axis.
+            rows = mode.spread(micro_batches, axis=1, check_rows=not is_planned)
         return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
 
     def _whole(
         self,
-        shardings: ParamShardings,
-        state: AnyStepState[P],
+        shardings: P | None,
+        state: S,
         _: tuple[()],
         micro_batches: MicroBatch,
-        num_micro_batches: jax.typing.ArrayLike | None,
+        num_micro_batches: Bound,
     ) -> Output:
         old = state.opt_state
         run = self._mode.on_rows(self._window.run, self._accumulation.on, shardings)
@@ -192,21 +190,18 @@ class WindowStep(Step[P]):
             num_micro_batches,
             old.gradient_step.astype(jnp.int32),
         )
-        params, closed, metrics = self._update(
-            shardings,
-            window.mini_step > 0,
-            state.params,
-            window._replace(inner_opt_state=old.inner_opt_state),
-        )
-        metrics = metrics._replace(num_tokens=num_tokens, skipped=any_skipped)
+        window = window._replace(inner_opt_state=old.inner_opt_state)
+        state = with_parts(state, window, model_state)
+        state, metrics = self._update(shardings, window.mini_step > 0, state)
+        new = state.opt_state
         opt_state = old._replace(
-            gradient_step=closed.gradient_step.astype(old.gradient_step.dtype),
-            inner_opt_state=closed.inner_opt_state,
+            gradient_step=new.gradient_step.astype(old.gradient_step.dtype),
+            inner_opt_state=new.inner_opt_state,
         )
         if old.has_updated is not None:  # an nnx.Optimizer has no place for it
-            opt_state = opt_state._replace(has_updated=closed.has_updated)
-        state = state._replace(params=params, opt_state=opt_state)
-        return Output(with_model_state(state, model_state), metrics, aux)
+            opt_state = opt_state._replace(has_updated=new.has_updated)
+        metrics = metrics._replace(num_tokens=num_tokens, skipped=any_skipped)
+        return Output(state._replace(opt_state=opt_state), metrics, aux)
 
 
 def make_window_step(
@@ -216,7 +211,7 @@ def make_window_step(
     has_aux: bool = False,
     has_model_state: bool = False,
     count_fn: CountFn | None = None,
-    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
@@ -229,27 +224,24 @@ def make_window_step(
     windows it keeps only the parameters, the optimizer's own state, which is
     `state.opt_state.inner_opt_state`, and some numbers; no sums of gradients.
 
-    The `StepMetrics` describe the window: `skipped` tells whether any micro-batch was
-    rejected, `aux` is stacked `[k, ...]`, and `mini_step` is 0.
+    The window closes after its last micro-batch. The `StepMetrics` describe the window:
+    `skipped` tells whether any micro-batch was rejected, `aux` is stacked `[k, ...]`,
+    and `mini_step` is 0.
 
     Args:
-      loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
-        *summed* over the micro-batch's tokens.
-      optimizer: the plain optimizer, run once per window. Put clipping inside it.
-      has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
-      has_model_state: for what the forward pass updates, see `make_train_step`.
-        `loss_fn(params, model_state, batch, **kwargs) -> ((loss_sum, num_tokens),
-        model_state)`, or with `count_fn` `({name: loss_sum}, model_state)`.
+      loss_fn: as for `make_train_step`, a *sum* over the micro-batch's tokens.
+      optimizer: as for `make_train_step`.
+      has_aux: as for `make_train_step`.
+      has_model_state: as for `make_train_step`.
       count_fn: for several losses with different denominators, see
         `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
-      mesh: the mesh of devices, see `make_train_step`.
-      data_axes: the axis, or axes, of `mesh` over which rows are spread, see
-        `make_train_step`. Rows are the second axis of the micro-batches' leaves. The
-        devices' sums are reduced once, after the last micro-batch.
-      reduce_every: reduces them in every micro-batch instead, see `make_train_step`.
-      donate: update buffers in place. The state passed to a call is deleted.
+      mesh: as for `make_train_step`.
+      data_axes: as for `make_train_step`. Rows are the second axis of the
+        micro-batches' leaves.
+      reduce_every: as for `make_train_step`.
+      donate: as for `make_train_step`.
 
     Raises:
       ValueError: `count_fn` is given together with `should_skip_update_fn`, since a
@@ -292,17 +284,3 @@ def check_options(
             "before the first backward pass, and a micro-batch rejected later would "
             "stay in every denominator. Drop one of them."
         )
-
-
-def _spread(mode: Mode, micro_batches: Batch) -> Any:
-    is_planned = isinstance(micro_batches, GroupedWindow)
-    if is_planned and micro_batches.parts % mode.num_devices:
-        raise ValueError(
-            "A PlannedWindow must be in as many parts as there are devices, or a "
-            f"multiple: got batch_multiple {micro_batches.parts} and "
-            f"{mode.num_devices} devices of data_axes {mode.data_axes}. Give "
-            "pad_window that number."
-        )
-    with explained(micro_batches, micro_batches):
-        # Leaves of a planned window differ in the length of this axis.
-        return mode.spread(micro_batches, axis=1, check_rows=not is_planned)

@@ -55,12 +55,12 @@ def test_the_state_is_that_of_arrays(
     shape, specs = meshes.LAYOUTS[layout]
     mesh = meshes.make_mesh(shape, kind)
     params = meshes.placed(mesh, specs)
-    step = meshes.make_step(
-        way, OPTIMIZERS["adamw"](), mesh, reduce_every=reduce_every
-    )
+    step = meshes.make_step(way, OPTIMIZERS["adamw"](), mesh, reduce_every=reduce_every)
     check(step, params)
     naive = jax.eval_shape(step.init, params)
-    assert any(not isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(naive))
+    assert any(
+        not isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(naive)
+    )
 
 
 @pytest.mark.parametrize(
