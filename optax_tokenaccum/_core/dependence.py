@@ -93,16 +93,6 @@ class Graph:
         )
 
 
-def slice_of(traced: Traced, needed: list[bool]) -> Slice:
-    """What the `needed` outputs of a traced function are computed from."""
-    return Graph(traced).slice_of([i for i, given in enumerate(needed) if given])
-
-
-def only(traced: Traced, outputs: Collection[int]) -> list[bool]:
-    """For each output of a traced function, whether its index is in `outputs`."""
-    return [i in outputs for i in range(len(_open(traced).outvars))]
-
-
 def are_alike(f: Graph, g: Graph, i: int) -> bool:
     """Whether two traced functions compute output `i` in the same way.
 
