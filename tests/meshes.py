@@ -72,6 +72,24 @@ def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
     return new_train_step(way, loss_fn, optimizer, k, **options)
 
 
+def state_and_shapes(step: Any, params: Any) -> tuple[Any, Any]:
+    """Return the states that `step.init` makes of arrays and of shapes, which agree."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    state, shapes = step.init(params), step.init(shapes)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    named = jax.tree_util.tree_leaves_with_path(state)
+    for (path, x), y in zip(named, jax.tree.leaves(shapes), strict=True):
+        assert isinstance(y, jax.ShapeDtypeStruct)
+        assert (y.shape, y.dtype, y.weak_type) == (x.shape, x.dtype, False), path
+        if y.sharding is None:
+            assert not x.committed, path
+        else:
+            assert y.sharding.is_equivalent_to(x.sharding, x.ndim), path
+    return state, shapes
+
+
 def stacked(batch: Any) -> Any:
     return helpers.stacked(batch, K)
 

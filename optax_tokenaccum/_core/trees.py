@@ -32,6 +32,11 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array with values, neither traced nor a shape."""
+    return isinstance(x, jax.Array) and is_concrete(x)
+
+
 def is_zero(x: ArrayLike | None) -> bool:
     """Whether `x` is known to be 0."""
     return is_concrete(x) and not np.any(np.asarray(x))

@@ -25,6 +25,8 @@ from optax_tokenaccum._devices.shardings import (
     Unknown,
     is_explicit,
     only,
+    put,
+    sharding_of,
 )
 
 
@@ -58,7 +60,7 @@ class OnMesh:
         def place(path: KeyPath, x: Any) -> Any:
             sharding = getattr(x, "sharding", None)
             if not isinstance(sharding, NamedSharding):
-                return jax.device_put(x, self.devices.sharding())
+                return put(x, self.devices.sharding())
             if trees.is_concrete(x) and sharding.mesh != mesh:
                 raise ValueError(
                     "The parameters must be on the mesh given to the step, or on a "
@@ -71,9 +73,9 @@ class OnMesh:
 
     def init(self, init: Callable[[T], M], params: T) -> M:
         mesh = self.devices.mesh
-        is_traced = not all(map(trees.is_concrete, jax.tree.leaves(params)))
+        are_arrays = all(map(trees.is_array, jax.tree.leaves(params)))
         # An optimizer's init may make arrays from those that the mesh's types bind.
-        binds = is_explicit(mesh) and not is_traced
+        binds = is_explicit(mesh) and are_arrays
         with jax.set_mesh(mesh) if binds else contextlib.nullcontext():
             return init(params)
 
@@ -113,11 +115,12 @@ class SumsOnMesh(Layout):
     def zeros(self, params: Params, dtypes: Params) -> Gradients:
         def zero(p: jax.Array, dtype: DType) -> jax.Array:
             shape = (*self.leading_axes, *jnp.shape(p))
-            if not trees.is_concrete(p):
-                return jnp.zeros(shape, dtype)
-            # Never made on one device first, where they may not fit.
-            sharding = self.devices.sharding(*self._spec(p))
-            return jnp.zeros(shape, dtype, device=sharding)
+            spec = self._spec(p)
+            if trees.is_concrete(p):
+                # Never made on one device first, where they may not fit.
+                return jnp.zeros(shape, dtype, device=self.devices.sharding(*spec))
+            zeros = jnp.zeros(shape, dtype)
+            return jax.sharding.reshard(zeros, P(*spec)) if sharding_of(p) else zeros
 
         return jax.tree.map(zero, params, dtypes)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._devices.mesh import DataParallel
-from optax_tokenaccum._devices.shardings import Unknown, names_in, sharding_of
+from optax_tokenaccum._devices.shardings import Unknown, names_in, put, sharding_of
 
 
 @jax.tree_util.register_dataclass
@@ -64,10 +64,7 @@ def spread_rows(
     def place(x: Any, spec: P) -> Any:
         if _is_on_a_mesh(x) or not trees.is_concrete(x):
             return x
-        sharding = devices.sharding(*spec)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.device_put(x, sharding)
+        return put(x, devices.sharding(*spec))
 
     placed = jax.tree.map(place, batch, spread.specs(devices))
     return dataclasses.replace(spread, batch=placed)

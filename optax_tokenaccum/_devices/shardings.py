@@ -68,3 +68,10 @@ def without(names: tuple[str, ...], spec: Iterable[Entry]) -> list[Entry]:
 def entry_of(names: tuple[str, ...]) -> Entry:
     """The spec entry for `names`; older jax distinguishes `("x",)` from `"x"`."""
     return (names[0] if len(names) == 1 else names) if names else None
+
+
+def put(x: Any, sharding: Any) -> Any:
+    """An array that is moved, or a shape that says where its array would be."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)

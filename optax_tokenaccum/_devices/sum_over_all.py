@@ -20,6 +20,7 @@ from optax_tokenaccum._devices.shardings import (
     Unknown,
     entries_of,
     is_explicit,
+    put,
     sharding_of,
 )
 
@@ -79,7 +80,7 @@ class SumOverAll(OnMesh):
             if not trees.is_concrete(p):
                 return p
             spec = self.devices.spread(p, sharding_of(p))
-            return jax.device_put(p, self.devices.sharding(*spec))
+            return put(p, self.devices.sharding(*spec))
 
         return super().init(init, jax.tree.map(place, params))
 

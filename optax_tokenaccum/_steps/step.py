@@ -1,6 +1,7 @@
 """What a step for one micro-batch and a step for a whole window have in common."""
 
 import abc
+import functools
 from typing import Any, ClassVar, Generic
 
 import jax
@@ -13,6 +14,7 @@ from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
+from optax_tokenaccum._steps import abstract
 from optax_tokenaccum._steps.compile_ahead import Programs
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
@@ -61,7 +63,10 @@ class Step(abc.ABC, Generic[P]):
         Args:
           params: a pytree of arrays; integer arrays are never updated. If the step has
             a mesh, arrays on that mesh stay where they are, and other arrays are copied
-            to all its devices.
+            to all its devices. Or a pytree of `jax.ShapeDtypeStruct`, whose shardings
+            may lie on devices that are not there (`jax.experimental.topologies`): the
+            state is then made of shapes, with the shardings that arrays would have, for
+            `lower`, `compile` and `optax_tokenaccum.compiled.largest_micro_batch`.
           model_state: if the step has `has_model_state=True`, a pytree of arrays that
             the loss changes; placed like `params`.
 
@@ -82,6 +87,8 @@ class Step(abc.ABC, Generic[P]):
                 f"step.init(params{', model_state' * has_model_state}): got {got}."
             )
         checks.check_nnx_variables(params)
+        if abstract.is_abstract(params):
+            return self._shapes(params, model_state)
         params = self._mode.place(arrays.owned(params))  # lets go of the caller's
         # An optimizer may return an array that it keeps: optax.add_noise, its key.
         opt_state = arrays.owned(self._mode.init(self._init, params))
@@ -89,6 +96,18 @@ class Step(abc.ABC, Generic[P]):
             return StepState(params, opt_state)
         model_state = arrays.stable(params, arrays.owned(model_state))
         return ModelStepState(params, opt_state, self._mode.place(model_state))
+
+    def _shapes(self, params: Any, model_state: Any) -> Any:
+        """The state that `init` returns, for shapes."""
+        params = self._mode.place(abstract.shapes_of(params))
+        lead = self._mode.layout().leading_axes
+        init = functools.partial(abstract.init_of_shapes, self._init, lead)
+        opt_state = self._mode.init(init, params)
+        if model_state is None:
+            return StepState(params, opt_state)
+        model_state = self._mode.place(abstract.shapes_of(model_state))
+        home = abstract.home_of(params)
+        return ModelStepState(params, opt_state, abstract.placed_at(home, model_state))
 
     @abc.abstractmethod
     def _init(self, params: P) -> TokenAccumulationState:
