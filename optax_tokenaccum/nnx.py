@@ -231,7 +231,7 @@ def make_train_step(
     has_aux: bool = False,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
-    reduce_every: ReduceEvery = "window",
+    reduce_every: ReduceEvery | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """Builds a jitted NNX train step that takes one micro-batch per call.
@@ -307,7 +307,7 @@ def make_window_step(
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
-    reduce_every: ReduceEvery = "window",
+    reduce_every: ReduceEvery | None = None,
     donate: bool = True,
 ) -> WindowStep:
     """Builds a jitted NNX train step that runs a whole window per call.

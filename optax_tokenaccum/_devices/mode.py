@@ -18,16 +18,16 @@ ReduceEvery = Literal["window", "micro_batch"]
 def make_mode(
     mesh: Mesh | None,
     data_axes: str | Sequence[str] | None,
-    reduce_every: ReduceEvery,
+    reduce_every: ReduceEvery | None,
 ) -> Mode:
     """Checks the arguments of steps about devices."""
-    if reduce_every not in ("window", "micro_batch"):
+    if reduce_every not in (None, "window", "micro_batch"):
         raise ValueError(
             "reduce_every must be 'window' or 'micro_batch', when the devices' sums "
             f"are reduced: got {reduce_every!r}."
         )
     if mesh is None and data_axes is None:
-        if reduce_every != "window":
+        if reduce_every == "micro_batch":
             raise ValueError(
                 "reduce_every needs mesh and data_axes, to know the devices: got "
                 f"{reduce_every!r} without. Give both, or leave it out."
@@ -48,6 +48,6 @@ def make_mode(
             f"{list(mesh.axis_names)}."
         )
     devices = DataParallel(mesh, names)
-    if reduce_every == "window":
-        return SumOnEach(devices)
-    return SumOverAll(devices)
+    if reduce_every == "micro_batch":
+        return SumOverAll(devices)
+    return SumOnEach(devices, is_chosen=reduce_every is not None)

@@ -1,5 +1,6 @@
 """A sum on each device, reduced once, at the close: `reduce_every="window"`."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate
@@ -11,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._core.layout import Layout, Peers
 from optax_tokenaccum._core.loss import MicroBatch, Output
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Gradients, ParamShardings, T
+from optax_tokenaccum._core.trees import Gradients, M, ParamShardings, T
 from optax_tokenaccum._devices.axes import OwnSums, PeersOnAxes
+from optax_tokenaccum._devices.mesh import DataParallel
 from optax_tokenaccum._devices.on_mesh import OnMesh, SumsOnMesh
 from optax_tokenaccum._devices.shardings import (
     Entry,
@@ -71,6 +73,29 @@ class SumOnEach(OnMesh):
 
     sums = StackedSums
     keeps_sums_apart = True
+
+    def __init__(self, devices: DataParallel, *, is_chosen: bool):
+        super().__init__(devices)
+        self._warns = not is_chosen
+
+    def init(self, init: Callable[[T], M], params: T) -> M:
+        gathered = sum(4 * x.size for x in jax.tree.leaves(params) if self._spreads(x))
+        if gathered and self._warns:
+            self._warns = False
+            warnings.warn(
+                f"Parameters are spread over data_axes {self.data_axes}, and every "
+                f"device keeps whole float32 sums of their gradients: {gathered:,} "
+                'bytes. reduce_every="micro_batch" spreads the sums too (FSDP); '
+                'reduce_every="window" keeps them whole without this warning.',
+                stacklevel=4,
+            )
+        return super().init(init, params)
+
+    def _spreads(self, x: jax.Array) -> bool:
+        """Whether a parameter is spread over the data axes."""
+        sharding = sharding_of(x)
+        used = {name for entry in sharding.spec for name in names_in(entry)}
+        return not used.isdisjoint(self.data_axes)
 
     def on_rows(
         self,

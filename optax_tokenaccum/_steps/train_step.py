@@ -283,7 +283,7 @@ def make_train_step(
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
-    reduce_every: ReduceEvery = "window",
+    reduce_every: ReduceEvery | None = None,
     donate: bool = True,
 ) -> TrainStep:
     r"""Builds a jitted train step that takes one micro-batch per call.
@@ -332,12 +332,13 @@ def make_train_step(
         keywords. Other axes of the mesh are left to the compiler. Without a mesh,
         arrays that are spread over devices give correct results too, but gradients are
         reduced in every micro-batch.
-      reduce_every: when gradients are reduced over devices. `"window"`: once, as above;
-        parameters that are spread over the data axes are gathered for every
-        micro-batch, and every device needs room for a whole gradient. `"micro_batch"`:
-        in every micro-batch, over all rows; the sums are spread over the data axes,
-        like such parameters (FSDP), or even if the parameters are not (ZeRO-2).
-        `loss_fn` then sees all rows.
+      reduce_every: when gradients are reduced over devices. `"window"`, the default:
+        once, as above; parameters that are spread over the data axes are gathered for
+        every micro-batch, and every device needs room for a whole gradient, so `init`
+        warns about them once unless `"window"` is given. `"micro_batch"`: in every
+        micro-batch, over all rows; the sums are spread over the data axes, like such
+        parameters (FSDP), or even if the parameters are not (ZeRO-2). `loss_fn` then
+        sees all rows.
       donate: update buffers in place. The state passed to a call is deleted.
 
     Returns:

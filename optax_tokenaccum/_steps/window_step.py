@@ -215,7 +215,7 @@ def make_window_step(
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
     data_axes: str | Sequence[str] | None = None,
-    reduce_every: ReduceEvery = "window",
+    reduce_every: ReduceEvery | None = None,
     donate: bool = True,
 ) -> WindowStep:
     """Builds a jitted train step that runs a whole window per call, in one program.

@@ -1,4 +1,7 @@
-"""`step.init` of shapes: the state's shapes and shardings, without any array."""
+"""`step.init` of shapes: the state's shapes and shardings, without any array.
+
+And its warning about parameters that are spread where their sums are not.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -57,3 +60,20 @@ def test_one_device_and_shapes_that_are_not_placed():
     mesh = meshes.make_mesh((8,))
     step = meshes.make_step("two programs", optax.adam(0.1), mesh)
     meshes.state_and_shapes(step, init_params(0))
+
+
+@pytest.mark.parametrize("way", ["two programs", "window", "nnx window"])
+def test_whole_sums_of_spread_parameters_are_warned_about_once(way: str):
+    shape, specs = meshes.LAYOUTS["fsdp"]
+    mesh = meshes.make_mesh(shape)
+    spread = meshes.placed(mesh, specs)
+    step = meshes.make_step(way, optax.sgd(0.1), mesh)
+    with pytest.warns(UserWarning, match=f"{meshes.GRADIENT:,} bytes") as warned:
+        step.init(spread)
+        step.init(spread)
+    assert len(warned) == 1
+    for reduce_every in "window", "micro_batch":  # the suite's filter raises warnings
+        meshes.make_step(way, optax.sgd(0.1), mesh, reduce_every=reduce_every).init(
+            spread
+        )
+    meshes.make_step(way, optax.sgd(0.1), mesh).init(init_params(0))
