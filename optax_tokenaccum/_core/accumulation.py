@@ -163,7 +163,7 @@ class Accumulation:
             loss, argnums=(0, 1), has_aux=True, allow_int=True
         )(params, others)
         added = self.add(gradients, state, params, num_tokens, loss_sum)
-        return Added(*added[:3], aux, of_others)
+        return Added(added.state, added.skipped, added.counts, aux, of_others)
 
     def _add_within(
         self,
@@ -188,7 +188,8 @@ class Accumulation:
         ).add()
         new = self._contribution((), state, params, passed.num_tokens, passed.loss_sum)
         added = self._added(state, new, structure.unflatten(passed.sums))
-        return Added(*added[:3], passed.aux, passed.gradients)
+        state, skipped, counts, *_ = added
+        return Added(state, skipped, counts, passed.aux, passed.gradients)
 
     def _contribution(
         self,

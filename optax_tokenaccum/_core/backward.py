@@ -37,25 +37,26 @@ Returned = tuple[jax.Array, tuple[ArrayLike | None, A]]
 # A loss, `aux`, and the gradients that are returned.
 Differentiated = tuple[jax.Array, Any, list[jax.Array]]
 
-_reasons: ContextVar[dict[str, str] | None] = ContextVar("reasons", default=None)
+_collected: ContextVar[dict[str, str] | None] = ContextVar("reasons", default=None)
 
 
 @contextlib.contextmanager
 def collect_reasons() -> Iterator[dict[str, str]]:
-    """Collects, from micro-batches that are traced inside the block, whole gradients.
+    """Collects why gradients are whole, in what is traced inside the block.
 
-    By the path of each parameter, why its gradient exists as a whole next to its sum.
+    By the path of each parameter whose gradient exists next to its sum.
     """
     collected: dict[str, str] = {}
-    token = _reasons.set(collected)
+    token = _collected.set(collected)
     try:
         yield collected
     finally:
-        _reasons.reset(token)
+        _collected.reset(token)
 
 
 def report(reasons: dict[str, str]) -> None:
-    collected = _reasons.get()
+    """Adds to what `collect_reasons` collects, if it does."""
+    collected = _collected.get()
     if collected is not None:
         collected |= reasons
 
@@ -95,7 +96,7 @@ class BackwardPass:
       others: what gradients are returned of.
       sums: of the gradients of the parameters, leaf by leaf.
       is_first: whether the sums begin anew.
-      is_whole: of each sum, whether the first axis is not spread over devices.
+      is_unsharded: of each sum, whether the first axis is not spread over devices.
       count_dtype: the dtype of the number of tokens.
       peers: the other devices.
 
@@ -114,7 +115,7 @@ class BackwardPass:
         others: list[jax.Array],
         sums: list[jax.Array],
         is_first: jax.Array,
-        is_whole: list[bool],
+        is_unsharded: list[bool],
         count_dtype: DType,
         peers: Peers,
     ):
@@ -138,7 +139,7 @@ class BackwardPass:
         # On the supported versions of JAX, the jaxpr would keep them too.
         self._given = Given(sums, is_first, inputs, [*closed.consts])
         self._jaxpr = closed.jaxpr.with_consts([None] * len(closed.consts))
-        self._check_may_not_run(closed)
+        self._check_can_be_left_out(closed)
 
         self._floats = [i for i, x in enumerate(inputs) if _is_float(x)]
         self._reasons: dict[int, str] = {}
@@ -152,7 +153,7 @@ class BackwardPass:
                     f"a {dtype} gradient rounds differently when it is added to a "
                     f"{total.dtype} sum in place"
                 )
-            elif not is_whole[i]:
+            elif not is_unsharded[i]:
                 # A scan over an axis that is spread would gather the whole sum.
                 self._reasons[i] = "its first axis is spread over devices"
             elif dtype != total.dtype:
@@ -164,7 +165,7 @@ class BackwardPass:
             if i < size
         }
 
-    def _check_may_not_run(self, closed: ClosedJaxpr) -> None:
+    def _check_can_be_left_out(self, closed: ClosedJaxpr) -> None:
         """Raises `CannotAdd` if a micro-batch without tokens must be differentiated."""
         if closed.effects:
             raise CannotAdd("loss_fn has side effects")
@@ -240,7 +241,7 @@ class BackwardPass:
                 loss_sum = _zero_like(loss_sum)
             return loss_sum, aux, [*map(_zero_like, others)]
 
-        def add_where_others_have_tokens() -> Differentiated:
+        def without_adding() -> Differentiated:
             return jax.lax.cond(any_tokens, lambda: add({}), leave)
 
         # XLA drops the rest of this forward pass, which the count does not need. With
@@ -251,11 +252,11 @@ class BackwardPass:
         if trees.is_concrete(has_tokens):
             loss_sum, aux, gradients = add(refs) if has_tokens else leave()
         else:
-            is_of_others = others and any_tokens is not has_tokens
+            needs_values = others and any_tokens is not has_tokens
             loss_sum, aux, gradients = jax.lax.cond(
                 has_tokens,
                 lambda: add(refs),
-                add_where_others_have_tokens if is_of_others else leave,
+                without_adding if needs_values else leave,
             )
         sums = [jax.freeze(refs[i]) if i in refs else x for i, x in enumerate(sums)]
         return Passed(sums, loss_sum, num_tokens, aux, gradients)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from optax import Params
 
 from optax_tokenaccum._core import overwritten
@@ -14,8 +15,8 @@ from optax_tokenaccum._core.loss import Loss, MicroBatch, Output, unpack
 from optax_tokenaccum._core.model_state import (
     Changes,
     changes,
+    integers_of,
     updated,
-    whole_numbers,
     with_own_keys,
 )
 from optax_tokenaccum._core.state import TokenAccumulationState
@@ -72,13 +73,21 @@ def add_gradients(
 def window_gradient(
     accumulation: Accumulation, opt_state: TokenAccumulationState, like: Gradients
 ) -> Gradients:
-    """The mean gradient of a window; zeros without tokens."""
+    """The mean gradient of a window; zeros without tokens.
+
+    Where parameters are overwritten, it is their next value; without tokens, the value
+    in `like`, or 0 if that has shapes alone.
+    """
     sums, maxima = overwritten.split(opt_state.acc_grads)
     trained, values = overwritten.split(like)
     gradient = accumulation.window_gradient_in_place(
         opt_state._replace(acc_grads=sums), trained
     )
-    maxima = [x.astype(y.dtype) for x, y in zip(maxima, values, strict=True)]
+    has_tokens = opt_state.acc_tokens > 0
+    maxima = [
+        jnp.where(has_tokens, x, y if hasattr(y, "__array__") else 0).astype(y.dtype)
+        for x, y in zip(maxima, values, strict=True)
+    ]
     return overwritten.join(gradient, maxima, like)
 
 
@@ -139,7 +148,7 @@ def checked(
         changed = changes(model_state, new)
         return Computed(
             {"num_tokens": num_tokens},
-            whole_numbers(model_state, changed),
+            integers_of(model_state, changed),
             loss_sum,
             (num_tokens, (aux, changed)),
         )

@@ -45,7 +45,7 @@ def per_token(gradients: Gradients, num_tokens: jax.Array, peers: Peers) -> Grad
 def decision(
     should_skip: ArrayLike, skip_state: T, old_skip_state: T, is_usable: jax.Array
 ) -> tuple[jax.Array, T]:
-    """What the skip function returned, checked; ignored for no tokens."""
+    """What the skip function returned, checked; ignored without tokens."""
     trees.check_same_tree(
         old_skip_state,
         skip_state,

@@ -16,7 +16,7 @@ class LossFn(Protocol):
     """`loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`.
 
     With `has_aux` it returns `(loss_sum, (num_tokens, aux))`. With `has_model_state` it
-    is `loss_fn(params, model_state, batch, **kwargs) -> (that, model_state)`.
+    is `loss_fn(params, model_state, batch, **kwargs) -> (returned, model_state)`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -44,7 +44,7 @@ class MicroBatch(NamedTuple):
     Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`.
     """
 
-    rows: Batch
+    rows: Batch  # over a mesh, until it is mapped: `SpreadRows`
     rng: jax.Array | None  # one key for all devices, if there is one
     loss_kwargs: Mapping[str, Any]
 

@@ -42,7 +42,7 @@ def changes(old: M, new: M) -> Changes:
     return changed
 
 
-def whole_numbers(model_state: M, changed: Changes) -> dict[str, jax.Array]:
+def integers_of(model_state: M, changed: Changes) -> dict[str, jax.Array]:
     """The new integers and bools, by their paths: no mean can be taken of these."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model_state)]
     return {

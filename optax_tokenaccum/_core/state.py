@@ -8,7 +8,7 @@ from optax_tokenaccum._core.trees import T
 
 
 class TokenAccumulationState(NamedTuple):
-    """State of `token_accumulation`.
+    """State of `token_accumulation`, and of every step as `opt_state`.
 
     Shapes, dtypes, weak types and placement never change after `init`, so the state
     passes through `jax.lax.scan` and a donating `jax.jit` without a second trace. One

@@ -70,6 +70,6 @@ def is_float0(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-def zeros_of(shape: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
-    """Zeros with the shape and dtype of `shape`; the dtype may be float0."""
-    return (np if is_float0(shape) else jnp).zeros(shape.shape, shape.dtype)
+def zeros_of(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | np.ndarray:
+    """Zeros with the shape and dtype of `like`; the dtype may be float0."""
+    return (np if is_float0(like) else jnp).zeros(like.shape, like.dtype)

@@ -31,7 +31,7 @@ from optax_tokenaccum._devices.shardings import (
 
 
 class OnMesh:
-    """Has the methods of `OneDevice`, except `on_rows`."""
+    """Has the methods of `OneDevice`, except `on_rows`, which its subclasses have."""
 
     sums: ClassVar["type[SumsOnMesh]"]
     keeps_sums_apart: ClassVar[bool]  # whether each device sums its own gradients

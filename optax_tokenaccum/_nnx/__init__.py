@@ -1,1 +1,1 @@
-"""Models and optimizers of Flax NNX as the states of the core's steps."""
+"""Models and optimizers of Flax NNX as the states of the plain steps."""

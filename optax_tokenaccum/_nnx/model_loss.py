@@ -46,7 +46,7 @@ class Model:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """A model's arrays that are not trained, as the model state of the core's steps.
+    """A model's arrays that are not trained, as the model state of the plain steps.
 
     Attributes:
       values: a tree of arrays for each variable.

@@ -1,4 +1,4 @@
-"""What the steps for a model share: they run the core's steps, and write in place."""
+"""What the steps for a model share: they run the plain steps, and write in place."""
 
 import abc
 from typing import Any
@@ -25,7 +25,7 @@ from optax_tokenaccum._steps.state import ModelStepState, StepMetrics, key_array
 
 
 class ModelStep(abc.ABC):
-    """A step of the core for the transformation of each optimizer.
+    """A step of `_steps` for the transformation of each optimizer.
 
     Args:
       mode: how the step runs on its devices.
@@ -70,7 +70,7 @@ class ModelStep(abc.ABC):
         self._lay_out(nodes)
 
     def _step_of(self, optimizer: nnx.Optimizer) -> Any:
-        """The step of the core for the optimizer's transformation, built once."""
+        """The step of `_steps` for the optimizer's transformation, built once."""
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
                 "The optimizer must be an nnx.Optimizer, made with "
@@ -82,10 +82,10 @@ class ModelStep(abc.ABC):
 
     @abc.abstractmethod
     def _build(self, optimizer: nnx.Optimizer) -> Any:
-        """A step of the core for the optimizer's transformation."""
+        """A step of `_steps` for the optimizer's transformation."""
 
     def _opt_state(self, optimizer: nnx.Optimizer) -> OptState:
-        """The variables of the optimizer, as the `opt_state` of the core's step."""
+        """The variables of the optimizer, as the `opt_state` of the plain step."""
         return optimizer.opt_state
 
     def _read(self, model: nnx.Module, optimizer: nnx.Optimizer) -> Nodes:
@@ -100,7 +100,7 @@ class ModelStep(abc.ABC):
         *args: Any,
         **kw: Any,
     ) -> StepMetrics:
-        """Calls the method `part` of the core's step, and writes its results."""
+        """Calls the method `part` of the plain step, and writes its results."""
         step, nodes, state = self._opened(model, optimizer, (args, kw))
         state, metrics = getattr(step, part)(state, *args, **kw)
         nodes.write(state)
@@ -122,7 +122,7 @@ class ModelStep(abc.ABC):
         *args: Any,
         **kw: Any,
     ) -> Any:
-        """Calls the method `part` of the core's step, which only compiles."""
+        """Calls the method `part` of the plain step, which only compiles."""
         step, _, state = self._opened(model, optimizer)
         owner, _, name = part.rpartition(".")
         return getattr(getattr(step, owner) if owner else step, name)(
@@ -180,7 +180,7 @@ class ModelStep(abc.ABC):
 
 
 class Part:
-    """A method of the core's step that is a program; `lower` has its arguments."""
+    """A method of the plain step that is a program; `lower` has its arguments."""
 
     def __init__(self, step: ModelStep, name: str):
         self._step = step

@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.overwritten import COLLECTION, NOTHING
-from optax_tokenaccum._steps.state import StepState, require_step_state
+from optax_tokenaccum._steps.state import ModelStepState, StepState, require_step_state
 
 State = TypeVar("State")
 
@@ -67,12 +67,12 @@ def regroup_sums(state: Any, like: State) -> State:
     """
     saved, wanted = _leaves_by_name(state), _leaves_by_name(like)
     accumulates = any("acc_grads" in name for name in wanted)
-    if isinstance(like, StepState) or not accumulates:
+    if isinstance(like, StepState | ModelStepState) or not accumulates:
         require_step_state(like, accumulates=accumulates)
     if not accumulates and ("opt_state", "acc_tokens") not in saved:
         trees.check_alive(jax.tree.leaves(state)[:1])
         saved = _with_counters(saved, wanted)
-    elif isinstance(state, StepState):
+    elif isinstance(state, StepState | ModelStepState):
         require_step_state(state, accumulates=accumulates)
     leaves = []
     for name, x in wanted.items():

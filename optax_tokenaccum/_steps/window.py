@@ -20,7 +20,7 @@ from optax_tokenaccum._core.loss import (
     make_loss,
     unpack,
 )
-from optax_tokenaccum._core.model_state import changes, whole_numbers
+from optax_tokenaccum._core.model_state import changes, integers_of
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType, Gradients, M
@@ -202,7 +202,7 @@ class Window:
         def of_first() -> Any:
             first = micro_batches._replace(rows=groups[0].pick(0))
             returned, new = call(self.loss, params, model_state, first.at(0))
-            same = whole_numbers(model_state, changes(model_state, new))
+            same = integers_of(model_state, changes(model_state, new))
             if self.count_fn is None:
                 losses, (counts, _) = unpack(returned, self.loss.has_aux)
             else:

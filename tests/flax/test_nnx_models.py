@@ -80,7 +80,8 @@ def test_scanned_layers_and_a_tied_embedding(
     way: str, loss_fn: Any, mesh: Any, spec: P | None
 ):
     """Transformations write parameters back; those of a mesh stay where they are."""
-    options = {"mesh": mesh, "data_axes": "data"} if mesh else {}
+    options = {"mesh": mesh, "data_axes": "data", "reduce_every": "window"}
+    options = options if mesh else {}
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         expected = full_gradient(Scanned())
         run = Run(way, loss_fn, model=Scanned(spec, remat=spec is None), **options)

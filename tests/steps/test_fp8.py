@@ -13,6 +13,8 @@ import pytest
 from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 
+from optax_tokenaccum import accumulate_over_window, window_value_and_grad
+
 K, ROWS = 2, 8
 # Stateless, because each window is compared from where the last one ended. The loss is
 # linear, because rounding to 8 bits would amplify float32 rounding differences.
@@ -150,3 +152,21 @@ def test_what_adds_nothing_leaves_no_trace_in_the_scales(options: Any):
     chex.assert_trees_all_equal(scales(got), clean)
     nothing = after(make_step("two programs", 1, **options), [empty])
     chex.assert_trees_all_equal(nothing, PARAMS)
+
+
+def test_the_functions_of_a_window_return_the_next_scales():
+    """Those of the full batch; without tokens, the old ones."""
+    value_and_grad = jax.jit(window_value_and_grad(loss_fn))
+    window = WINDOWS[0]
+    _, grads = value_and_grad(PARAMS, helpers.stack(window))
+    expected = full_batch(PARAMS, window)
+    chex.assert_trees_all_close(scales(grads), scales(expected), rtol=1e-6)
+    empty = [batch | {"mask": 0 * batch["mask"]} for batch in window]
+    _, grads = value_and_grad(PARAMS, helpers.stack(empty))
+    chex.assert_trees_all_equal(scales(grads), scales(PARAMS))
+    assert not np.any(grads["params"]["Dense_0"]["kernel"])
+    summed = jax.jit(accumulate_over_window(jax.value_and_grad(loss_fn, has_aux=True)))
+    _, grads = summed(PARAMS, helpers.stack(window))
+    chex.assert_trees_all_close(scales(grads), scales(expected), rtol=1e-6)
+    _, grads = summed(PARAMS, helpers.stack(empty))
+    assert all(np.all(x == 0) for x in jax.tree.leaves(scales(grads)))
