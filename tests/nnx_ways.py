@@ -87,6 +87,9 @@ class Step(Part):
         self._part.init(model, optimizer)
         return State(model, optimizer)
 
+    def lay_out(self, state: State) -> None:
+        self._part.init(*state)
+
     def compile(self, state: State, batches: Any, **kwargs: Any) -> None:
         self._part.compile(*state, batches, **kwargs)
 

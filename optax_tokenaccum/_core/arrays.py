@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import OptState, T, is_concrete, name_of
+from optax_tokenaccum._core.trees import OptState, T, is_array, is_concrete, name_of
 
 
 def stable(params: Any, state: T) -> T:
@@ -34,6 +34,8 @@ def stable(params: Any, state: T) -> T:
 
 def settled(x: ArrayLike, taken: set[int]) -> jax.Array:
     """`x`, strongly typed, copied if its id is in `taken`; adds the id to `taken`."""
+    if isinstance(x, jax.ShapeDtypeStruct):  # nothing to donate
+        return x
     is_taken = id(x) in taken
     taken.add(id(x))
     return _copy(x) if is_taken else _as_strong_array(x)
@@ -84,13 +86,17 @@ def _as_strong_array(x: ArrayLike) -> jax.Array:
 
 
 def home(params: optax.Params, whole: bool = True) -> jax.sharding.Sharding | None:
-    """The sharding of the first placed array of `params`, replicated if `whole`."""
+    """The sharding of the first placed leaf of `params`, replicated if `whole`.
+
+    Leaves may be shapes, which are placed if they have a sharding.
+    """
     for leaf in jax.tree.leaves(params):
-        if not isinstance(leaf, jax.Array) or not is_concrete(leaf):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        if not is_shape and not (is_array(leaf) and leaf.committed):
             continue
-        if leaf.committed and isinstance(leaf.sharding, NamedSharding):
+        if isinstance(leaf.sharding, NamedSharding):
             spec = PartitionSpec() if whole else leaf.sharding.spec
             return NamedSharding(leaf.sharding.mesh, spec)
-        if leaf.committed and isinstance(leaf.sharding, SingleDeviceSharding):
+        if isinstance(leaf.sharding, SingleDeviceSharding):
             return leaf.sharding
     return None

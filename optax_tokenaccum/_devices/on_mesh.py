@@ -113,12 +113,15 @@ class SumsOnMesh(Layout):
         raise NotImplementedError
 
     def zeros(self, params: Params, dtypes: Params) -> Gradients:
-        def zero(p: jax.Array, dtype: DType) -> jax.Array:
+        def zero(p: jax.Array, dtype: DType) -> jax.Array | jax.ShapeDtypeStruct:
             shape = (*self.leading_axes, *jnp.shape(p))
             spec = self._spec(p)
             if trees.is_concrete(p):
+                sharding = self.devices.sharding(*spec)
+                if isinstance(p, jax.ShapeDtypeStruct):
+                    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
                 # Never made on one device first, where they may not fit.
-                return jnp.zeros(shape, dtype, device=self.devices.sharding(*spec))
+                return jnp.zeros(shape, dtype, device=sharding)
             zeros = jnp.zeros(shape, dtype)
             return jax.sharding.reshard(zeros, P(*spec)) if sharding_of(p) else zeros
 

@@ -13,6 +13,7 @@ from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.state import TokenAccumulationState, has_sums
 from optax_tokenaccum._core.trees import Batch, Params
 from optax_tokenaccum._devices.mode import Mode
+from optax_tokenaccum._devices.shardings import put
 from optax_tokenaccum._nnx.model_loss import (
     Leaf,
     Model,
@@ -152,7 +153,7 @@ def laid_out(state: ModelStepState, mode: Mode) -> ModelStepState:
         if home is not None and _may_move(x, home):
             ends = (placed_like.get(path[i:]) for i in range(len(path)))
             found = [own for own in ends if own and own[0] == jnp.shape(x)]
-            x = jax.device_put(x, (found[0][1] if found else None) or home)
+            x = put(x, (found[0][1] if found else None) or home)
         return arrays.settled(x, taken)
 
     opt_state = state.opt_state
@@ -172,10 +173,15 @@ def _by_path(tree: Params) -> list[tuple[jax.tree_util.KeyPath, jax.Array]]:
 
 def _may_move(x: jax.Array, home: jax.sharding.Sharding) -> bool:
     """Whether nobody has chosen a place for `x` among the devices of the model."""
-    if not isinstance(x, jax.Array) or not trees.is_concrete(x):
+    is_shape = isinstance(x, jax.ShapeDtypeStruct)
+    if not is_shape and not trees.is_array(x):
         return False
-    is_spread = isinstance(x.sharding, NamedSharding) and not x.is_fully_replicated
-    return not x.committed or (isinstance(home, NamedSharding) and not is_spread)
+    if x.sharding is None if is_shape else not x.committed:
+        return True
+    is_spread = not x.sharding.is_fully_replicated
+    return isinstance(home, NamedSharding) and not (
+        isinstance(x.sharding, NamedSharding) and is_spread
+    )
 
 
 def check_laid_out(state: ModelStepState, mode: Mode) -> None:
@@ -208,11 +214,12 @@ def _with_sums(
     is_laid_out = [jnp.shape(x) for x in sums] == shapes
     if is_laid_out and not mode.data_axes:
         return opt_state
-    is_open = int(opt_state.mini_step) > 0
+    mini_step = opt_state.mini_step
+    is_open = trees.is_array(mini_step) and int(mini_step) > 0
     if not is_laid_out and is_open:
         raise ValueError(
             "The window must be closed before its sums are laid out for other devices: "
-            f"got {int(opt_state.mini_step)} micro-batches in it, and sums of shapes "
+            f"got {int(mini_step)} micro-batches in it, and sums of shapes "
             f"{[jnp.shape(x) for x in sums][:3]}, where {shapes[:3]} are needed. Call "
             "close_window of the step that began the window, or restore the checkpoint "
             "after step.init."

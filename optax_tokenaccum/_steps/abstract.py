@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from optax_tokenaccum._core import arrays
 from optax_tokenaccum._core.trees import T
 from optax_tokenaccum._devices.shardings import is_explicit, put
 
@@ -41,7 +42,7 @@ def init_of_shapes(
       leading_axes: the axes of a sum before those of its parameter.
       params: shapes with shardings.
     """
-    home = home_of(params)
+    home = arrays.home(params)
     if not isinstance(home, NamedSharding):
         return placed_at(home, jax.eval_shape(init, params))
     names = home.mesh.axis_names
@@ -63,13 +64,6 @@ def init_of_shapes(
         return put(x, NamedSharding(home.mesh, x.sharding.spec if is_known else P()))
 
     return jax.tree.map(on_mesh, made)
-
-
-def home_of(params: Any) -> Sharding | None:
-    """Where what belongs to no parameter lies."""
-    shardings = (x.sharding for x in jax.tree.leaves(params))
-    found = next((x for x in shardings if x is not None), None)
-    return NamedSharding(found.mesh, P()) if isinstance(found, NamedSharding) else found
 
 
 def placed_at(home: Sharding | None, tree: T) -> T:

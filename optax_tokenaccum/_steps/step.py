@@ -106,8 +106,8 @@ class Step(abc.ABC, Generic[P]):
         if model_state is None:
             return StepState(params, opt_state)
         model_state = self._mode.place(abstract.shapes_of(model_state))
-        home = abstract.home_of(params)
-        return ModelStepState(params, opt_state, abstract.placed_at(home, model_state))
+        model_state = abstract.placed_at(arrays.home(params), model_state)
+        return ModelStepState(params, opt_state, model_state)
 
     @abc.abstractmethod
     def _init(self, params: P) -> TokenAccumulationState:

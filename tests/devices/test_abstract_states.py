@@ -3,13 +3,19 @@
 And its warning about parameters that are spread where their sums are not.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import meshes
+import nnx_ways
 import optax
 import pytest
+from flax import nnx
 from helpers import init_params
 from jax.sharding import NamedSharding
+
+from optax_tokenaccum.compiled import collectives, memory
 
 # Its state is a key, and moments that are narrower than the parameters.
 OPTIMIZER = optax.chain(
@@ -37,6 +43,12 @@ def test_the_state_is_that_of_arrays(
     )
 
 
+def check_programs_are_alike(lower: Any, states: Any, batch: Any) -> None:
+    programs = [lower(state, batch).compile() for state in states]
+    first, second = [(memory(x), str(collectives(x))) for x in programs]
+    assert first == second
+
+
 @pytest.mark.parametrize("way", ["two programs", "window"])
 def test_programs_are_those_of_arrays(way: str):
     shape, specs = meshes.LAYOUTS["fsdp"]
@@ -45,11 +57,8 @@ def test_programs_are_those_of_arrays(way: str):
     batch = meshes.make_batch(8)
     batch = batch if way == "two programs" else meshes.stacked(batch)
     lower = step.accumulate.lower if way == "two programs" else step.lower
-    texts = [
-        lower(state, batch).compile().as_text()
-        for state in meshes.state_and_shapes(step, meshes.placed(mesh, specs))
-    ]
-    assert texts[0] == texts[1]
+    states = meshes.state_and_shapes(step, meshes.placed(mesh, specs))
+    check_programs_are_alike(lower, states, batch)
 
 
 def test_one_device_and_shapes_that_are_not_placed():
@@ -60,6 +69,35 @@ def test_one_device_and_shapes_that_are_not_placed():
     mesh = meshes.make_mesh((8,))
     step = meshes.make_step("two programs", optax.adam(0.1), mesh)
     meshes.state_and_shapes(step, init_params(0))
+
+
+@pytest.mark.parametrize("reduce_every", ["window", "micro_batch"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp and tensor parallel"])
+@pytest.mark.parametrize("way", ["nnx two programs", "nnx window"])
+def test_an_abstract_model_and_its_optimizer(way: str, layout: str, reduce_every: str):
+    """They are laid out in place, and their programs those of arrays."""
+    shape, specs = meshes.LAYOUTS[layout]
+    mesh = meshes.make_mesh(shape)
+    step = meshes.make_step(way, optax.adamw(0.1), mesh, reduce_every=reduce_every)
+    real = step.init(meshes.placed(mesh, specs))
+    made = nnx.eval_shape(lambda: (real.model, real.optimizer))
+    for x, y in zip(made[0].leaves, real.model.leaves, strict=True):
+        sharding = y.get_raw_value().sharding
+        x.set_raw_value(jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=sharding))
+    abstract = nnx_ways.State(*made)
+    step.lay_out(abstract)
+    states = [nnx.state((state.model, state.optimizer)) for state in (abstract, real)]
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+        assert isinstance(x, jax.ShapeDtypeStruct)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if x.sharding is None:  # optimizer.step, which no program of a train step reads
+            assert not y.committed
+        else:
+            assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
+    batch = meshes.make_batch(8)
+    batch = meshes.stacked(batch) if way == "nnx window" else batch
+    lower = step.lower if way == "nnx window" else step.accumulate.lower
+    check_programs_are_alike(lower, (abstract, real), batch)
 
 
 @pytest.mark.parametrize("way", ["two programs", "window", "nnx window"])
