@@ -322,20 +322,34 @@ class Accumulation:
         return jax.tree.map(of_leaf, state.acc_grads, like)
 
     def window_gradient_in_place(
-        self, state: TokenAccumulationState, like: Gradients
+        self, state: TokenAccumulationState, like: Gradients, *, may_loop: bool
     ) -> Gradients:
         """The same, zeros without tokens, in the memory of the sums.
 
-        In a conditional, XLA divides in place. Otherwise sums that a loop returns, and
-        the results of the division, are two buffers.
+        A plain division makes a second buffer of the gradient's size. A conditional
+        divides in place, except on a GPU; a loop of zero or one trips does there too.
+        But JAX cannot differentiate such a loop in reverse, and in sums that are
+        narrower than float32 the quotient would be rounded twice.
         """
-        return jax.lax.cond(
-            state.acc_tokens > 0,
-            lambda: self.window_gradient(state, like),
-            lambda: jax.tree.map(
-                lambda x, p: x.astype(jnp.result_type(p)), state.acc_grads, like
-            ),
-        )
+        has_tokens, acc = state.acc_tokens > 0, state.acc_grads
+        is_wide = [
+            sums.at_least_float32(x.dtype) == x.dtype for x in jax.tree.leaves(acc)
+        ]
+        if not may_loop or not all(is_wide):
+            return jax.lax.cond(
+                has_tokens,
+                lambda: self.window_gradient(state, like),
+                lambda: _as_like(acc, like),
+            )
+
+        def divide(carry: tuple[jax.Array, Gradients]) -> tuple[jax.Array, Gradients]:
+            runs, acc = carry
+            acc = self.window_gradient(state._replace(acc_grads=acc), like=acc)
+            return runs & False, acc
+
+        carry = trees.as_returned(divide, (has_tokens, acc))
+        _, gradient = jax.lax.while_loop(lambda carry: carry[0], divide, carry)
+        return _as_like(gradient, like)
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -390,6 +404,10 @@ def make_accumulation(
         Layout(),
         ALONE,
     )
+
+
+def _as_like(gradient: Gradients, like: Gradients) -> Gradients:
+    return jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), gradient, like)
 
 
 def _branch(pred: TracedBool, on_true: Callable[[], T], on_false: Callable[[], T]) -> T:

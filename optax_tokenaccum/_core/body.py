@@ -71,7 +71,11 @@ def add_gradients(
 
 
 def window_gradient(
-    accumulation: Accumulation, opt_state: TokenAccumulationState, like: Gradients
+    accumulation: Accumulation,
+    opt_state: TokenAccumulationState,
+    like: Gradients,
+    *,
+    may_loop: bool = False,
 ) -> Gradients:
     """The mean gradient of a window; zeros without tokens.
 
@@ -81,7 +85,7 @@ def window_gradient(
     sums, maxima = overwritten.split(opt_state.acc_grads)
     trained, values = overwritten.split(like)
     gradient = accumulation.window_gradient_in_place(
-        opt_state._replace(acc_grads=sums), trained
+        opt_state._replace(acc_grads=sums), trained, may_loop=may_loop
     )
     has_tokens = opt_state.acc_tokens > 0
     maxima = [

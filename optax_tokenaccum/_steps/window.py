@@ -10,6 +10,7 @@ import optax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.body import add_micro_batch, call, window_gradient
 from optax_tokenaccum._core.layout import Peers
 from optax_tokenaccum._core.loss import (
@@ -186,7 +187,11 @@ class Window:
         model_state = peers.unified_like(new_model_state, model_state)
         loss, num_tokens = self.accumulation.window_so_far(state)
         num_tokens = num_tokens if self.count_fn is None else totals
-        gradient = window_gradient(self.accumulation, state, like=params)
+        # Reverse-mode derivatives are lost where the backward pass adds.
+        may_loop = BackwardPass.is_supported
+        gradient = window_gradient(
+            self.accumulation, state, like=params, may_loop=may_loop
+        )
         return ((loss, (num_tokens, aux)), model_state), gradient
 
     def _peers_in_map(

@@ -115,6 +115,17 @@ def test_gradients_keep_their_tree_and_dtypes_and_sums_are_wide():
     assert float(grads[0][0]) < 1
 
 
+def test_the_window_of_a_function_of_gradients_has_reverse_mode_derivatives():
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.sum(w**3 * x), x.size
+
+    def penalty(w: Any) -> jax.Array:
+        _, gradient = of_gradients(loss_fn)(w, jnp.ones((3, 4)))
+        return gradient**2  # (3 w^2)^2, whose derivative is 36 w^3
+
+    assert jax.grad(penalty)(2.0) == 288.0
+
+
 def test_what_is_not_a_window_is_named_where_the_loss_fails():
     """The loss raises the error, with a note on the shapes that it was given."""
 
