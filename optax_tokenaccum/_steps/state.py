@@ -44,6 +44,17 @@ class ModelStepState(NamedTuple, Generic[P, M]):
       opt_state: as in `StepState`.
       model_state: what the loss changes besides parameters, such as the statistics of
         batch normalization: the state that the last micro-batch left.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, seen, x):  # the state is the largest value seen
+      ...     return (jnp.sum(params * x), x.size), jnp.maximum(seen, x.max())
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), 2, has_model_state=True)
+      >>> state = step.init(jnp.zeros(()), jnp.zeros(()))
+      >>> state, _ = step(state, jnp.array([2.0, 5.0]))
+      >>> print(type(state).__name__, state.model_state)
+      ModelStepState 5.0
     """
 
     params: P

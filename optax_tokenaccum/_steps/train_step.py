@@ -317,10 +317,12 @@ def make_train_step(
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
       has_model_state: for batch normalization and everything else that the forward pass
         updates: `loss_fn(params, model_state, batch, **kwargs) -> ((loss_sum,
-        num_tokens), model_state)`. Every micro-batch sees what the one before it left;
-        a rejected one leaves no trace. Over devices, floating values are averaged and
-        keys folded; integers must not depend on the rows, unless `loss_fn` sees all of
-        them. `init` and the step take and return a `ModelStepState`.
+        num_tokens), model_state)`, with `has_aux` `((loss_sum, (num_tokens, aux)),
+        model_state)`. The tree, shapes and dtypes stay. Every micro-batch sees what the
+        one before it left; a rejected one leaves no trace. Over devices, floating
+        values are averaged, and typed keys (`jax.random.key`) folded; integers must not
+        depend on the rows, unless `loss_fn` sees all of them. `init` and the step take
+        and return a `ModelStepState`.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: the mesh of devices, see `data_axes`.

@@ -68,8 +68,8 @@ def window_value_and_grad(
       loss_fn: as for `make_train_step`, a *sum* over the micro-batch's tokens.
       has_aux: as for `make_train_step`.
       has_model_state: as for `make_train_step`. In a `shard_map`, the model state is
-        each device's own during the window, keys included; then floating values are
-        averaged over the devices that share parameters.
+        each device's own during the window, and its keys are not folded; then floating
+        values are averaged over the devices that share parameters.
       count_fn: for several losses with different denominators: `count_fn(batch) ->
         {name: count}`. `loss_fn` then returns `{name: loss_sum}` for `(loss_sum,
         num_tokens)`, or with `has_aux` `({name: loss_sum}, aux)`. The loss is
