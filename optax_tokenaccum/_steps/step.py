@@ -87,7 +87,7 @@ class Step(abc.ABC, Generic[P]):
                 f"step.init(params{', model_state' * has_model_state}): got {got}."
             )
         checks.check_nnx_variables(params)
-        if abstract.is_abstract(params):
+        if abstract.is_abstract((params, model_state)):
             return self._shapes(params, model_state)
         params = self._mode.place(arrays.owned(params))  # lets go of the caller's
         # An optimizer may return an array that it keeps: optax.add_noise, its key.
