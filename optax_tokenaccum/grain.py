@@ -11,6 +11,7 @@ import grain
 
 from optax_tokenaccum._core.checks import as_count
 from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._steps.pad_values import PadValues
 from optax_tokenaccum.ragged._pad import pad_micro_batch
 from optax_tokenaccum.ragged._plan import MicroBatchPlan, plan_window, shapes_of
 from optax_tokenaccum.ragged._sequences import Sequences
@@ -48,7 +49,7 @@ def planned_micro_batches(
     length_buckets: Sequence[int] | None = None,
     batch_multiple: int = 1,
     cost: Callable[[int, int], float] | None = None,
-    pad_values: Any,
+    pad_values: PadValues,
 ) -> grain.IterDataset[PlannedMicroBatch]:
     """Cuts a Grain dataset of sequences into windows and planned micro-batches.
 
@@ -192,7 +193,7 @@ class _PlannedIterator(grain.DatasetIterator[PlannedMicroBatch]):
         dataset: grain.DatasetIterator,
         settings: _Settings,
         cost: Callable[[int, int], float] | None,
-        pad_values: Any,
+        pad_values: PadValues,
     ):
         super().__init__(dataset)
         self._dataset = dataset

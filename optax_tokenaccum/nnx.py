@@ -23,7 +23,7 @@ from optax_tokenaccum._steps import train_step, window_step
 from optax_tokenaccum._steps.compile_ahead import Progress
 from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.state import StepMetrics
-from optax_tokenaccum._steps.window import Window, make_window
+from optax_tokenaccum._steps.window import Window, WindowValues, make_window
 
 
 class TrainStep(ModelStep):
@@ -377,7 +377,7 @@ def window_value_and_grad(
     count_fn: CountFn | None = None,
     accumulator_dtype: DType | None = None,
     wrt: nnx.filterlib.Filter = nnx.Param,
-) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], nnx.State]]:
+) -> Callable[..., tuple[WindowValues, nnx.State]]:
     """`optax_tokenaccum.window_value_and_grad` for a model, in place of `nnx.grad`.
 
     Use it if your loop, or a trainer's, owns the optimizer. Statistics and `nnx.Rngs`
@@ -430,7 +430,7 @@ def window_value_and_grad(
 
     def value_and_grad(
         model: nnx.Module, micro_batches: Batch, **kwargs: Any
-    ) -> tuple[tuple[jax.Array, tuple[Any, Any]], nnx.State]:
+    ) -> tuple[WindowValues, nnx.State]:
         nodes = read(models, model, wrt)
         (values, variables), grads = window.value_and_grad(
             nodes.params.tree(), nodes.variables(), micro_batches, **kwargs

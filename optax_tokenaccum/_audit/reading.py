@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
 
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.loss import LossFn, unpack
+from optax_tokenaccum._core.overwritten import is_overwritten
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
@@ -167,12 +169,9 @@ def flat(tree: Any) -> np.ndarray:
 def numbers(tree: Any) -> list[np.ndarray]:
     """The numbers of each leaf; none for leaves without a gradient."""
 
-    def numbers_of(path: Any, leaf: Any) -> np.ndarray:
-        # The "gradient" of an overwritten float leaf (FP8) is its next value.
-        is_overwritten = any(
-            getattr(entry, "key", None) == "_overwrite_with_gradient" for entry in path
-        )
-        if is_overwritten or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    def numbers_of(path: KeyPath, leaf: np.ndarray) -> np.ndarray:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if is_overwritten(path, leaf) or not is_float:
             return np.zeros(0)
         flat = np.ravel(leaf)
         return flat.view(flat.real.dtype).astype(np.float64)  # complex: two numbers

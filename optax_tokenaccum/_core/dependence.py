@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Traced = Jaxpr | ClosedJaxpr
 
@@ -176,7 +176,7 @@ def _interpret(
     return [*map(look_up, _set_by(jaxpr))]
 
 
-def _set_by(x: JaxprEqn | Jaxpr) -> list[Any]:
+def _set_by(x: JaxprEqn | Jaxpr) -> list[Literal | Var]:
     """The outputs of `x`, and the mutable arrays that it may write to."""
     return [*x.outvars, *(y for y in x.invars if hasattr(y.aval, "inner_aval"))]
 
@@ -264,7 +264,7 @@ def _rank(x: Any) -> int:
     return len(getattr(x.aval, "shape", ()))
 
 
-def functions_in(x: JaxprEqn) -> list[Any]:
+def functions_in(x: JaxprEqn) -> list[Traced]:
     """The traced functions that an operation calls, repeats or chooses from."""
     values = [v if isinstance(v, tuple | list) else [v] for v in x.params.values()]
     return [*filter(_is_function, itertools.chain(*values))]
@@ -278,7 +278,7 @@ def _open(traced: Any) -> Any:
     return getattr(traced, "jaxpr", traced)
 
 
-def used_twice(traced: Any, names: list[Any]) -> set[Any]:
+def used_twice(traced: Traced, names: list[int | None]) -> set[int]:
     """The names of inputs that some operation takes twice.
 
     Args:
@@ -289,16 +289,16 @@ def used_twice(traced: Any, names: list[Any]) -> set[Any]:
     jaxpr = _open(traced)
     inputs = jaxpr.invars[len(jaxpr.invars) - len(names) :]
     name_of = dict(zip(inputs, names, strict=True))
-    found: set[Any] = set()
+    found: set[int] = set()
     for x in jaxpr.eqns:
         taken = [None if isinstance(y, Literal) else name_of.get(y) for y in x.invars]
-        named = {*taken} - {None}
+        named = {name for name in taken if name is not None}
         found |= {name for name in named if taken.count(name) > 1}
         for inner in functions_in(x) if named else ():
             # A conditional has a predicate, which its branches do not take.
             skip = len(taken) - len(_open(inner).invars)
             found |= used_twice(inner, taken[skip:]) if skip in (0, 1) else named
-    return found - {None}
+    return found
 
 
 def changed_before_scan(traced: Traced, changed: dict[int, str]) -> dict[int, str]:
@@ -332,7 +332,7 @@ def changed_before_scan(traced: Traced, changed: dict[int, str]) -> dict[int, st
     return found
 
 
-def exchanges(traced: Any) -> Iterator[tuple[str, set[str]]]:
+def exchanges(traced: Traced) -> Iterator[tuple[str, set[str]]]:
     """Yields the operations by which devices send each other values, with their axes.
 
     The axes are those of a map over named axes around the traced function.

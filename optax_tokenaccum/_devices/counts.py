@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_tokenaccum._core.dependence import Graph, are_alike, exchanges
 from optax_tokenaccum._core.layout import Computed
@@ -16,7 +16,7 @@ from optax_tokenaccum._core.trees import Batch, Params, is_concrete
 
 
 def check_counts(
-    f: Callable[[Params, Batch, Any], Computed],
+    f: Callable[[Params, Batch, jax.Array | None], Computed],
     params: Params,
     batch: Batch,
     rng: jax.Array | None,
@@ -116,7 +116,7 @@ def _is_shared(graph: Graph, i: int, own: int) -> bool:
     return not is_constant and not _is_own(graph, [i], own)
 
 
-def _check_exchanges(traced: Any, where: str, axes: tuple[str, ...]) -> None:
+def _check_exchanges(traced: ClosedJaxpr, where: str, axes: tuple[str, ...]) -> None:
     for name, along in exchanges(traced):
         if not along.isdisjoint(axes):
             raise ValueError(

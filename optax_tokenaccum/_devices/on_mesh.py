@@ -1,5 +1,6 @@
 """What both ways to run a step over a mesh have in common."""
 
+import abc
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -102,15 +103,15 @@ class OnMesh:
 
 
 @dataclass(frozen=True)
-class SumsOnMesh(Layout):
+class SumsOnMesh(Layout, abc.ABC):
     """Sums as the whole mesh sees them, of parameters whose shardings may be known."""
 
     devices: DataParallel
     shardings: ParamShardings = None
 
+    @abc.abstractmethod
     def _spec(self, p: jax.Array) -> list[Entry]:
         """The partition spec of a parameter's sum."""
-        raise NotImplementedError
 
     def zeros(self, params: Params, dtypes: Params) -> Gradients:
         def zero(p: jax.Array, dtype: DType) -> jax.Array | jax.ShapeDtypeStruct:

@@ -70,7 +70,7 @@ def entry_of(names: tuple[str, ...]) -> Entry:
     return (names[0] if len(names) == 1 else names) if names else None
 
 
-def put(x: Any, sharding: Any) -> Any:
+def put(x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """An array that is moved, or a shape that says where its array would be."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

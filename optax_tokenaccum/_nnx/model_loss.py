@@ -162,7 +162,7 @@ def _as_before(
 ) -> set[Path]:
     """Those of the variables at `paths` that end `run` with the values they had."""
 
-    def values(*args: Any) -> Any:
+    def values(*args: Any) -> list[tuple[list[jax.Array], list[jax.Array]]]:
         _, before, after = run(*args)
         return [
             (jax.tree.leaves(before[path]), jax.tree.leaves(value_of(after[path])))

@@ -22,6 +22,7 @@ from optax_tokenaccum._steps.micro_batches import (
     for_each,
     groups_of,
 )
+from optax_tokenaccum._steps.window import WindowValues
 
 # value_and_grad_fn(params, batch, **kwargs) -> ((value, num_tokens), grads). With
 # has_aux it returns ((value, (num_tokens, aux)), grads).
@@ -34,7 +35,7 @@ def accumulate_over_window(
     gradients: Literal["sum", "mean"] = "sum",
     has_aux: bool = False,
     accumulator_dtype: DType | None = None,
-) -> Callable[..., tuple[tuple[jax.Array, tuple[Any, Any]], Gradients]]:
+) -> Callable[..., tuple[WindowValues, Gradients]]:
     r"""The exact mean loss and gradient of a window, from gradients of micro-batches.
 
     The returned function computes
@@ -99,7 +100,7 @@ def accumulate_over_window(
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
         **kwargs: Any,
-    ) -> tuple[tuple[jax.Array, tuple[Any, Any]], Gradients]:
+    ) -> tuple[WindowValues, Gradients]:
         capacity, groups = groups_of(micro_batches, num_micro_batches)
 
         def call(batch: Batch, i: Index) -> Any:

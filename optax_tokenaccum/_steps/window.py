@@ -33,6 +33,10 @@ from optax_tokenaccum._steps.micro_batches import Bound, explained, for_each, gr
 Carry = tuple[TokenAccumulationState, M, jax.Array]
 
 
+# (loss, (num_tokens, aux)), where `num_tokens` may be a dictionary.
+WindowValues = tuple[jax.Array, tuple[Any, Any]]
+
+
 def window_value_and_grad(
     loss_fn: LossFn,
     *,
@@ -169,7 +173,7 @@ class Window:
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
         **loss_kwargs: Any,
-    ) -> tuple[tuple[tuple[jax.Array, tuple[Any, Any]], M], Gradients]:
+    ) -> tuple[tuple[WindowValues, M], Gradients]:
         """See `window_value_and_grad`."""
         checks.check_nnx_variables(params)
         given = MicroBatch(micro_batches, rng, loss_kwargs)

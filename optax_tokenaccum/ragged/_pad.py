@@ -1,18 +1,18 @@
 """Pads a planned micro-batch to arrays."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from optax_tokenaccum._core.trees import Batch
+from optax_tokenaccum._steps.pad_values import PadValues
 from optax_tokenaccum.ragged._plan import MicroBatchPlan
 from optax_tokenaccum.ragged._sequences import Sequences
 
 
 def pad_micro_batch(
-    sequences: Sequence[Batch], plan: MicroBatchPlan, *, pad_values: Any
+    sequences: Sequence[Batch], plan: MicroBatchPlan, *, pad_values: PadValues
 ) -> Batch:
     """Pads the sequences of one planned micro-batch to arrays of its shape.
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from optax_tokenaccum._core.checks import as_count
 from optax_tokenaccum._core.trees import Batch
 from optax_tokenaccum._steps.micro_batches import Group, GroupedWindow
+from optax_tokenaccum._steps.pad_values import PadValues
 from optax_tokenaccum.ragged._pad import pad_plan
 from optax_tokenaccum.ragged._plan import plan_window, shapes_of
 from optax_tokenaccum.ragged._sequences import Sequences
@@ -93,7 +93,7 @@ class PlannedWindow(GroupedWindow):
 def pad_window(
     sequences: Sequence[Batch],
     *,
-    pad_values: Any,
+    pad_values: PadValues,
     max_tokens: int,
     length_buckets: Sequence[int] | None = None,
     batch_multiple: int = 1,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from optax_tokenaccum._core.trees import Batch
-from optax_tokenaccum._steps.pad_values import as_pad, is_number, with_pads
+from optax_tokenaccum._steps.pad_values import PadValues, as_pad, is_number, with_pads
 
 
 class Leaf(NamedTuple):
@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 class Sequences:
     """The sequences of a window, each checked against the first when it is read."""
 
-    def __init__(self, sequences: Sequence[Batch], pad_values: Any):
+    def __init__(self, sequences: Sequence[Batch], pad_values: PadValues):
         if isinstance(sequences, Mapping) or not hasattr(sequences, "__getitem__"):
             raise TypeError(
                 "sequences must be a list of sequences, each a pytree of arrays "
