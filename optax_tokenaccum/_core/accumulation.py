@@ -182,7 +182,7 @@ class Accumulation:
             others,
             so_far,
             state.mini_step == 0,
-            self.layout.has_whole_first_axes(so_far),
+            self.layout.has_whole_axes(so_far, [0] * len(so_far)),
             state.acc_tokens.dtype,
             self.peers,
         ).add()

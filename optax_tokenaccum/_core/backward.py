@@ -6,7 +6,7 @@ it exists as a whole next to the sums, which costs a second buffer of its size.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,9 +17,10 @@ import optax
 from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import dependence, trees
+from optax_tokenaccum._core import dependence, stand_ins, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
+from optax_tokenaccum._core.stand_ins import Operand, StandIn, stand_in
 from optax_tokenaccum._core.sums import add as add_to
 from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
 from optax_tokenaccum._core.trees import DType
@@ -143,7 +144,8 @@ class BackwardPass:
 
         self._floats = [i for i, x in enumerate(inputs) if _is_float(x)]
         self._reasons: dict[int, str] = {}
-        self._casts: dict[int, str] = {}
+        self._casts: set[int] = set()  # sums of another dtype than the parameters
+        self._changed_before_scan: dict[int, str] = {}
         for i, (x, total) in enumerate(zip(inputs, sums, strict=False)):
             dtype = jnp.result_type(x)
             if i not in self._floats:
@@ -157,13 +159,19 @@ class BackwardPass:
                 # A scan over an axis that is spread would gather the whole sum.
                 self._reasons[i] = "its first axis is spread over devices"
             elif dtype != total.dtype:
-                self._casts[i] = f"the cast to {total.dtype}"
-        changed = dependence.changed_before_scan(closed, self._casts)
-        self._changed_before_scan = {
-            i: f"{name} changes it before the scan over its layers"
-            for i, name in changed.items()
-            if i < size
-        }
+                self._casts.add(i)
+        # The parameters whose gradients stand-ins make layer by layer.
+        self._stand_ins: set[int] = set()
+        for i, scans in dependence.scans_over(closed).items():
+            if i >= size or i in self._reasons:
+                continue
+            by = [scan.changed_by or "transpose" * (scan.axis > 0) for scan in scans]
+            for name in filter(None, by):
+                self._changed_before_scan[i] = (
+                    f"{name} changes it before the scan over its layers"
+                )
+            if not all(by) and (i in self._casts or any(x.is_moved for x in scans)):
+                self._stand_ins.add(i)
 
     def _check_can_be_left_out(self, closed: ClosedJaxpr) -> None:
         """Raises `CannotAdd` if a micro-batch without tokens must be differentiated."""
@@ -173,8 +181,8 @@ class BackwardPass:
             return
         if any(dependence.Graph(closed).slice_of([1]).inputs):
             raise CannotAdd("num_tokens depends on the parameters")
-        # A device without tokens would not take part in communication, for which the
-        # others would wait forever.
+        # In a shard_map, a device without tokens would not take part in communication,
+        # for which the others would wait forever.
         _, (num_tokens, _) = self._shapes
         axes, params = trees.varying_axes(num_tokens), len(self._names)
         if (
@@ -214,10 +222,10 @@ class BackwardPass:
         return passed
 
     def _evaluate(
-        self, inputs: list[jax.Array], consts: list[jax.Array]
+        self, inputs: Sequence[Operand], consts: list[jax.Array]
     ) -> Returned[Any]:
         """The loss; its `num_tokens` is `None` if the number is known."""
-        outputs = jax.core.eval_jaxpr(self._jaxpr, consts, *inputs)
+        outputs = stand_ins.evaluate(self._jaxpr, consts, inputs)
         return jax.tree.unflatten(jax.tree.structure(self._shapes), outputs)
 
     def _add_within(self, given: Given) -> Passed:
@@ -272,9 +280,12 @@ class BackwardPass:
         }
 
         def of_twins(twins: dict[int, jax.Array]) -> Returned[Any]:
-            own = [*map(jnp.asarray, inputs)]
+            own: list[Operand] = [*map(jnp.asarray, inputs)]
             for i, x in twins.items():
-                own[i] = _stand_in(inputs[i], x) if i in self._casts else x
+                if i in self._stand_ins:
+                    own[i] = StandIn(own[i], x, tuple(range(x.ndim)))
+                else:
+                    own[i] = stand_in(own[i], x) if i in self._casts else x
             return self._evaluate(own, consts)
 
         vjp: Any = jax.vjp  # its type does not mention `with_refs`
@@ -341,21 +352,6 @@ def _adds_alike(leaf: ArrayLike, total: jax.Array) -> bool:
     """Whether adding to `total` itself rounds as `sums.add` does."""
     is_wide = at_least_float32(total.dtype) == total.dtype
     return is_wide and jnp.iscomplexobj(leaf) == jnp.iscomplexobj(total)
-
-
-@jax.custom_jvp
-def _stand_in(leaf: jax.Array, twin: jax.Array) -> jax.Array:
-    """`leaf`, as a function of `twin`, whose gradient then has the dtype of the sum."""
-    return leaf
-
-
-@_stand_in.defjvp
-def _(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    leaf, _ = primals
-    _, tangent = tangents
-    return leaf, tangent.astype(leaf.dtype)
 
 
 def _unless_mapped(

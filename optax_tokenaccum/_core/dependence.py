@@ -8,6 +8,7 @@ from operator import eq
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -139,7 +140,7 @@ def _described(params: Mapping[str, Any]) -> str:
 
 
 def _inputs(traced: Traced) -> list[Value]:
-    inputs = enumerate(_open(traced).invars)
+    inputs = enumerate(opened(traced).invars)
     return [_value("input", x, {"index": i}, []) for i, x in inputs]
 
 
@@ -157,7 +158,7 @@ def _interpret(
     def constant(x: Any, value: Any) -> Value:
         return _value("constant", x, {"value": value}, [])
 
-    jaxpr = _open(traced)
+    jaxpr = opened(traced)
     consts = getattr(traced, "consts", jaxpr.constvars)
     known = dict(zip(jaxpr.invars, given, strict=True))
     known |= zip(jaxpr.constvars, map(constant, jaxpr.constvars, consts), strict=True)
@@ -168,7 +169,7 @@ def _interpret(
     for x in jaxpr.eqns:
         inputs = [*map(look_up, x.invars)]
         called = functions_in(x) if x.primitive.name in _CALLS else []
-        if [len(_open(f).invars) for f in called] == [len(inputs)]:
+        if [len(opened(f).invars) for f in called] == [len(inputs)]:
             found = _interpret(called[0], inputs, apply)
         else:
             found = apply(x, inputs)
@@ -213,14 +214,14 @@ def _compute_loop(x: JaxprEqn, given: list[Value]) -> list[Value]:
         first, last = own + x.params["body_nconsts"], len(given)
     else:
         condition, [body], own = None, functions_in(x), 0
-        first, last = _carry_of(x)
+        first, last = carry_of(x)
         params = {name: x.params[name] for name in ("length", "reverse")}
 
     def part(name: str, var: Any, *args: Value) -> Value:
         return _value(name, var, params, [*args])
 
     carry = [part("carry", x.invars[i], given[i]) for i in range(first, last)]
-    arrays = zip(_open(body).invars[last:], given[last:], strict=False)
+    arrays = zip(opened(body).invars[last:], given[last:], strict=False)
     elements = [part("element", *array) for array in arrays]
     new = _interpret(body, [*given[own:first], *carry, *elements], _compute)
     test = _interpret(condition, [*given[:own], *carry], _compute) if condition else []
@@ -241,11 +242,11 @@ def _compute_loop(x: JaxprEqn, given: list[Value]) -> list[Value]:
     return results
 
 
-def _carry_of(x: JaxprEqn) -> tuple[int, int]:
+def carry_of(x: JaxprEqn) -> tuple[int, int]:
     """The first input of a scan that is in the carry, and the first after it."""
     # Sliced inputs and stacked outputs have one axis less in the body. The equation's
     # parameters say which these are too, but differ between versions of jax.
-    [body] = map(_open, functions_in(x))
+    [body] = map(opened, functions_in(x))
     last = sum(map(eq, map(_rank, x.invars), map(_rank, body.invars)))
     return last - sum(map(eq, map(_rank, x.outvars), map(_rank, body.outvars))), last
 
@@ -271,10 +272,11 @@ def functions_in(x: JaxprEqn) -> list[Traced]:
 
 
 def _is_function(x: Any) -> bool:
-    return hasattr(_open(x), "eqns")
+    return hasattr(opened(x), "eqns")
 
 
-def _open(traced: Any) -> Any:
+def opened(traced: Any) -> Any:
+    """The trace of a function, without its constants."""
     return getattr(traced, "jaxpr", traced)
 
 
@@ -286,7 +288,7 @@ def used_twice(traced: Traced, names: list[int | None]) -> set[int]:
       names: of its last inputs, the only ones to look at. An input of an inner function
         whose own inputs cannot be told counts as taken twice.
     """
-    jaxpr = _open(traced)
+    jaxpr = opened(traced)
     inputs = jaxpr.invars[len(jaxpr.invars) - len(names) :]
     name_of = dict(zip(inputs, names, strict=True))
     found: set[int] = set()
@@ -296,40 +298,81 @@ def used_twice(traced: Traced, names: list[int | None]) -> set[int]:
         found |= {name for name in named if taken.count(name) > 1}
         for inner in functions_in(x) if named else ():
             # A conditional has a predicate, which its branches do not take.
-            skip = len(taken) - len(_open(inner).invars)
+            skip = len(taken) - len(opened(inner).invars)
             found |= used_twice(inner, taken[skip:]) if skip in (0, 1) else named
     return found
 
 
-def changed_before_scan(traced: Traced, changed: dict[int, str]) -> dict[int, str]:
-    """The inputs that an operation changes as a whole before a scan over their slices.
+class Scan(NamedTuple):
+    """How a scan over slices takes an input of a traced function.
 
-    By their indices, the name of the operation. `changed` are those that were changed
-    before they were given. The gradient of such an input is made of the stacked
-    gradients of all slices.
+    Attributes:
+      axis: of the input, along which the slices lie.
+      is_moved: whether the input is cast or transposed before.
+      changed_by: the last other operation that changes all of it before, if any.
     """
-    found: dict[int, str] = {}
 
-    # A node that is an input, or all of an input changed, has the input's index, and
-    # the name of the operation that changed it last.
+    axis: int
+    is_moved: bool
+    changed_by: str | None
+
+
+def scans_over(traced: Traced) -> dict[int, list[Scan]]:
+    """The scans over slices of each input, by the input's index.
+
+    If casts or transpositions that `passes_on` knows come before, and nothing else,
+    the gradient can be made slice by slice.
+    """
+    found: dict[int, list[Scan]] = {}
+
+    # A node that is an input, or all of an input changed, has the input's index.
     def apply(x: JaxprEqn, given: list[Value]) -> list[Value]:
         name, params = x.primitive.name, {}
-        nodes = [(i, y.node) for i, y in enumerate(given) if "index" in y.node.params]
+        whole = [(i, y) for i, y in enumerate(given) if "index" in y.node.params]
         if name == "scan":
-            _, last = _carry_of(x)
-            late = [y for i, y in nodes if i >= last and y.name != "input"]
-            found.update({y.params["index"]: y.name for y in late})
+            _, last = carry_of(x)
+            for i, (node, axes) in whole:
+                if i >= last:
+                    index, is_moved, by = node.params.values()
+                    found.setdefault(index, []).append(Scan(axes[0], is_moved, by))
+        elif whole and passes_on(x):
+            [(_, (node, axes))] = whole
+            axes = tuple(axes[i] for i in x.params.get("permutation", range(len(axes))))
+            params = node.params | {"is_moved": True}
+            return [Value(Node(name, x.outvars[0].aval, params, []), axes)]
         else:
             sizes = [getattr(y.aval, "size", None) for y in x.outvars]
-            for i, node in nodes:
+            for i, y in whole:
                 if sizes == [getattr(x.invars[i].aval, "size", None)]:
-                    params = node.params
+                    params = y.node.params | {"changed_by": name}
         return [_value(name, y, params, []) for y in _set_by(x)]
 
-    inputs = enumerate(_open(traced).invars)
-    given = [_value(changed.get(i, "input"), x, {"index": i}, []) for i, x in inputs]
+    unchanged = {"is_moved": False, "changed_by": None}
+    inputs = enumerate(opened(traced).invars)
+    given = [_value("input", x, {"index": i} | unchanged, []) for i, x in inputs]
     _interpret(traced, given, apply)
     return found
+
+
+def passes_on(x: JaxprEqn) -> bool:
+    """Whether the gradient of an operation's input can be made before its output's.
+
+    It is a transposition, a cast to fewer bits, whose gradient is cast to more bits and
+    so loses none, or a call without shardings of its own.
+    """
+    name, params = x.primitive.name, x.params
+    if name == "convert_element_type":
+        dtypes = x.invars[0].aval.dtype, params["new_dtype"]
+        if params["sharding"] or not all(
+            jnp.issubdtype(d, jnp.floating) for d in dtypes
+        ):
+            return False
+        old, new = (jnp.finfo(dtype).bits for dtype in dtypes)
+        return new < old or dtypes[0] == dtypes[1]
+    if name == "jit":
+        given = [*params["in_shardings"], *params["out_shardings"]]
+        return not any(isinstance(y, jax.sharding.Sharding) for y in given)
+    return name in ("transpose", "closed_call", "remat2")
 
 
 def exchanges(traced: Traced) -> Iterator[tuple[str, set[str]]]:
@@ -337,10 +380,13 @@ def exchanges(traced: Traced) -> Iterator[tuple[str, set[str]]]:
 
     The axes are those of a map over named axes around the traced function.
     """
-    for equation in _open(traced).eqns:
+    for equation in opened(traced).eqns:
         axes = [equation.params.get(name, ()) for name in ("axis_name", "axes")]
         names = {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
         if names and equation.primitive.name not in ("axis_index", "pcast", "pvary"):
             yield equation.primitive.name, names
+        own = equation.params.get("manual_axes", frozenset())  # of an inner shard_map
         for inner in functions_in(equation):
-            yield from exchanges(inner)
+            for name, names in exchanges(inner):
+                if names - own:
+                    yield name, names - own

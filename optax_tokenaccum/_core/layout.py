@@ -59,8 +59,8 @@ class Layout:
         """The maxima over all devices of values that are stored like sums."""
         return stored
 
-    def has_whole_first_axes(self, sums: list[jax.Array]) -> list[bool]:
-        """Whether the first axis of each sum is not spread over devices."""
+    def has_whole_axes(self, sums: list[jax.Array], axes: list[int]) -> list[bool]:
+        """Whether such an axis of each sum is not spread over devices."""
         return [True] * len(sums)
 
     def split(self, params: Params) -> tuple["Layout", "Layout"]:

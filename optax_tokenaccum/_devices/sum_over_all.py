@@ -38,9 +38,10 @@ class ShardedSums(SumsOnMesh):
     def write(self, sums: T) -> T:
         return self._constrained(sums, self.devices.spread)
 
-    def has_whole_first_axes(self, sums: list[jax.Array]) -> list[bool]:
+    def has_whole_axes(self, sums: list[jax.Array], axes: list[int]) -> list[bool]:
         specs = map(self.devices.spread, sums, self._known_shardings(sums))
-        return [not (spec and spec[0]) for spec in specs]
+        pairs = zip(specs, axes, strict=True)
+        return [not (spec and spec[axis]) for spec, axis in pairs]
 
     def place(self, params: T) -> T:
         """Updated parameters in their own shardings, gathered only when updated."""

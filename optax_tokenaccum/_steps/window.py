@@ -25,6 +25,7 @@ from optax_tokenaccum._core.model_state import changes, integers_of
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType, Gradients, M
+from optax_tokenaccum._core.turned import turned_for
 from optax_tokenaccum._devices.own_map import PeersInMap, SumsInMap, peers_in_map
 from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms, split
 from optax_tokenaccum._steps.micro_batches import Bound, explained, for_each, groups_of
@@ -262,10 +263,22 @@ class Window:
             run = () if gradient_step is None else (state.gradient_step,)
             return micro_batches._replace(rows=batch).at(*run, state.mini_step)
 
+        def loss_of_first(params: optax.Params) -> jax.Array:
+            first = at(groups[0].pick(0), empty)
+            returned, _ = call(loss, params, model_state, first)
+            return unpack(returned, loss.has_aux)[0]
+
+        turned = turned_for(accumulation, loss_of_first, params)
+
         def add(batch: Batch, carry: Carry) -> tuple[Carry, Any]:
             state, model_state, any_skipped = carry
             state, (model_state, skipped), aux = add_micro_batch(
-                loss, accumulation, state, at(batch, state), params, model_state
+                turned.of_turned(loss),
+                accumulation.on(turned, accumulation.peers),
+                state,
+                at(batch, state),
+                turned.turn(params),
+                model_state,
             )
             return (state, model_state, any_skipped | skipped), aux
 
@@ -273,10 +286,12 @@ class Window:
             returned, _ = call(loss, params, model_state, at(batch, empty))
             return unpack(returned, loss.has_aux)[1][1]
 
-        carry = empty, model_state, jnp.zeros((), jnp.bool_)
+        begun = empty._replace(acc_grads=turned.take(empty.acc_grads))
+        carry = begun, model_state, jnp.zeros((), jnp.bool_)
         (state, model_state, any_skipped), aux = for_each(
             groups, add, carry, aux_of if loss.has_aux else None, capacity
         )
+        state = state._replace(acc_grads=turned.hand_over(state.acc_grads))
         if self.count_fn is None:
             totals = accumulation.window_so_far(state)[1]
         return Output(state, (model_state, any_skipped, totals), aux)

@@ -15,6 +15,7 @@ from optax_tokenaccum.compiled import whole_gradients
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}
 X = jnp.ones((2, WIDTH))
+F32, BF16 = jnp.float32, jnp.bfloat16
 IS_OLD = not BackwardPass.is_supported
 
 
@@ -25,48 +26,91 @@ def loss_with(change: Any) -> Any:
         def layer(x: Any, w: Any) -> Any:
             return jnp.tanh(x @ w.astype(x.dtype)), None
 
-        y, _ = jax.lax.scan(layer, x * params["scale"], change(params["layers"]))
+        y, _ = jax.lax.scan(
+            jax.checkpoint(layer), x * params["scale"], change(params["layers"])
+        )
         return jnp.sum(y), x.size
 
     return loss_fn
 
 
 def turned(w: Any) -> Any:
-    return jnp.swapaxes(jnp.swapaxes(w, 0, 1), 0, 1)
+    return jnp.swapaxes(w, 0, 1)
 
 
-def test_bfloat16_layers_with_float32_sums_are_named():
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    step = make_train_step(loss_with(lambda w: w), optax.sgd(0.1), 2)
-    state = step.init(params)
-    found = whole_gradients(step, state, X.astype(jnp.bfloat16))
-    assert IS_OLD or [*found] == ["['layers']"] and "float32" in found["['layers']"]
+def in_bfloat16(w: Any) -> Any:
+    return w.astype(jnp.bfloat16)
 
 
-CHANGES: dict[str, tuple[Any, str | None]] = {
-    "as they are": (lambda w: w, None),
-    "cast before": (lambda w: w.astype(jnp.bfloat16), "convert_element_type"),
-    "cast in a call": (jax.jit(lambda w: w.astype(jnp.float16)), "convert_element"),
-    "transposed before": (turned, "transpose"),
+# What changes the layers before the scan; the reason in a train step, whose sums lie
+# like the parameters, and in a window step; and the dtypes of the layers to try.
+CHANGES: dict[str, tuple[Any, str | None, str | None, Any]] = {
+    "as they are": (lambda w: w, None, None, (F32, BF16)),
+    "cast": (in_bfloat16, None, None, (F32,)),
+    "cast in a call": (jax.jit(lambda w: w.astype(jnp.float16)), None, None, (F32,)),
+    "turned twice": (lambda w: jax.checkpoint(turned)(turned(w)), None, None, (F32,)),
+    "doubled": (lambda w: 2 * w, "mul", "mul", (F32, BF16)),
+    "doubled, cast": (lambda w: in_bfloat16(2 * w), "mul", "mul", (F32,)),
+    "cast to more bits": (
+        lambda w: in_bfloat16(w).astype(jnp.float32),
+        "convert",
+        "convert",
+        (F32,),
+    ),
+    "along axis 1": (turned, "transpose", None, (F32, BF16)),
 }
+CASES = [
+    pytest.param(name, in_window, dtype, id=f"{name}, {way}, {dtype.__name__}")
+    for name, (_, _, _, dtypes) in CHANGES.items()
+    for dtype in dtypes
+    for way, in_window in {"train": False, "window": True}.items()
+]
 
 
-@pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("name", "in_window", "dtype"), CASES)
 def test_a_reason_is_given_exactly_where_memory_is_needed(
-    change: Any, reason: str | None
+    name: str, in_window: bool, dtype: Any
 ):
-    step = make_train_step(loss_with(change), optax.sgd(0.1), 2)
-    state = step.init(PARAMS)
-    found = whole_gradients(step, state, X)
+    change, *reasons, _ = CHANGES[name]
+    reason = reasons[in_window]
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    if name == "along axis 1":
+        params["layers"] = turned(params["layers"])
+    make = make_window_step if in_window else make_train_step
+    step = make(loss_with(change), optax.sgd(0.1))
+    state = step.init(params)
+    x = (jnp.stack([X, X]) if in_window else X).astype(dtype)
+    found = whole_gradients(step, state, x)
     if IS_OLD:
         assert [*found] == ["['layers']", "['scale']"]
         return
     assert [*found] == (["['layers']"] if reason else [])
     assert reason is None or reason in found["['layers']"]
-    program = step.accumulate.lower(state, X).compile()
-    of_layers = PARAMS["layers"].nbytes
-    needs_it = program.memory_analysis().temp_size_in_bytes > 0.9 * of_layers / 2
-    assert needs_it == (reason is not None)
+
+    def by_hand(carry: Any, x: Any) -> Any:
+        params, sums, tokens = carry
+        gradients, n = jax.grad(loss_with(change), has_aux=True)(params, x)
+        sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)
+        return (params, sums, tokens + n), None
+
+    def window_by_hand(params: Any, x: Any) -> Any:
+        sums = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
+        (_, sums, n), _ = jax.lax.scan(by_hand, (params, sums, 0), x)
+        return jax.tree.map(lambda p, s: p - (s / n).astype(p.dtype), params, sums)
+
+    if in_window:
+        hand = jax.jit(window_by_hand, donate_argnums=0), params, x
+        ours = step, state, x
+    else:
+        carry = params, state.opt_state.acc_grads, 0
+        hand = jax.jit(by_hand, donate_argnums=0), carry, x
+        ours = step.accumulate, state, x
+    saved = (temporaries(*hand) - temporaries(*ours)) / params["layers"].nbytes
+    assert abs(saved) < 0.01 if reason else saved > 0.4
+
+
+def temporaries(program: Any, *args: Any) -> int:
+    return program.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def twice(params: Any, x: Any) -> Any:
@@ -114,7 +158,7 @@ def test_the_reason_is_named(loss_fn: Any, options: Any, paths: Any, reason: str
 
 
 def test_every_way_in_after_it_was_traced_and_from_shapes():
-    loss_fn = loss_with(lambda w: w.astype(jnp.bfloat16))
+    loss_fn = loss_with(lambda w: 2 * w)
     train = make_train_step(loss_fn, optax.sgd(0.1))
     window = make_window_step(loss_fn, optax.sgd(0.1))
     own, xs = jax.jit(window_value_and_grad(loss_fn)), jnp.stack([X, X])

@@ -1,0 +1,192 @@
+"""Gradients of a loss that are made layer by layer, in the dtype of their sums.
+
+A parameter that is cast or transposed before the scan over its layers, or whose sum has
+another dtype, has a gradient that JAX makes as a whole first. If the traced loss is
+evaluated again with a stand-in for it, the gradient of each layer goes to the sum.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
+
+from optax_tokenaccum._core import dependence
+from optax_tokenaccum._core.dependence import Traced
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StandIn:
+    """A parameter, or what casts and transpositions made of it or of one layer.
+
+    Attributes:
+      value: what the loss computes with.
+      twin: what is differentiated in its place. Its gradient has its own dtype.
+      axes: the axes of `twin`, in the order of those of `value`.
+    """
+
+    value: jax.Array
+    twin: jax.Array
+    axes: tuple[int, ...] = field(metadata={"static": True})
+
+    def array(self) -> jax.Array:
+        """The value, as a function of the twin."""
+        return stand_in(self.value, jnp.transpose(self.twin, self.axes))
+
+    def can_be_scanned(self) -> bool:
+        return bool(self.axes) and self.axes[0] == 0
+
+    def element(self) -> "StandIn":
+        """What a scan over both gives to its body, which has one axis less."""
+        return StandIn(self.value, self.twin, tuple(axis - 1 for axis in self.axes[1:]))
+
+
+Operand = jax.Array | StandIn
+
+
+@jax.custom_jvp
+def stand_in(value: jax.Array, twin: jax.Array) -> jax.Array:
+    """`value`, as a function of `twin`, whose gradient then has the dtype of `twin`."""
+    return value
+
+
+@stand_in.defjvp
+def _(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    value, _ = primals
+    _, tangent = tangents
+    return value, tangent.astype(value.dtype)
+
+
+def evaluate(
+    traced: Traced, consts: Sequence[jax.Array], args: Sequence[Operand]
+) -> list[jax.Array]:
+    """The outputs of a traced function, some of whose inputs have stand-ins."""
+    if not any(isinstance(x, StandIn) for x in args):
+        return jax.core.eval_jaxpr(dependence.opened(traced), consts, *args)
+    outputs = _evaluate(traced, consts, args)
+    return [x.array() if isinstance(x, StandIn) else x for x in outputs]
+
+
+def _evaluate(
+    traced: Traced, consts: Sequence[jax.Array], args: Sequence[Operand]
+) -> list[Operand]:
+    jaxpr = dependence.opened(traced)
+    known: dict[Var, Operand] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known |= zip(jaxpr.invars, args, strict=True)
+    arrays: dict[Var, jax.Array] = {}
+
+    def look_up(x: Var | Literal) -> Operand:
+        return x.val if isinstance(x, Literal) else known[x]
+
+    def array(x: Var | Literal) -> jax.Array:
+        operand = look_up(x)
+        if not isinstance(operand, StandIn):
+            return operand
+        if x not in arrays:
+            arrays[x] = operand.array()
+        return arrays[x]
+
+    for x in jaxpr.eqns:
+        rule = _RULES.get(x.primitive.name, _one)
+        if not any(isinstance(look_up(y), StandIn) for y in x.invars):
+            rule = _one
+        known.update(zip(x.outvars, rule(x, look_up, array), strict=True))
+    return [*map(look_up, jaxpr.outvars)]
+
+
+Read = Callable[[Var | Literal], Operand]
+ReadArray = Callable[[Var | Literal], jax.Array]
+
+
+def _one(x: JaxprEqn, _: Read, array: ReadArray) -> list[Operand]:
+    """The outputs of an operation that knows no stand-ins."""
+    inputs = [y for y in x.invars if not isinstance(y, Literal)]
+    alone = Jaxpr([], inputs, x.outvars, [x], x.effects, _UNNAMED)
+    return [*jax.core.eval_jaxpr(alone, (), *map(array, inputs))]
+
+
+def _transpose(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
+    operand, order = look_up(x.invars[0]), x.params["permutation"]
+    assert isinstance(operand, StandIn)
+    value = jax.lax.transpose(operand.value, order)
+    return [StandIn(value, operand.twin, tuple(operand.axes[i] for i in order))]
+
+
+def _cast(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
+    operand = look_up(x.invars[0])
+    assert isinstance(operand, StandIn)
+    if not dependence.passes_on(x):
+        return _one(x, look_up, array)
+    value = operand.value.astype(x.params["new_dtype"])
+    return [StandIn(value, operand.twin, operand.axes)]
+
+
+def _call(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
+    if not dependence.passes_on(x):
+        return _one(x, look_up, array)
+    [called] = dependence.functions_in(x)
+    args = [*map(look_up, x.invars)]
+    if x.primitive.name == "remat2":
+        return _remat(called, args, x.params["prevent_cse"], x.params["policy"])
+    return _evaluate(called, getattr(called, "consts", ()), args)
+
+
+def _remat(
+    called: Traced, args: list[Operand], prevent_cse: Any, policy: Any
+) -> list[Operand]:
+    """The outputs of a call whose twins, differentiated, are those of its inputs."""
+    passed: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def call(args: list[Operand]) -> list[jax.Array]:
+        index = {id(x.twin): i for i, x in enumerate(args) if isinstance(x, StandIn)}
+        outputs = _evaluate(called, (), args)
+        for i, x in enumerate(outputs):
+            if isinstance(x, StandIn):
+                passed[i], outputs[i] = (index[id(x.twin)], x.axes), x.value
+        return outputs
+
+    outputs = jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(args)
+    for i, (source, axes) in passed.items():
+        outputs[i] = StandIn(outputs[i], args[source].twin, axes)
+    return outputs
+
+
+def _scan(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
+    [body] = dependence.functions_in(x)
+    first, last = dependence.carry_of(x)
+    fixed, carry = map(array, x.invars[:first]), map(array, x.invars[first:last])
+    consts, carry = [*getattr(body, "consts", ())], [*carry]
+    fixed = [*fixed]
+
+    def scanned(y: Var | Literal) -> Operand:
+        operand = look_up(y)
+        is_slow = isinstance(operand, StandIn) and not operand.can_be_scanned()
+        return array(y) if is_slow else operand
+
+    def iterate(
+        carry: list[jax.Array], elements: list[Operand]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        own = [y.element() if isinstance(y, StandIn) else y for y in elements]
+        outputs = evaluate(body, consts, [*fixed, *carry, *own])
+        return outputs[: len(carry)], outputs[len(carry) :]
+
+    names = {"length", "reverse", "unroll", "_split_transpose"} & x.params.keys()
+    options = {name: x.params[name] for name in names}
+    arrays = [*map(scanned, x.invars[last:])]
+    carry, stacks = jax.lax.scan(iterate, carry, arrays, **options)
+    return [*carry, *stacks]
+
+
+_UNNAMED = DebugInfo("evaluate", "one operation", None, None)
+
+_RULES = {
+    "transpose": _transpose,
+    "convert_element_type": _cast,
+    "scan": _scan,
+    **dict.fromkeys(("jit", "closed_call", "remat2"), _call),
+}
