@@ -403,11 +403,12 @@ def test_random_programs_with_scans(way: Any, seed: int):
     f = jax.jit(window_value_and_grad(loss_fn))
     text = str(f.trace(params, stack(BATCHES)).jaxpr)
     assert ("Ref{" in text) == BackwardPass.is_supported
+    got = way(loss_fn, params, BATCHES)
+    if "bf16[" in text:
+        # Another loss in float64. By hand, gradients are rounded to 9 bits too.
+        assert relative_error(got, by_hand(loss_fn, params, BATCHES)) < 0.01
+        return
     with jax.enable_x64(True):
         wide = jax.tree.map(np.float64, (params, BATCHES))
         expected = by_hand(loss_fn, *wide)
-    # bfloat16 rounds to 9 bits, by hand too.
-    error_by_hand = relative_error(by_hand(loss_fn, params, BATCHES), expected)
-    tolerance = max(1e-4, 1.2 * error_by_hand * ("bf16[" in text))
-    assert tolerance < 0.1
-    assert relative_error(way(loss_fn, params, BATCHES), expected) < tolerance
+    assert relative_error(got, expected) < 1e-4
