@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from optax_tokenaccum._core import dependence, stand_ins, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
-from optax_tokenaccum._core.stand_ins import Operand, StandIn, stand_in
+from optax_tokenaccum._core.stand_ins import Operand, StandIn
 from optax_tokenaccum._core.sums import add as add_to
 from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
 from optax_tokenaccum._core.trees import DType
@@ -143,34 +143,46 @@ class BackwardPass:
         self._check_can_be_left_out(closed)
 
         self._floats = [i for i, x in enumerate(inputs) if _is_float(x)]
+        # Why gradients are whole; which of them are added after they are computed; and
+        # which parameters have stand-ins, for gradients that are made layer by layer.
         self._reasons: dict[int, str] = {}
-        self._casts: set[int] = set()  # sums of another dtype than the parameters
-        self._changed_before_scan: dict[int, str] = {}
-        for i, (x, total) in enumerate(zip(inputs, sums, strict=False)):
-            dtype = jnp.result_type(x)
-            if i not in self._floats:
-                continue
-            if not _adds_alike(x, total):
-                self._reasons[i] = (
-                    f"a {dtype} gradient rounds differently when it is added to a "
-                    f"{total.dtype} sum in place"
-                )
-            elif not is_unsharded[i]:
-                # A scan over an axis that is spread would gather the whole sum.
-                self._reasons[i] = "its first axis is spread over devices"
-            elif dtype != total.dtype:
-                self._casts.add(i)
-        # The parameters whose gradients stand-ins make layer by layer.
+        self._whole: set[int] = set()
         self._stand_ins: set[int] = set()
-        for i, scans in dependence.scans_over(closed).items():
-            if i >= size or i in self._reasons:
-                continue
+        scans = dependence.scans_over(closed)
+        for i, (x, total) in enumerate(zip(inputs, sums, strict=False)):
+            if i in self._floats:
+                self._decide(i, x, total, is_unsharded[i], scans.get(i, []))
+
+    def _decide(
+        self,
+        i: int,
+        x: jax.Array,
+        total: jax.Array,
+        is_unsharded: bool,
+        scans: list[dependence.Scan],
+    ) -> None:
+        """How the gradient of a parameter is added to its sum."""
+        dtype = jnp.result_type(x)
+        is_cast = dtype != total.dtype
+        if not _adds_alike(x, total):
+            self._reasons[i] = (
+                f"a {dtype} gradient rounds differently when it is added to a "
+                f"{total.dtype} sum in place"
+            )
+            self._whole.add(i)
+        elif not is_unsharded:
+            # A scan over an axis that is spread would gather the whole sum.
+            self._reasons[i] = "its first axis is spread over devices"
+            self._whole.add(i)
+        elif not scans:
+            self._whole |= {i} if is_cast else set()
+        else:
             by = [scan.changed_by or "transpose" * (scan.axis > 0) for scan in scans]
             for name in filter(None, by):
-                self._changed_before_scan[i] = (
-                    f"{name} changes it before the scan over its layers"
-                )
-            if not all(by) and (i in self._casts or any(x.is_moved for x in scans)):
+                self._reasons[i] = f"{name} changes it before the scan over its layers"
+            if all(by):
+                self._whole.add(i)
+            elif is_cast or any(scan.is_moved for scan in scans):
                 self._stand_ins.add(i)
 
     def _check_can_be_left_out(self, closed: ClosedJaxpr) -> None:
@@ -272,20 +284,15 @@ class BackwardPass:
     def _differentiate(self, to: dict[int, jax.Ref], given: Given) -> Differentiated:
         """Adds the gradients whose sums are in `to`."""
         sums, _, inputs, consts = given
-        twins = {
-            i: jnp.zeros_like(inputs[i], sums[i].dtype)
-            if i in self._casts
-            else jnp.asarray(inputs[i])
-            for i in self._floats
-        }
+        twins = {i: jnp.asarray(inputs[i]) for i in self._floats}
+        twins |= {i: jnp.zeros_like(sums[i]) for i in self._stand_ins}
 
         def of_twins(twins: dict[int, jax.Array]) -> Returned[Any]:
             own: list[Operand] = [*map(jnp.asarray, inputs)]
             for i, x in twins.items():
+                own[i] = x
                 if i in self._stand_ins:
-                    own[i] = StandIn(own[i], x, tuple(range(x.ndim)))
-                else:
-                    own[i] = stand_in(own[i], x) if i in self._casts else x
+                    own[i] = StandIn(inputs[i], x, tuple(range(x.ndim)))
             return self._evaluate(own, consts)
 
         vjp: Any = jax.vjp  # its type does not mention `with_refs`
@@ -296,10 +303,10 @@ class BackwardPass:
         summed = [i if i < len(sums) else None for i in twins]
         used_twice = dependence.used_twice(backward.jaxpr, summed)
         twice = "one operation of loss_fn reads it twice"
-        reasons = dict.fromkeys(used_twice, twice) | self._reasons
-        shown = self._changed_before_scan | reasons
-        report({self._names[i]: shown[i] for i in sorted(shown)})
-        refs = {i: ref for i, ref in to.items() if i not in reasons}
+        reasons = dict.fromkeys(used_twice - self._whole, twice) | self._reasons
+        report({self._names[i]: reasons[i] for i in sorted(reasons)})
+        whole = used_twice | self._whole
+        refs = {i: ref for i, ref in to.items() if i not in whole}
         try:
             add = backward.with_refs({i: refs.get(i, _RETURNED) for i in twins})
             [gradients] = add(jnp.ones_like(loss_sum))

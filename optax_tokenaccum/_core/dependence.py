@@ -338,13 +338,13 @@ def scans_over(traced: Traced) -> dict[int, list[Scan]]:
         elif whole and passes_on(x):
             [(_, (node, axes))] = whole
             axes = tuple(axes[i] for i in x.params.get("permutation", range(len(axes))))
-            params = node.params | {"is_moved": True}
+            params = {**node.params, "is_moved": True}
             return [Value(Node(name, x.outvars[0].aval, params, []), axes)]
         else:
             sizes = [getattr(y.aval, "size", None) for y in x.outvars]
             for i, y in whole:
                 if sizes == [getattr(x.invars[i].aval, "size", None)]:
-                    params = y.node.params | {"changed_by": name}
+                    params = {**y.node.params, "changed_by": name}
         return [_value(name, y, params, []) for y in _set_by(x)]
 
     unchanged = {"is_moved": False, "changed_by": None}
@@ -362,7 +362,8 @@ def passes_on(x: JaxprEqn) -> bool:
     """
     name, params = x.primitive.name, x.params
     if name == "convert_element_type":
-        dtypes = x.invars[0].aval.dtype, params["new_dtype"]
+        [operand] = x.invars
+        dtypes = getattr(operand.aval, "dtype"), params["new_dtype"]  # noqa: B009
         if params["sharding"] or not all(
             jnp.issubdtype(d, jnp.floating) for d in dtypes
         ):
@@ -385,7 +386,9 @@ def exchanges(traced: Traced) -> Iterator[tuple[str, set[str]]]:
         names = {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
         if names and equation.primitive.name not in ("axis_index", "pcast", "pvary"):
             yield equation.primitive.name, names
-        own = equation.params.get("manual_axes", frozenset())  # of an inner shard_map
+        # Those of an inner shard_map, whose name differs between versions of jax.
+        of_inner = ("manual_axes", "newly_manual_axes")
+        own = {axis for name in of_inner for axis in equation.params.get(name, ())}
         for inner in functions_in(equation):
             for name, names in exchanges(inner):
                 if names - own:

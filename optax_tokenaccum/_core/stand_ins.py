@@ -76,9 +76,9 @@ def _evaluate(
     traced: Traced, consts: Sequence[jax.Array], args: Sequence[Operand]
 ) -> list[Operand]:
     jaxpr = dependence.opened(traced)
-    known: dict[Var, Operand] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known: dict[Any, Operand] = dict(zip(jaxpr.constvars, consts, strict=True))
     known |= zip(jaxpr.invars, args, strict=True)
-    arrays: dict[Var, jax.Array] = {}
+    arrays: dict[Var | Literal, jax.Array] = {}
 
     def look_up(x: Var | Literal) -> Operand:
         return x.val if isinstance(x, Literal) else known[x]
@@ -142,7 +142,7 @@ def _remat(
     """The outputs of a call whose twins, differentiated, are those of its inputs."""
     passed: dict[int, tuple[int, tuple[int, ...]]] = {}
 
-    def call(args: list[Operand]) -> list[jax.Array]:
+    def call(args: list[Operand]) -> list[Operand]:
         index = {id(x.twin): i for i, x in enumerate(args) if isinstance(x, StandIn)}
         outputs = _evaluate(called, (), args)
         for i, x in enumerate(outputs):
@@ -152,7 +152,9 @@ def _remat(
 
     outputs = jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(args)
     for i, (source, axes) in passed.items():
-        outputs[i] = StandIn(outputs[i], args[source].twin, axes)
+        given = args[source]
+        assert isinstance(given, StandIn)
+        outputs[i] = StandIn(outputs[i], given.twin, axes)
     return outputs
 
 

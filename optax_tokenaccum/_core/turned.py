@@ -20,7 +20,7 @@ from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.dependence import scans_over
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss import Loss
-from optax_tokenaccum._core.trees import Gradients, T
+from optax_tokenaccum._core.trees import T
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Turned(Layout):
     def turn_back(self, tree: T) -> T:
         return jax.tree.map(lambda axis, x: _move(x, 0, axis.index), self.axes, tree)
 
-    def take(self, stored: Gradients) -> Gradients:
+    def take(self, stored: T) -> T:
         """The sums of `layout`, turned."""
         return self.turn(self.layout.read(stored))
 
-    def hand_over(self, sums: Gradients) -> Gradients:
+    def hand_over(self, sums: T) -> T:
         """The inverse of `take`."""
         return self.layout.write(self.turn_back(sums))
 
@@ -60,7 +60,7 @@ class Turned(Layout):
 
         return replace(loss, call=call)
 
-    def write(self, sums: Gradients) -> Gradients:
+    def write(self, sums: T) -> T:
         return self.take(self.hand_over(sums))
 
     def has_whole_axes(self, sums: list[jax.Array], axes: list[int]) -> list[bool]:

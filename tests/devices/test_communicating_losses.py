@@ -20,6 +20,7 @@ from window_gradients import BATCHES, params_of, through_layers
 
 from optax_tokenaccum import make_train_step, window_value_and_grad
 from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum.compiled import whole_gradients
 
 # Of the 8 devices with one row each, some have tokens.
 WINDOW, PARAMS = stack(BATCHES), params_of()
@@ -102,3 +103,47 @@ def test_communication_that_the_compiler_inserts():
     step = make_train_step(loss_fn, optax.sgd(1.0), 2, mesh=mesh, data_axes="data")
     with jax.set_mesh(mesh):
         assert not adds_within(step.accumulate, step.init(w), batch)
+
+
+def experts(mesh: Any) -> Any:
+    """A loss whose layers send every row to the device of an expert, and back."""
+
+    def of_device(w: Any, x: Any) -> Any:
+        x = jax.lax.all_to_all(x, "data", 0, 0, tiled=True)
+        return jax.lax.all_to_all(jnp.tanh(x @ w[0]), "data", 0, 0, tiled=True)
+
+    apply = jax.shard_map(
+        of_device, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data")
+    )
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y, _ = jax.lax.scan(lambda x, w: (x + apply(w, x), None), batch["x"], params)
+        losses = jnp.sum(y**2, -1) * batch["mask"]
+        return jnp.sum(losses), jnp.sum(batch["mask"])
+
+    return loss_fn
+
+
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="everything is whole")
+@pytest.mark.parametrize("options", [{}, {"reduce_every": "micro_batch"}])
+def test_experts_on_all_devices_take_the_same_branch(options: Any):
+    """Outside of a `shard_map`, no device skips a backward pass that others run."""
+    mesh, rng = make_mesh((8,)), np.random.default_rng(0)
+    options = options and {"mesh": mesh, "data_axes": "data"} | options
+    w = np.float32(rng.normal(size=(3, 8, 4, 4)))
+    params = jax.device_put(w, NamedSharding(mesh, P(None, "data")))
+    window = {
+        "x": np.float32(rng.normal(size=(3, 64, 4))),
+        "mask": np.float32(np.arange(192).reshape(3, 64) < 70),  # none in the third
+    }
+    step = make_train_step(experts(mesh), optax.sgd(1.0), 3, **options)
+    state = step.init(params)
+    first, *_ = batches = [{k: x[i] for k, x in window.items()} for i in range(3)]
+    assert whole_gradients(step, state, first) == {}
+    for batch in batches:
+        state, metrics = step(
+            state, jax.device_put(batch, NamedSharding(mesh, P("data")))
+        )
+    total = jax.grad(lambda w: sum(experts(mesh)(w, b)[0] for b in batches))(params)
+    assert metrics.num_tokens == 70
+    np.testing.assert_allclose(w - state.params, total / 70, rtol=1e-4, atol=1e-5)
