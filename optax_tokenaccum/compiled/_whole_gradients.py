@@ -36,14 +36,14 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
       >>> from optax_tokenaccum import make_train_step
       >>> from optax_tokenaccum.compiled import whole_gradients
       >>> def loss_fn(params, x):
-      ...     layers = params["layers"].astype(jnp.bfloat16)  # of all layers at once
+      ...     layers = jnp.clip(params["layers"], -1, 1)  # of all layers at once
       ...     y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-      ...     return jnp.sum(y, dtype=jnp.float32), len(x)
+      ...     return jnp.sum(y), len(x)
       >>> step = make_train_step(loss_fn, optax.sgd(0.1), 8)
       >>> state = step.init({"layers": jnp.ones((4, 16, 16))})
-      >>> x = jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)
+      >>> x = jax.ShapeDtypeStruct((2, 16), jnp.float32)
       >>> reasons = whole_gradients(step, state, x)
-      >>> print(*reasons)  # reasons["['layers']"] tells of convert_element_type
+      >>> print(*reasons)  # reasons["['layers']"] tells of jnp.clip
       ['layers']
     """
     step = getattr(f, "accumulate", f)  # a train step, whose halves are programs
