@@ -172,7 +172,8 @@ class BackwardPass:
             self._whole.add(i)
         elif not is_unsharded:
             # A scan over an axis that is spread would gather the whole sum.
-            self._reasons[i] = "its first axis is spread over devices"
+            if scans:
+                self._reasons[i] = "its first axis is spread over devices"
             self._whole.add(i)
         elif not scans:
             self._whole |= {i} if is_cast else set()

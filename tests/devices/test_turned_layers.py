@@ -1,0 +1,129 @@
+"""Layers along another axis than the first, whose sums are turned during a window."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import relative_error, stack
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
+from window_gradients import KEEPS, by_hand
+
+import optax_tokenaccum.nnx
+from optax_tokenaccum import make_window_step, window_value_and_grad
+from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum.compiled import whole_gradients
+
+LAYERS, WIDTH, ROWS = 3, 8, 16
+NEW_JAX = BackwardPass.is_supported
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "w": np.float32(RNG.normal(size=(WIDTH, LAYERS, WIDTH)) / 2),
+    "scale": np.float32(RNG.normal(size=(WIDTH, LAYERS))),
+    "out": np.float32(RNG.normal(size=WIDTH)),
+}
+BATCHES = [
+    {
+        "x": np.float32(RNG.normal(size=(ROWS, WIDTH))),
+        "mask": np.float32(np.arange(ROWS) < tokens),
+    }
+    for tokens in (ROWS, 0, 3)
+]
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w["w"]) * w["scale"], None
+
+    layers = {k: jnp.moveaxis(params[k], 1, 0) for k in ("w", "scale")}
+    y, _ = jax.lax.scan(layer, batch["x"], layers)
+    losses = jnp.sum((y + params["out"]) ** 2, -1)
+    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+
+LAYOUTS: dict[str, Any] = {
+    "FSDP, no mesh": ("auto", P("data"), None),
+    "FSDP": ("auto", P("data"), "micro_batch"),
+    "FSDP, Explicit": ("explicit", P("data"), "micro_batch"),
+    "FSDP along the last axis": ("auto", P(None, None, "data"), "micro_batch"),
+    "ZeRO-2": ("auto", P(), "micro_batch"),
+    "a sum on each": ("auto", P(), "window"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_over_devices(layout: str):
+    kind, spec, reduce_every = LAYOUTS[layout]
+    mesh = make_mesh((8,), kind)
+    options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
+    step = make_window_step(loss_fn, KEEPS, **(options if reduce_every else {}))
+    placed = {"w": spec, "scale": P(*spec[:2]), "out": P()}
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in placed.items()}
+    params = jax.device_put(PARAMS, shardings)
+    state, window = step.init(params), stack(BATCHES)
+    if not reduce_every:
+        window = jax.device_put(window, NamedSharding(mesh, P(None, "data")))
+    assert not NEW_JAX or whole_gradients(step, state, window) == {}
+    before = jax.tree.map(lambda x: x.sharding, state)
+    state, _ = step(state, window)
+    got = state.opt_state.inner_opt_state
+    assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+def test_in_a_map_of_ones_own():
+    mesh = make_mesh((8,))
+    f = jax.shard_map(
+        lambda p, b: window_value_and_grad(loss_fn)(p, b)[1],
+        mesh=mesh,
+        in_specs=(P(), {"x": P(None, "data"), "mask": P(None, "data")}),
+        out_specs=P(),
+    )
+    got = jax.jit(f)(PARAMS, stack(BATCHES))
+    assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
+
+
+class Scanned(nnx.Module):
+    """Layers as `StateAxes({nnx.Param: 1})` stacks them."""
+
+    AXES = nnx.StateAxes({nnx.Param: 1, ...: 0})
+
+    def __init__(self) -> None:
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap(in_axes=0, out_axes=self.AXES)
+        def stacked(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        self.layers = stacked(nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(self.AXES, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+            return jnp.tanh(layer(x))
+
+        return run(self.layers, x)
+
+
+def loss_of_model(model: Scanned, batch: Any) -> Any:
+    losses = jnp.sum(model(batch["x"]) ** 2, -1)
+    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def test_nnx():
+    model = Scanned()
+    graph, params = nnx.split(model)
+    of_params = lambda p, b: loss_of_model(nnx.merge(graph, p), b)  # noqa: E731
+    expected = by_hand(of_params, params, BATCHES)
+    f = optax_tokenaccum.nnx.window_value_and_grad(loss_of_model)
+    _, got = f(model, stack(BATCHES))
+    assert relative_error(got, expected) < 1e-6
+    step = optax_tokenaccum.nnx.make_window_step(loss_of_model)
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    step.init(model, optimizer)
+    window = stack(BATCHES)
+    assert not NEW_JAX or whole_gradients(step, model, optimizer, window) == {}
