@@ -163,7 +163,6 @@ class BackwardPass:
     ) -> None:
         """How the gradient of a parameter is added to its sum."""
         dtype = jnp.result_type(x)
-        is_cast = dtype != total.dtype
         if not _adds_alike(x, total):
             self._reasons[i] = (
                 f"a {dtype} gradient rounds differently when it is added to a "
@@ -176,15 +175,12 @@ class BackwardPass:
                 self._reasons[i] = "its first axis is spread over devices"
             self._whole.add(i)
         elif not scans:
-            self._whole |= {i} if is_cast else set()
+            self._whole |= {i} if dtype != total.dtype else set()
         else:
             by = [scan.changed_by or "transpose" * (scan.axis > 0) for scan in scans]
             for name in filter(None, by):
                 self._reasons[i] = f"{name} changes it before the scan over its layers"
-            if all(by):
-                self._whole.add(i)
-            elif is_cast or any(scan.is_moved for scan in scans):
-                self._stand_ins.add(i)
+            (self._whole if all(by) else self._stand_ins).add(i)
 
     def _check_can_be_left_out(self, closed: ClosedJaxpr) -> None:
         """Raises `CannotAdd` if a micro-batch without tokens must be differentiated."""

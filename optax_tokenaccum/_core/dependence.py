@@ -308,12 +308,11 @@ class Scan(NamedTuple):
 
     Attributes:
       axis: of the input, along which the slices lie.
-      is_moved: whether the input is cast or transposed before.
-      changed_by: the last other operation that changes all of it before, if any.
+      changed_by: the last operation that changes all of it before, if there is any that
+        is not known by `passes_on`.
     """
 
     axis: int
-    is_moved: bool
     changed_by: str | None
 
 
@@ -333,13 +332,12 @@ def scans_over(traced: Traced) -> dict[int, list[Scan]]:
             _, last = carry_of(x)
             for i, (node, axes) in whole:
                 if i >= last:
-                    index, is_moved, by = node.params.values()
-                    found.setdefault(index, []).append(Scan(axes[0], is_moved, by))
+                    index, changed_by = node.params.values()
+                    found.setdefault(index, []).append(Scan(axes[0], changed_by))
         elif whole and passes_on(x):
             [(_, (node, axes))] = whole
             axes = tuple(axes[i] for i in x.params.get("permutation", range(len(axes))))
-            params = {**node.params, "is_moved": True}
-            return [Value(Node(name, x.outvars[0].aval, params, []), axes)]
+            return [Value(node, axes)]
         else:
             sizes = [getattr(y.aval, "size", None) for y in x.outvars]
             for i, y in whole:
@@ -347,9 +345,10 @@ def scans_over(traced: Traced) -> dict[int, list[Scan]]:
                     params = {**y.node.params, "changed_by": name}
         return [_value(name, y, params, []) for y in _set_by(x)]
 
-    unchanged = {"is_moved": False, "changed_by": None}
     inputs = enumerate(opened(traced).invars)
-    given = [_value("input", x, {"index": i} | unchanged, []) for i, x in inputs]
+    given = [
+        _value("input", x, {"index": i, "changed_by": None}, []) for i, x in inputs
+    ]
     _interpret(traced, given, apply)
     return found
 

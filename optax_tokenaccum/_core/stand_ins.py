@@ -59,7 +59,21 @@ def _(
 ) -> tuple[jax.Array, jax.Array]:
     value, _ = primals
     _, tangent = tangents
-    return value, tangent.astype(value.dtype)
+    return value, _rounded(tangent).astype(value.dtype)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """`x`, rounded to its own dtype, which changes nothing.
+
+    But over devices that only the compiler knows, XLA does not recognize a sum over
+    devices that is added up in a loop. It would keep two more buffers of the size of
+    the gradient, to reduce once after the loop (the pass
+    `while-loop-all-reduce-code-motion`).
+    """
+    if jnp.iscomplexobj(x):
+        return x
+    dtype = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)
 
 
 def evaluate(
@@ -83,6 +97,9 @@ def _evaluate(
     def look_up(x: Var | Literal) -> Operand:
         return x.val if isinstance(x, Literal) else known[x]
 
+    def has_stand_in(x: Var | Literal) -> bool:
+        return isinstance(look_up(x), StandIn)
+
     def array(x: Var | Literal) -> jax.Array:
         operand = look_up(x)
         if not isinstance(operand, StandIn):
@@ -92,10 +109,12 @@ def _evaluate(
         return arrays[x]
 
     for x in jaxpr.eqns:
-        rule = _RULES.get(x.primitive.name, _one)
-        if not any(isinstance(look_up(y), StandIn) for y in x.invars):
-            rule = _one
-        known.update(zip(x.outvars, rule(x, look_up, array), strict=True))
+        name, has_any = x.primitive.name, any(map(has_stand_in, x.invars))
+        is_known = has_any and (name == "scan" or dependence.passes_on(x))
+        rule = _RULES[name] if is_known else _one
+        with jax.named_scope(str(x.source_info.name_stack) if is_known else ""):
+            outputs = rule(x, look_up, array)
+        known.update(zip(x.outvars, outputs, strict=True))
     return [*map(look_up, jaxpr.outvars)]
 
 
@@ -117,18 +136,14 @@ def _transpose(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
     return [StandIn(value, operand.twin, tuple(operand.axes[i] for i in order))]
 
 
-def _cast(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
+def _cast(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
     operand = look_up(x.invars[0])
     assert isinstance(operand, StandIn)
-    if not dependence.passes_on(x):
-        return _one(x, look_up, array)
     value = operand.value.astype(x.params["new_dtype"])
     return [StandIn(value, operand.twin, operand.axes)]
 
 
-def _call(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
-    if not dependence.passes_on(x):
-        return _one(x, look_up, array)
+def _call(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
     [called] = dependence.functions_in(x)
     args = [*map(look_up, x.invars)]
     if x.primitive.name == "remat2":
@@ -161,9 +176,9 @@ def _remat(
 def _scan(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
     [body] = dependence.functions_in(x)
     first, last = dependence.carry_of(x)
-    fixed, carry = map(array, x.invars[:first]), map(array, x.invars[first:last])
-    consts, carry = [*getattr(body, "consts", ())], [*carry]
-    fixed = [*fixed]
+    before = [*map(array, x.invars[:last])]
+    fixed, carry = before[:first], before[first:]
+    consts = getattr(body, "consts", ())
 
     def scanned(y: Var | Literal) -> Operand:
         operand = look_up(y)
