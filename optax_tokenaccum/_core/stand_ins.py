@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from optax_tokenaccum._core import dependence
 from optax_tokenaccum._core.dependence import Traced
@@ -125,7 +126,9 @@ ReadArray = Callable[[Var | Literal], jax.Array]
 def _one(x: JaxprEqn, _: Read, array: ReadArray) -> list[Operand]:
     """The outputs of an operation that knows no stand-ins."""
     inputs = [y for y in x.invars if not isinstance(y, Literal)]
-    alone = Jaxpr([], inputs, x.outvars, [x], x.effects, _UNNAMED)
+    # Older jax, where this is not needed, has no DebugInfo.
+    debug_info = core.DebugInfo("loss_fn", "one operation", None, None)
+    alone = Jaxpr([], inputs, x.outvars, [x], x.effects, debug_info)
     return [*jax.core.eval_jaxpr(alone, (), *map(array, inputs))]
 
 
@@ -198,8 +201,6 @@ def _scan(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
     carry, stacks = jax.lax.scan(iterate, carry, arrays, **options)
     return [*carry, *stacks]
 
-
-_UNNAMED = DebugInfo("evaluate", "one operation", None, None)
 
 _RULES = {
     "transpose": _transpose,
