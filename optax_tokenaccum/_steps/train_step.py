@@ -158,9 +158,9 @@ class TrainStep(Step[P]):
         partial window.
 
         Args:
-          state: as for a call, or its shapes, `jax.eval_shape(step.init, params)`. Pass
-            the state itself if parameters were placed on devices: programs depend on
-            their placement.
+          state: as for a call, or `step.init` of the parameters' shapes. If parameters
+            were placed on devices, give the shapes their shardings, which
+            `jax.eval_shape(step.init, params)` drops: programs depend on them.
           batches: a list of batches, or of their shapes. Batches of the same shapes
             share a program.
           progress: wraps the list of programs to show progress, for example
@@ -177,7 +177,8 @@ class TrainStep(Step[P]):
           ...     return jnp.sum(params * x), x.size
           >>> step = make_train_step(loss_fn, optax.sgd(1.0))
           >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 9)]
-          >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), shapes)
+          >>> state = step.init(jax.ShapeDtypeStruct((), jnp.float32))
+          >>> step.compile(state, shapes)
         """
         compile_all(self._programs(state, **kwargs), batches, "batches", progress)
 

@@ -73,9 +73,9 @@ def largest_micro_batch(
       step: from `make_train_step` or `make_window_step`, or from the functions of the
         same names for NNX. It must be the step of the run: a token budget or a skip
         function makes other programs.
-      state: the state of the run, or its shapes, `jax.eval_shape(step.init, params)`;
-        on several devices the state itself, or shapes with shardings. For NNX,
-        `(model, optimizer)`.
+      state: the state of the run, or `step.init(shapes)` of the parameters' shapes, on
+        several devices with their shardings: `jax.eval_shape(step.init, params)` drops
+        them. For NNX, `(model, optimizer)`, which may be abstract.
       batch_of: returns, for a size, the list of all batches of the run, or better of
         their shapes, which need no memory: for example one for each bucket of
         `plan_window`, where the size is `max_tokens`. For a window step, whole windows.
@@ -101,7 +101,7 @@ def largest_micro_batch(
       >>> def loss_fn(params, x):
       ...     return jnp.sum(jnp.tanh(x @ params) ** 2), len(x)
       >>> step = make_train_step(loss_fn, optax.adamw(1e-3), 8)
-      >>> state = jax.eval_shape(step.init, jnp.zeros((512, 512)))
+      >>> state = step.init(jax.ShapeDtypeStruct((512, 512), jnp.float32))
       >>> def batch_of(rows):
       ...     return [jax.ShapeDtypeStruct((rows, 512), jnp.float32)]
       >>> fit = largest_micro_batch(step, state, batch_of, limit_bytes=8_000_000)

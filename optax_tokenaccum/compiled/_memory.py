@@ -70,7 +70,7 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
       >>> def loss_fn(params, x):
       ...     return jnp.sum(jnp.tanh(x @ params) ** 2), len(x)
       >>> step = make_train_step(loss_fn, optax.adamw(1e-3), 8)
-      >>> state = jax.eval_shape(step.init, jnp.zeros((1000, 1000)))
+      >>> state = step.init(jax.ShapeDtypeStruct((1000, 1000), jnp.float32))
       >>> batch = jax.ShapeDtypeStruct((8, 1000), jnp.float32)
       >>> report = memory(step.accumulate.lower(state, batch).compile())
       >>> 8e6 < report.arguments < 9e6  # parameters and sums, not the moments

@@ -1,0 +1,237 @@
+"""Whether a decoder of 7 billion parameters fits on 16 chips, and what it sends.
+
+    python -m benchmarks.fits
+
+Prints the table of docs/does_it_fit.md, and what a smaller decoder sends with FSDP.
+Nothing runs. The memory is that of programs for 16 chips of a TPU v5e, which are
+compiled if libtpu is installed. What is sent is that of programs for as many devices of
+a CPU, because the text of a TPU's programs does not tell how often a loop runs.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import report, tpu
+from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
+from optax_tokenaccum.compiled import collectives, memory
+
+
+class Model(NamedTuple):
+    """Sizes of a decoder whose layers are stacked; `dtype` is of the computation."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    dtype: Any = jnp.bfloat16
+
+
+class Batch(NamedTuple):
+    """Sizes of a micro-batch, over all devices."""
+
+    rows: int
+    length: int
+
+
+class Layout(NamedTuple):
+    """Where the arrays of a step are.
+
+    Attributes:
+      mesh: the sizes of the axes "data" and "model".
+      reduce_every: of the step.
+      is_spread: whether parameters are spread over both axes.
+      constrains: whether the loss constrains activations to be spread over "data".
+    """
+
+    mesh: tuple[int, int]
+    reduce_every: str
+    is_spread: bool
+    constrains: bool
+
+
+SEVEN_B, BATCH = Model(32, 4096, 11008, 32, 32000), Batch(16, 2048)
+LAYOUTS = {
+    "data parallel": Layout((16, 1), "window", False, False),
+    "ZeRO-2": Layout((16, 1), "micro_batch", False, True),
+    "FSDP": Layout((16, 1), "micro_batch", True, True),
+    "FSDP, no constraint": Layout((16, 1), "micro_batch", True, False),
+    "FSDP, tensor parallel": Layout((4, 4), "micro_batch", True, True),
+}
+SMALL, MANY_ROWS = Model(8, 512, 1408, 8, 2048), Batch(256, 128)
+# How every parameter is spread. The first axis of the layers' is that of the stack.
+COLUMNS, ROWS = P(None, "data", "model"), P(None, "model", "data")
+SPECS = {
+    "embedding": P("model", "data"),
+    "layers": dict.fromkeys(("query", "key", "value", "gate", "up"), COLUMNS)
+    | dict.fromkeys(("out", "down"), ROWS),
+    "head": P("data", "model"),
+}
+
+
+def params_of(model: Model, mesh: Mesh, is_spread: bool) -> Any:
+    """The shapes of float32 parameters, with their shardings."""
+    layers, width, hidden, _, vocabulary, _ = model
+    square = dict.fromkeys(("query", "key", "value", "out"), (layers, width, width))
+    shapes = {
+        "embedding": (vocabulary, width),
+        "layers": square
+        | dict.fromkeys(("gate", "up"), (layers, width, hidden))
+        | {"down": (layers, hidden, width)},
+        "head": (width, vocabulary),
+    }
+
+    def shape_of(spec: P, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec if is_spread else P())
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    return jax.tree.map(shape_of, SPECS, shapes, is_leaf=lambda x: isinstance(x, P))
+
+
+def loss_fn(model: Model, rows: Any, params: Any, batch: Any) -> Any:
+    """The loss of next tokens; layers are computed again in the backward pass.
+
+    Args:
+      model: the sizes.
+      rows: the sharding that activations are constrained to; `None` for no constraint.
+      params: of `params_of`.
+      batch: tokens and labels, [rows, length].
+    """
+
+    def spread(x: jax.Array) -> jax.Array:
+        return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
+
+    def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        w = jax.tree.map(lambda w: w.astype(model.dtype), weights)
+        y = _normalized(spread(x))
+        query, key, value = (
+            (y @ w[name]).reshape(*x.shape[:2], model.heads, -1)
+            for name in ("query", "key", "value")
+        )
+        y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x += y.reshape(x.shape) @ w["out"]
+        y = _normalized(x)
+        x += (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+        return spread(x), None
+
+    x = spread(params["embedding"].astype(model.dtype)[batch["tokens"]])
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    logits = _normalized(x) @ params["head"].astype(model.dtype)
+    return softmax_cross_entropy_sum(logits, batch["labels"], ignore_index=-1)
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype)
+
+
+class Programs(NamedTuple):
+    """The state of a step, as shapes, and its two programs, not compiled."""
+
+    state: Any
+    accumulate: jax.stages.Lowered
+    close_window: jax.stages.Lowered
+
+
+def lowered(
+    model: Model, batch: Batch, layout: Layout, devices: Sequence[Any]
+) -> Programs:
+    """The programs of a step with AdamW, for devices that need not be there."""
+    mesh = Mesh(np.reshape(devices, layout.mesh), ("data", "model"))
+    rows = NamedSharding(mesh, P("data"))
+    step = make_train_step(
+        functools.partial(loss_fn, model, rows if layout.constrains else None),
+        optax.adamw(1e-4),
+        4,
+        mesh=mesh,
+        data_axes="data",
+        reduce_every=layout.reduce_every,
+    )
+    state = step.init(params_of(model, mesh, layout.is_spread))
+    tokens = jax.ShapeDtypeStruct(batch, jnp.int32, sharding=rows)
+    given = {"tokens": tokens, "labels": tokens}
+    return Programs(
+        state, step.accumulate.lower(state, given), step.close_window.lower(state)
+    )
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes on one device, of shapes with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def held(programs: Programs) -> dict[str, str]:
+    """What a device holds, in GB."""
+    params, opt_state = programs.state
+    parts = {
+        "parameters": bytes_of(params),
+        "moments": bytes_of(opt_state.inner_opt_state),
+        "sums": bytes_of(opt_state.acc_grads),
+    }
+    columns = {name: f"{size / 1e9:.1f}" for name, size in parts.items()}
+    if not tpu.is_available():
+        return columns
+    try:
+        temporaries = max(memory(x.compile()).temporaries for x in programs[1:])
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return columns | {"temporaries": "does not fit", "in all": ""}
+    whole = sum(parts.values()) + temporaries
+    return columns | {
+        "temporaries": f"{temporaries / 1e9:.1f}",
+        "in all": f"{whole / 1e9:.1f}",
+    }
+
+
+def sent(programs: Programs) -> list[int]:
+    """The bytes that a device sends in a micro-batch, and at the close."""
+    return [collectives(x.compile()).bytes() for x in programs[1:]]
+
+
+def main() -> None:
+    """Prints both tables."""
+    os.environ.update(tpu.ENVIRONMENT)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 16)
+    devices = chips = jax.devices()
+    if tpu.is_available():
+        chips = topologies.get_topology_desc("v5e:4x4", platform="tpu").devices
+    rows = []
+    for name, layout in LAYOUTS.items():
+        row = held(lowered(SEVEN_B, BATCH, layout, chips))
+        micro_batch, close = sent(lowered(SEVEN_B, BATCH, layout, devices))
+        row |= {
+            "sent in a micro-batch": f"{micro_batch / 1e9:.1f}",
+            "sent at the close": f"{close / 1e9:.1f}",
+        }
+        rows.append({"layout, GB on each of 16 chips": name} | row)
+    print(report.table(rows))
+    rows = []
+    for name, constrains in {"not constrained": False, "constrained": True}.items():
+        layout = Layout((8, 1), "micro_batch", True, constrains)
+        programs = lowered(SMALL, MANY_ROWS, layout, devices[:8])
+        micro_batch, _ = sent(programs)
+        ratio = micro_batch / sum(
+            4 * x.size for x in jax.tree.leaves(programs.state.params)
+        )
+        rows.append({"activations": name, "sent / parameters": f"{ratio:.1f}"})
+    print(report.table(rows))
+
+
+if __name__ == "__main__":
+    main()
