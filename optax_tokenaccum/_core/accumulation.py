@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from optax import Params
 
 from optax_tokenaccum._core import arrays, checks, overwritten, sums, trees
-from optax_tokenaccum._core.backward import BackwardPass, CannotAdd, Returned, report
+from optax_tokenaccum._core.backward import BackwardPass, CannotAdd, Returned
 from optax_tokenaccum._core.contribution import (
     Contribution,
     SkipFn,
@@ -53,6 +53,7 @@ class Accumulation:
     token_mean: bool  # `False`: sums are handed over undivided
     layout: Layout
     peers: Peers
+    begins_empty: bool = False  # whether every window begins with sums of zero
 
     def on(self, layout: Layout, peers: Peers = ALONE) -> "Accumulation":
         return replace(self, layout=layout, peers=peers)
@@ -126,8 +127,7 @@ class Accumulation:
             so_far,
         )
         new = self._contribution(gradients, state, params, num_tokens, value)
-        is_first = (state.mini_step == 0) & ~new.skipped
-        adds = self._adds(new)
+        is_first, adds = self._is_first(state, new), self._adds(new)
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
             x = new.weighted(x, total.dtype)
@@ -157,8 +157,7 @@ class Accumulation:
         try:
             return self._add_within(loss, state, params, others)
         except CannotAdd as error:
-            reason = str(error)
-        report({path: reason for path, _ in trees.named_leaves(params)})
+            error.report(params)
         (loss_sum, (num_tokens, aux)), (gradients, of_others) = jax.value_and_grad(
             loss, argnums=(0, 1), has_aux=True, allow_int=True
         )(params, others)
@@ -176,20 +175,32 @@ class Accumulation:
         if self.should_skip_update_fn is not None:
             raise CannotAdd("should_skip_update_fn is given every gradient first")
         so_far, structure = jax.tree.flatten(self._read(state, params))
-        passed = BackwardPass(
+        backward_pass = BackwardPass(
             loss,
             params,
             others,
             so_far,
-            state.mini_step == 0,
             self.layout.has_whole_axes(so_far, [0] * len(so_far)),
             state.acc_tokens.dtype,
             self.peers,
-        ).add()
+        )
+        passed = backward_pass.add(self._emptied(so_far, state))
         new = self._contribution((), state, params, passed.num_tokens, passed.loss_sum)
         added = self._added(state, new, structure.unflatten(passed.sums))
         state, skipped, counts, *_ = added
         return Added(state, skipped, counts, passed.aux, passed.gradients)
+
+    def _emptied(
+        self, so_far: list[jax.Array], state: TokenAccumulationState
+    ) -> list[jax.Array]:
+        """The sums before the backward pass: zeros before a window's first one."""
+        if self.begins_empty:
+            return so_far
+
+        def empty(so_far: list[jax.Array]) -> list[jax.Array]:
+            return [*map(jnp.zeros_like, so_far)]
+
+        return trees.at_most_once(state.mini_step == 0, empty, so_far)
 
     def _contribution(
         self,
@@ -225,6 +236,10 @@ class Accumulation:
         )
         return so_far
 
+    def _is_first(self, state: TokenAccumulationState, new: Contribution) -> TracedBool:
+        """Whether the sums are emptied before this micro-batch is added."""
+        return not self.begins_empty and (state.mini_step == 0) & ~new.skipped
+
     def _adds(self, new: Contribution) -> Callable[[Reduced], jax.Array]:
         """Whether this device adds a value that is reduced over some axes."""
 
@@ -238,7 +253,7 @@ class Accumulation:
         self, state: TokenAccumulationState, new: Contribution, so_far: Gradients
     ) -> Added[None]:
         """The state with new sums of gradients; adds the other numbers."""
-        is_first, adds = (state.mini_step == 0) & ~new.skipped, self._adds(new)
+        is_first, adds = self._is_first(state, new), self._adds(new)
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
             is_own = adds(self.peers.reduced(x))
@@ -342,14 +357,10 @@ class Accumulation:
                 lambda: _as_like(acc, like),
             )
 
-        def divide(carry: tuple[jax.Array, Gradients]) -> tuple[jax.Array, Gradients]:
-            runs, acc = carry
-            acc = self.window_gradient(state._replace(acc_grads=acc), like=acc)
-            return runs & False, acc
+        def divide(acc: Gradients) -> Gradients:
+            return self.window_gradient(state._replace(acc_grads=acc), like=acc)
 
-        carry = trees.as_returned(divide, (has_tokens, acc))
-        _, gradient = jax.lax.while_loop(lambda carry: carry[0], divide, carry)
-        return _as_like(gradient, like)
+        return _as_like(trees.at_most_once(has_tokens, divide, acc), like)
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.

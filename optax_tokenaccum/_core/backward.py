@@ -6,6 +6,7 @@ it exists as a whole next to the sums, which costs a second buffer of its size.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import dependence, stand_ins, trees
@@ -22,7 +24,7 @@ from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
 from optax_tokenaccum._core.stand_ins import Operand, StandIn
 from optax_tokenaccum._core.sums import add as add_to
-from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
+from optax_tokenaccum._core.sums import add_if, at_least_float32
 from optax_tokenaccum._core.trees import DType
 
 # In place of a mutable array: the gradient is returned, not added.
@@ -35,8 +37,8 @@ _UNSUPPORTED = AssertionError, NotImplementedError, TypeError, ValueError
 A = TypeVar("A")
 # A loss, how many tokens it is of, and what else was computed.
 Returned = tuple[jax.Array, tuple[ArrayLike | None, A]]
-# A loss, `aux`, and the gradients that are returned.
-Differentiated = tuple[jax.Array, Any, list[jax.Array]]
+# A loss, `aux`, and the gradients that are returned, by their inputs' indices.
+Differentiated = tuple[jax.Array, Any, dict[int, jax.Array]]
 
 _collected: ContextVar[dict[str, str] | None] = ContextVar("reasons", default=None)
 
@@ -63,14 +65,22 @@ def report(reasons: dict[str, str]) -> None:
 
 
 class CannotAdd(Exception):
-    """Every gradient is added only after it is computed, for this reason."""
+    """Every gradient is added only after it is computed, for this reason.
+
+    Or, by the paths of parameters, for the reasons why these gradients are whole.
+    """
+
+    def report(self, params: optax.Params) -> None:
+        [reason] = self.args
+        if isinstance(reason, str):
+            reason = {name: reason for name, _ in trees.named_leaves(params)}
+        report(reason)
 
 
 class Given(NamedTuple):
     """The values of a backward pass. JAX caches its functions, which hold none."""
 
     sums: list[jax.Array]  # of the gradients of the first inputs
-    is_first: jax.Array
     inputs: list[jax.Array]  # the parameters, and what gradients are returned of
     consts: list[jax.Array]  # what the loss closes over
 
@@ -95,8 +105,8 @@ class BackwardPass:
       loss: `loss(params, others) -> (loss_sum, (num_tokens, aux))`.
       params: the parameters.
       others: what gradients are returned of.
-      sums: of the gradients of the parameters, leaf by leaf.
-      is_first: whether the sums begin anew.
+      sums: those that the gradients of the parameters will be added to, leaf by leaf;
+        only their shapes and dtypes matter.
       is_unsharded: of each sum, whether the first axis is not spread over devices.
       count_dtype: the dtype of the number of tokens.
       peers: the other devices.
@@ -115,7 +125,6 @@ class BackwardPass:
         params: optax.Params,
         others: list[jax.Array],
         sums: list[jax.Array],
-        is_first: jax.Array,
         is_unsharded: list[bool],
         count_dtype: DType,
         peers: Peers,
@@ -138,7 +147,7 @@ class BackwardPass:
         # What the loss closes over becomes an argument: custom_vmap maps only these.
         closed, self._shapes = jax.make_jaxpr(traced, return_shape=True)(inputs)
         # On the supported versions of JAX, the jaxpr would keep them too.
-        self._given = Given(sums, is_first, inputs, [*closed.consts])
+        self._given = Given(sums, inputs, [*closed.consts])
         self._jaxpr = closed.jaxpr.with_consts([None] * len(closed.consts))
         self._check_can_be_left_out(closed)
 
@@ -152,6 +161,9 @@ class BackwardPass:
         for i, (x, total) in enumerate(zip(inputs, sums, strict=False)):
             if i in self._floats:
                 self._decide(i, x, total, is_unsharded[i], scans.get(i, []))
+        if self._reasons and not self._stand_ins:
+            # Nothing is gained, and a conditional may cost copies.
+            raise CannotAdd(self._named(self._reasons))
 
     def _decide(
         self,
@@ -181,6 +193,9 @@ class BackwardPass:
             for name in filter(None, by):
                 self._reasons[i] = f"{name} changes it before the scan over its layers"
             (self._whole if all(by) else self._stand_ins).add(i)
+
+    def _named(self, reasons: dict[int, str]) -> dict[str, str]:
+        return {self._names[i]: reasons[i] for i in sorted(reasons)}
 
     def _check_can_be_left_out(self, closed: ClosedJaxpr) -> None:
         """Raises `CannotAdd` if a micro-batch without tokens must be differentiated."""
@@ -214,16 +229,16 @@ class BackwardPass:
         if not self._peers.may_communicate:
             return False
         gradient = jax.grad(self._evaluate, has_aux=True, allow_int=True)
-        _, _, inputs, consts = self._given
+        _, inputs, consts = self._given
         return any(dependence.exchanges(jax.make_jaxpr(gradient)(inputs, consts)))
 
-    def add(self) -> Passed:
-        """Adds the gradients to the sums, and nothing for a micro-batch without tokens.
+    def add(self, sums: list[jax.Array]) -> Passed:
+        """Adds the gradients to `sums`, and nothing for a micro-batch without tokens.
 
         Without tokens, gradients may be NaN, and the backward pass does not run. Nor
         does the forward pass, unless it is needed for `aux`.
         """
-        given = self._given
+        given = self._given._replace(sums=sums)
         del self._given  # so that its values do not leak into JAX's caches
         passed = _unless_mapped(self._add_within, self._add_after)(given)
         if self._known_tokens is not None:  # which int32 may not hold
@@ -237,34 +252,42 @@ class BackwardPass:
         outputs = stand_ins.evaluate(self._jaxpr, consts, inputs)
         return jax.tree.unflatten(jax.tree.structure(self._shapes), outputs)
 
-    def _add_within(self, given: Given) -> Passed:
-        sums, others = given.sums, given.inputs[len(given.sums) :]
-        refs = {i: jax.new_ref(sums[i]) for i in self._floats if i < len(sums)}
+    def _count(self, given: Given) -> ArrayLike | None:
+        """The number of tokens, without the rest of the forward pass.
 
-        def empty() -> None:
-            for i, ref in refs.items():
-                ref[...] = jnp.zeros_like(sums[i])
+        `None` if it is known.
+        """
+        if self._known_tokens is not None:
+            return None
+        outputs = range(len(self._jaxpr.outvars))
+        jaxpr, needed = dce_jaxpr(self._jaxpr, [i == 1 for i in outputs])
+        inputs = itertools.compress(given.inputs, needed)
+        [num_tokens] = jax.core.eval_jaxpr(jaxpr, given.consts, *inputs)
+        return num_tokens
+
+    def _add_within(self, given: Given) -> Passed:
+        sums = [*given.sums]
+        others = [i for i in self._floats if i >= len(sums)]
+        returned = [*self._whole, *others]
+        refs = {i: jax.new_ref(sums[i]) for i in self._floats if i not in returned}
 
         def add(to: dict[int, jax.Ref]) -> Differentiated:
-            jax.lax.cond(given.is_first, empty, lambda: None)
             return self._differentiate(to, given)
 
         def leave() -> Differentiated:
-            jax.lax.cond(given.is_first, empty, lambda: None)
             loss_sum, (_, aux) = self._shapes
             if jax.tree.leaves(aux):
                 loss_sum, (_, aux) = self._evaluate(given.inputs, given.consts)
             else:
                 loss_sum = _zero_like(loss_sum)
-            return loss_sum, aux, [*map(_zero_like, others)]
+            return loss_sum, aux, {i: _zero_like(given.inputs[i]) for i in returned}
 
         def without_adding() -> Differentiated:
             return jax.lax.cond(any_tokens, lambda: add({}), leave)
 
-        # XLA drops the rest of this forward pass, which the count does not need. With
-        # a count from inside the conditional, it would have to keep all that the
+        # With a count from inside the conditional, XLA would have to keep all that the
         # backward pass needs of the forward pass, and could fuse nothing of both.
-        _, (num_tokens, _) = self._evaluate(given.inputs, given.consts)
+        num_tokens = self._count(given)
         has_tokens, any_tokens = self._counts(num_tokens)
         if trees.is_concrete(has_tokens):
             loss_sum, aux, gradients = add(refs) if has_tokens else leave()
@@ -275,12 +298,15 @@ class BackwardPass:
                 lambda: add(refs),
                 without_adding if needs_values else leave,
             )
+        # Outside of the conditional, which would lay out the sum like the gradient.
+        for i in self._whole:
+            sums[i] = add_if(has_tokens, sums[i], gradients[i])
         sums = [jax.freeze(refs[i]) if i in refs else x for i, x in enumerate(sums)]
-        return Passed(sums, loss_sum, num_tokens, aux, gradients)
+        return Passed(sums, loss_sum, num_tokens, aux, [gradients[i] for i in others])
 
     def _differentiate(self, to: dict[int, jax.Ref], given: Given) -> Differentiated:
         """Adds the gradients whose sums are in `to`."""
-        sums, _, inputs, consts = given
+        sums, inputs, consts = given
         twins = {i: jnp.asarray(inputs[i]) for i in self._floats}
         twins |= {i: jnp.zeros_like(sums[i]) for i in self._stand_ins}
 
@@ -301,7 +327,7 @@ class BackwardPass:
         used_twice = dependence.used_twice(backward.jaxpr, summed)
         twice = "one operation of loss_fn reads it twice"
         reasons = dict.fromkeys(used_twice - self._whole, twice) | self._reasons
-        report({self._names[i]: reasons[i] for i in sorted(reasons)})
+        report(self._named(reasons))
         whole = used_twice | self._whole
         refs = {i: ref for i, ref in to.items() if i not in whole}
         try:
@@ -312,7 +338,8 @@ class BackwardPass:
         for i, ref in to.items():
             if i not in refs:
                 ref[...] = add_to(ref[...], gradients[i])
-        return loss_sum, aux, [gradients[i] for i in twins if i >= len(sums)]
+        returned = [i for i in twins if i in self._whole or i >= len(sums)]
+        return loss_sum, aux, {i: gradients[i] for i in returned}
 
     def _add_after(self, given: Given) -> Passed:
         """The same with whole gradients, which JAX can map."""
@@ -322,7 +349,7 @@ class BackwardPass:
         )(given.inputs, given.consts)
         has_tokens, _ = self._counts(num_tokens)
         sums = [
-            add_if(has_tokens, emptied(x, given.is_first), g)
+            add_if(has_tokens, x, g)
             for x, g in zip(given.sums, gradients, strict=False)
         ]
         return Passed(sums, loss_sum, num_tokens, aux, gradients[len(sums) :])

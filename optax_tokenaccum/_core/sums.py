@@ -9,8 +9,10 @@ from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.trees import DType, Gradients, TracedBool
 
 
-def emptied(total: jax.Array, is_first: jax.Array) -> jax.Array:
+def emptied(total: jax.Array, is_first: TracedBool) -> jax.Array:
     """The sum so far: nothing before the first micro-batch of a window."""
+    if trees.is_concrete(is_first) and not is_first:
+        return total
     # Not jnp.where: a call of its own for every leaf, traced and lowered.
     return jax.lax.select(is_first, jnp.zeros_like(total), total)
 

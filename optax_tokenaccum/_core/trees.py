@@ -79,6 +79,21 @@ def as_returned(body: Callable[[T], T], carry: T) -> T:
     )
 
 
+def at_most_once(runs: jax.Array, body: Callable[[T], T], carry: T) -> T:
+    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
+
+    It is a loop of zero or one trips, because a GPU copies what a conditional passes on
+    in one branch and replaces in the other. JAX cannot differentiate it in reverse.
+    """
+
+    def trip(so_far: tuple[jax.Array, T]) -> tuple[jax.Array, T]:
+        runs, carry = so_far
+        return runs & False, body(carry)
+
+    so_far = as_returned(trip, (runs, carry))
+    return jax.lax.while_loop(lambda so_far: so_far[0], trip, so_far)[1]
+
+
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Every leaf of `tree` as `(path, leaf)`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -1,6 +1,7 @@
 """The mean loss and gradient of a window, from a function that computes gradients."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -115,6 +116,7 @@ def accumulate_over_window(
             return value, num_tokens, _without_float0(grads), {}
 
         own = accumulation.on(SumsInMap(), peers_in_map(of_first))
+        own = replace(own, begins_empty=True)
 
         def add(
             batch: Batch, state: TokenAccumulationState

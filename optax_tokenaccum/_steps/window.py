@@ -251,6 +251,7 @@ class Window:
             return called
 
         loss = replace(self.loss, call=with_note(self.loss.call))
+        accumulation = replace(accumulation, begins_empty=True)
         empty, totals = accumulation.empty_window(params), None
         if gradient_step is not None:
             empty = empty._replace(gradient_step=gradient_step)

@@ -177,5 +177,6 @@ def test_every_way_in_after_it_was_traced_and_from_shapes():
     # Asking leaves nothing behind: the next call runs the program that is there.
     np.testing.assert_array_equal(own(PARAMS, xs)[0][0], own(PARAMS, xs)[0][0])
     assert whole_gradients(lambda x: x, X) == {}
-    mapped = whole_gradients(jax.vmap(own, (None, 0)), PARAMS, jnp.stack([xs, xs]))
+    own = jax.vmap(window_value_and_grad(loss_with(lambda w: w)), (None, 0))
+    mapped = whole_gradients(own, PARAMS, jnp.stack([xs, xs]))
     assert [*mapped] == ["['layers']", "['scale']"]
