@@ -174,3 +174,16 @@ def test_missing_rows_hold_the_pad_values():
         back = np.swapaxes(leaf, 0, 1).reshape(3 * size, *leaf.shape[2:])
         np.testing.assert_array_equal(back[:rows], batch[name])
         assert (back[rows:] == pads[name]).all()
+
+
+def test_a_window_lowers_neither_a_second_forward_pass_nor_empty_sums():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.sum(jnp.tanh(batch["x"] @ params["w"])), jnp.sum(batch["n"])
+
+    params = {"w": jnp.ones((3, 3))}
+    batch = {"x": jnp.ones((4, 3)), "n": jnp.ones(4)}
+    window = jax.tree.map(lambda x: x[None], batch)
+    gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True)).lower(params, batch)
+    whole = jax.jit(window_value_and_grad(loss_fn)).lower(params, window).as_text()
+    assert whole.count("stablehlo.tanh") == gradient.as_text().count("stablehlo.tanh")
+    assert whole.count("stablehlo.case") <= 1  # that of the backward pass
