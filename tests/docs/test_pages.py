@@ -29,7 +29,9 @@ BLOCKS = [
 # Blocks that are not run: Sphinx directives, diffs, and errors.
 NOT_CODE = {"{eval-rst}", "{include}", "{toctree}", "diff", "text"}
 # Their code runs in tests_keras, tests_tunix and test_trainers_of_others.py.
-TRAINERS = ("docs/easydel.md", "docs/kauldron.md", "docs/keras.md", "docs/tunix.md")
+TRAINERS = tuple(
+    f"docs/{name}.md" for name in ("easydel", "kauldron", "keras", "maxtext", "tunix")
+)
 
 
 def test_there_are_blocks_of_every_kind():

@@ -1,4 +1,4 @@
-"""The steps of EasyDeL and Kauldron, in a few lines, and the code of their pages."""
+"""The steps of EasyDeL, Kauldron and MaxText, in a few lines, and their pages' code."""
 
 import dataclasses
 import re
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 DOCS = Path(__file__).parents[2] / "docs"
 K, ROWS = 4, 16
@@ -248,3 +249,72 @@ def test_kauldron(monkeypatch: pytest.MonkeyPatch):
     exec(changed.replace("trainstep=TokenTrainStep(),", ""), names)
     with pytest.raises(TypeError, match="num_tokens"):
         kauldron_gradient(names["trainer"].trainstep, helpers.cut(batch, K))
+
+
+class MaxTextModel(nnx.Module):
+    def __init__(self):
+        for name, x in helpers.init_params(3).items():
+            setattr(self, name, nnx.Param(x))
+        self.rngs = nnx.Rngs(dropout=0)
+        self.words = [helpers.VOCABULARY]  # a graph definition without a hash
+
+    def params(self) -> Any:
+        names = helpers.init_params(3)
+        return {name: getattr(self, name)[...] for name in names}
+
+
+def maxtext_loss_fn(
+    model: Any, config: Any, data: Any, dropout_rng: Any, params: Any, is_train: bool
+) -> Any:
+    """The sum of the loss, and what MaxText 0.2.5 logs."""
+    assert is_train
+    model.rngs.dropout()
+    loss_sum, num_tokens = helpers.loss_sum_fn(model.params(), data)
+    aux = {"xent_sum": loss_sum, "total_weights": num_tokens, "mtp_loss": 3.0}
+    return loss_sum, aux | {"moe_lb_loss": 0.0, "indexer_loss": 0.0, "bias": None}
+
+
+def test_maxtext(monkeypatch: pytest.MonkeyPatch):
+    for name in ("", ".utils", ".trainers"):
+        import_as(monkeypatch, f"maxtext{name}")
+    shard = {"maybe_shard_with_name": lambda x, sharding, shard_mode: x}
+    import_as(monkeypatch, "maxtext.utils.sharding", **shard)
+    train = SimpleNamespace(main=None)
+    import_as(monkeypatch, "maxtext.trainers.pre_train", train=train)
+    import_as(monkeypatch, "absl", app=SimpleNamespace(run=lambda main: None))
+    glue, start = blocks_of("maxtext.md")
+    shared = (DOCS.parent / "benchmarks/maxtext_glue.py").read_text()
+    assert glue in re.sub("  # pyrefly: ignore.*", "", shared)
+    names: dict[str, Any] = {}
+    for block in (glue, start):
+        exec(compile(block, "docs/maxtext.md", "exec"), names)
+
+    model, batch = MaxTextModel(), helpers.ragged_batch(3, ROWS)
+    config = SimpleNamespace(**dict.fromkeys(names["REFUSED"], False))
+    config.gradient_accumulation_steps, config.shard_mode = K, None
+    for config.shard_optimizer_over_data in (False, True):
+        rtol = helpers.RTOL[
+            "bfloat16" if config.shard_optimizer_over_data else "float32"
+        ]
+        loss, aux, grads = train.gradient_accumulation_loss_and_grad(
+            maxtext_loss_fn,
+            config,
+            model,
+            None,
+            nnx.state(model, nnx.Param),
+            batch,
+            None,
+        )
+        expected = helpers.float64_gradient(model.params(), batch)
+        assert helpers.relative_error(nnx.to_pure_dict(grads), expected) < rtol
+        assert aux["total_weights"] == np.sum(batch["mask"])
+        np.testing.assert_allclose(loss, aux["xent_sum"] / aux["total_weights"], rtol)
+        assert (aux["mtp_loss"], aux["bias"]) == (3, None)
+    assert model.rngs.dropout.count[...] == 2 * K
+    assert model.embed[...].dtype == jnp.float32
+
+    config.routed_bias = True
+    with pytest.raises(NotImplementedError, match="routed_bias"):
+        train.gradient_accumulation_loss_and_grad(
+            maxtext_loss_fn, config, model, None, None, batch, None
+        )

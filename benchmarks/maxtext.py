@@ -1,0 +1,252 @@
+"""MaxText's own train step, with its accumulation and with that of maxtext_glue.py.
+
+It needs an environment of its own, with Python 3.12:
+
+    pip install --no-deps -r benchmarks/maxtext_requirements.txt
+    export DECOUPLE_GCLOUD=TRUE JAX_PLATFORMS=cpu
+    python -m benchmarks.maxtext                 # memory on TPUs v5e, without one
+    python -m benchmarks.maxtext --only ZeRO-1   # layouts whose names contain this
+    python -m benchmarks.maxtext --check         # exactness and speed on a CPU
+"""
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import maxtext  # pyrefly: ignore[missing-import]
+import numpy as np
+import optax
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
+from maxtext.common.train_state_nnx import TrainStateNNX  # pyrefly: ignore[missing-import]
+from maxtext.configs import pyconfig  # pyrefly: ignore[missing-import]
+from maxtext.trainers.pre_train import train, train_compile  # pyrefly: ignore[missing-import]
+from maxtext.utils import maxtext_utils, model_creation_utils, sharding  # pyrefly: ignore[missing-import]
+
+from benchmarks import maxtext_glue
+from benchmarks.measure import interleaved, ratios, relative_error
+from benchmarks.tpu import ENVIRONMENT
+from optax_tokenaccum.compiled import collectives
+
+K = 4
+OPTIONS = {
+    "run_name": "benchmark",
+    "enable_checkpointing": False,
+    "skip_jax_distributed_system": True,
+    "jax_cache_dir": "",
+    "dataset_type": "synthetic",
+    "compile_topology_num_slices": 1,
+}
+SMALL = {
+    "base_emb_dim": 512,
+    "base_num_decoder_layers": 8,
+    "base_num_query_heads": 8,
+    "base_num_kv_heads": 8,
+    "head_dim": 64,
+    "attention": "dot_product",
+}
+WORDS = SMALL | {
+    "compile_topology": "v5e-8",
+    "base_mlp_dim": 2048,
+    "vocab_size": 32000,
+    "max_target_length": 2048,
+    "per_device_batch_size": 2,
+}
+FEW_WORDS = WORDS | {
+    "base_num_decoder_layers": 4,
+    "base_mlp_dim": 1024,
+    "vocab_size": 8192,
+    "max_target_length": 1024,
+    "per_device_batch_size": 1,
+}
+EXPERTS = FEW_WORDS | {
+    "decoder_block": "mixtral",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 1024,
+    "ici_fsdp_parallelism": 4,
+    "ici_expert_parallelism": 2,
+}
+ZERO_1 = FEW_WORDS | {
+    "ici_data_parallelism": 8,
+    "ici_fsdp_parallelism": 1,
+    "shard_optimizer_over_data": True,
+}
+LLAMA_7B = {
+    "compile_topology": "v5e-16",
+    "model_name": "llama2-7b",
+    "max_target_length": 2048,
+    "per_device_batch_size": 1,
+}
+LAYOUTS = {
+    "7B, FSDP 16": LLAMA_7B,
+    "7B, FSDP 16, `param_scan_axis=0`": LLAMA_7B | {"param_scan_axis": 0},
+    "32,000 words, FSDP 8": WORDS,
+    "experts, FSDP 4 x expert parallel 2": EXPERTS,
+    "ZeRO-1 over 8": ZERO_1,
+}
+
+TINY = SMALL | {
+    "base_num_decoder_layers": 2,
+    "base_mlp_dim": 1024,
+    "vocab_size": 512,
+    "max_target_length": 64,
+    "per_device_batch_size": 4,
+    "dtype": "float32",
+}
+
+shipped = train.gradient_accumulation_loss_and_grad
+ours = maxtext_glue.gradient_accumulation_loss_and_grad
+
+
+def not_resharded(*args: Any) -> Any:
+    """The glue without its cast and its resharding of the parameters."""
+    replaced = {"maybe_shard_with_name": lambda x, *_, **__: x, "bfloat16": lambda x: x}
+    with mock.patch.multiple(maxtext_glue, **replaced):
+        return ours(*args)
+
+
+WAYS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "one micro-batch": (1, shipped),
+    "MaxText's": (K, shipped),
+    "ours": (K, ours),
+    "ours, not resharded": (K, not_resharded),
+}
+
+
+def configured(k: int, options: dict[str, Any]) -> Any:
+    base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    options = OPTIONS | {"gradient_accumulation_steps": k} | options
+    return pyconfig.initialize(["", str(base)], **options)
+
+
+def compiled_step(config: Any) -> Any:
+    """Compiles MaxText's train step as its `train_loop` does, for a topology."""
+    mesh = train_compile.get_topology_mesh(config)
+    args, kwargs, state, _, model = train_compile.get_shaped_inputs(mesh, config)
+    params, state = sharding.maybe_update_params_sharding_with_opt(config, state)
+    placed = jax.tree.map(lambda x, s: x.update(sharding=s), args[0], state)
+    data = sharding.get_input_data_sharding(config, mesh)
+    step, *signature = maxtext_utils.get_functional_train_with_signature(
+        train.train_step, data, state, model, config, params
+    )
+    rules = logical_axis_rules(config.logical_axis_rules)
+    return train_compile.jit_and_compile(
+        step, (placed, *args[1:]), kwargs, mesh, *signature, config, rules
+    )
+
+
+def print_memory(only: str) -> None:
+    print("| MB of temporaries | one micro-batch | MaxText's | ours |")
+    print("|---|---|---|---|")
+    gathers = []
+    for name, options in LAYOUTS.items():
+        cells = []
+        for way, (k, accumulate) in WAYS.items():
+            if only not in name or way.endswith("resharded") and options is not ZERO_1:
+                continue
+            train.gradient_accumulation_loss_and_grad = accumulate
+            step = compiled_step(configured(k, options))
+            cells.append(f"{step.memory_analysis().temp_size_in_bytes / 1e6:,.0f}")
+            if options is ZERO_1 and k > 1:
+                gathers.append(f"{way}: {all_gathers(step)}, {cells[-1]} MB")
+        if cells:
+            print(f"| {name} | {' | '.join(cells[:3])} |", flush=True)
+    print("\n".join(["", *gathers]))
+
+
+def all_gathers(step: Any) -> str:
+    entries = [x for x in collectives(step).entries if x.kind == "all-gather"]
+    once = [x for x in entries if x.times == 1]
+    number = sum(x.instructions for x in entries)
+    return f"{number} all-gathers, {sum(x.instructions for x in once)} outside of loops"
+
+
+def print_check() -> None:
+    """Compares packed rows, of which many are short, with the same in one batch."""
+    for rate in (0.0, 0.1):
+        tiny = TINY | {"dropout_rate": rate}
+        whole = tiny | {"per_device_batch_size": K * TINY["per_device_batch_size"]}
+        runs = {
+            "one batch": Run(configured(1, whole), shipped),
+            "MaxText's": Run(configured(K, tiny), shipped),
+            "ours": Run(configured(K, tiny), ours),
+        }
+        steps = {name: run() for name, run in runs.items()}
+        print(f"dropout {rate}:")
+        for name, (gradient, count, loss) in steps.items():
+            print(f"  {name}: loss {loss:.6f}, random streams + {count}", end="")
+            for other in runs:
+                error = relative_error(gradient, steps[other][0])
+                print(f", off {other} by {error:.1e}", end="")
+            print()
+    times = interleaved(runs, rounds=20)
+    print("time over MaxText's:", ratios(times, "MaxText's")["ours"])
+
+
+class Run:
+    """MaxText's train step with plain SGD, on one CPU device."""
+
+    def __init__(self, config: Any, accumulate: Callable[..., Any]):
+        mesh = maxtext_utils.get_mesh_from_config(config, jax.devices()[:1])
+        with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+            make, _ = model_creation_utils.create_nnx_abstract_model(
+                config, mesh, rng_key=jax.random.key(0)
+            )
+            model = make()
+            optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+            graphdef, self.state = nnx.split(TrainStateNNX(model, optimizer))
+            shardings = jax.tree.map(lambda x: x.sharding, nnx.state(model, nnx.Param))
+            step = functools.partial(
+                train.train_step, graphdef, config, None, shardings
+            )
+            train.gradient_accumulation_loss_and_grad = accumulate
+            args = self.state, ragged_batch(config)
+            self.step = jax.jit(step).lower(*args).compile()
+        self.args = args
+
+    def __call__(self) -> tuple[Any, Any, float]:
+        """Returns the gradient, how far random streams moved, and the loss."""
+        state, metrics = self.step(*self.args)
+
+        def moved(kind: Any) -> Any:
+            old, new = (nnx.state(x.model, kind) for x in (self.state, state))
+            return jax.tree.map(np.subtract, jax.device_get(new), jax.device_get(old))
+
+        counts = [np.max(x) for x in jax.tree.leaves(moved(nnx.RngCount))]
+        loss = metrics["scalar"]["learning/loss"]
+        return moved(nnx.Param), int(max(counts)), float(loss)
+
+
+def ragged_batch(config: Any) -> dict[str, np.ndarray]:
+    """Rows of 1 to all tokens, each row of up to two packed sequences."""
+    rows, length = config.global_batch_size_to_load, config.max_target_length
+    rng, place = np.random.default_rng(0), np.arange(length)
+    tokens = rng.integers(0, config.vocab_size, (rows, length + 1))
+    ends = np.geomspace(1, length, rows).astype(int)[:, None]
+    starts = ends // 2  # of the second sequence
+    segments = np.where(place < ends, 1 + (place >= starts), 0)
+    positions = np.where(place >= starts, place - starts, place)
+    return {
+        "inputs": tokens[:, :-1],
+        "inputs_position": positions,
+        "inputs_segmentation": segments,
+        "targets": tokens[:, 1:],
+        "targets_position": positions,
+        "targets_segmentation": segments,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.maxtext")
+    parser.add_argument("--only", default="", help="part of the names of layouts")
+    parser.add_argument("--check", action="store_true", help="exactness and speed")
+    chosen = parser.parse_args()
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    print_check() if chosen.check else print_memory(chosen.only)
