@@ -15,7 +15,7 @@ docs/performance.md` for its tables and `python -m benchmarks.picture` for its p
 import argparse
 from pathlib import Path
 
-from benchmarks import host, programs, ragged, report, settings, speed, tpu
+from benchmarks import ahead, chips, host, programs, ragged, report, settings, speed
 
 SUITES = {
     "speed": speed.run,
@@ -24,7 +24,7 @@ SUITES = {
     "host": host.run,
     "ragged": ragged.run,
 }
-ONLY_IF_NAMED = {"tpu": tpu.run}
+ONLY_IF_NAMED = {"ahead": ahead.run}
 
 
 def main() -> None:
@@ -53,6 +53,8 @@ def main() -> None:
         help="the folder for the results (default: %(default)s)",
     )
     options = parser.parse_args()
+    if "ahead" in options.suite:
+        chips.prepare()
     chosen = settings.QUICK if options.quick else settings.full()
     suites = SUITES | ONLY_IF_NAMED
     results = {name: suites[name](chosen) for name in options.suite}

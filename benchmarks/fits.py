@@ -10,7 +10,6 @@ a CPU, because the text of a TPU's programs does not tell how often a loop runs.
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import report, tpu
+from benchmarks import chips, report
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 from optax_tokenaccum.compiled import collectives, memory
 
@@ -183,7 +182,7 @@ def held(programs: Programs) -> dict[str, str]:
         "sums": bytes_of(opt_state.acc_grads),
     }
     columns = {name: f"{size / 1e9:.1f}" for name, size in parts.items()}
-    if not tpu.is_available():
+    if chips.CHIPS["v5e"].missing():
         return columns
     try:
         temporaries = max(memory(x.compile()).temporaries for x in programs[1:])
@@ -205,15 +204,15 @@ def sent(programs: Programs) -> list[int]:
 
 def main() -> None:
     """Prints both tables."""
-    os.environ.update(tpu.ENVIRONMENT)
+    chips.prepare()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 16)
-    devices = chips = jax.devices()
-    if tpu.is_available():
-        chips = topologies.get_topology_desc("v5e:4x4", platform="tpu").devices
+    devices = on = jax.devices()
+    if not chips.CHIPS["v5e"].missing():
+        on = topologies.get_topology_desc("v5e:4x4", platform="tpu").devices
     rows = []
     for name, layout in LAYOUTS.items():
-        row = held(lowered(SEVEN_B, BATCH, layout, chips))
+        row = held(lowered(SEVEN_B, BATCH, layout, on))
         micro_batch, close = sent(lowered(SEVEN_B, BATCH, layout, devices))
         row |= {
             "sent in a micro-batch": f"{micro_batch / 1e9:.1f}",

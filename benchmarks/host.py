@@ -13,7 +13,7 @@ from benchmarks.settings import Settings
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 
 CALLS, K = 20, 8
-SGD, BATCH = optax.sgd(0.1), jnp.arange(1.0, 5.0)
+SGD = optax.sgd(0.1)
 NEVER = 1_000_000  # micro-batches of one window that stays open
 
 
@@ -23,11 +23,11 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     for leaves in settings.host_leaves:
         settings.say(f"host time of {leaves} leaves")
         train_step = make_train_step(_loss_fn, SGD, NEVER)
-        pair = _ours_and_plain(train_step, train_step.accumulate, leaves, BATCH)
+        pair = _ours_and_plain(train_step, train_step.accumulate, leaves, _batch())
         rows.append(_measure(settings, leaves, "train step", pair))
         if leaves <= 1000:  # XLA compiles a longer loop for many minutes
             window_step = make_window_step(_loss_fn, SGD)
-            stacked = jnp.stack([BATCH] * K)
+            stacked = jnp.stack([_batch()] * K)
             pair = _ours_and_plain(window_step, window_step, leaves, stacked)
             rows.append(_measure(settings, leaves, "window step", pair))
     for variables in settings.host_variables:
@@ -82,7 +82,7 @@ def _nnx_steps(variables: int) -> dict[str, Any]:
         def run(state: Any, data: Any) -> Any:
             return state, step(*state, data)
 
-        return _Calls(run, (model, optimizer), BATCH)
+        return _Calls(run, (model, optimizer), _batch())
 
     step = optax_tokenaccum.nnx.make_train_step(loss_fn)
     return {"ours": calls(step), "plain": calls(flax_step)}
@@ -109,3 +109,7 @@ class _Calls:
         for _ in range(CALLS):
             self._state, metrics = self._step(self._state, self._data)
         return self._state, metrics
+
+
+def _batch() -> jax.Array:
+    return jnp.arange(1.0, 5.0)

@@ -1,5 +1,6 @@
 """What a way to accumulate is: its types, and the loops that several ways share."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ class Program(NamedTuple):
     lowered: jax.stages.Lowered
     held: int = 0
 
-    def peak(self) -> int:
-        """Compiles, and counts temporaries, outputs that alias nothing, and `held`."""
-        report = memory(self.lowered.compile())
+    def peak(self, compiled: jax.stages.Compiled | None = None) -> int:
+        """Counts temporaries, outputs that alias nothing, and `held`, on a device."""
+        report = memory(compiled or self.lowered.compile())
         return report.temporaries + report.outputs - report.aliased + self.held
 
 
@@ -51,12 +52,12 @@ class Contender(NamedTuple):
 
     Attributes:
       kind: `"limit"`, `"optax"`, `"by hand"` or `"ours"`.
-      build: `build(workload, inner, k)` makes the loop.
+      build: `build(workload, inner, k)` makes the loop; steps take `mesh` too.
       exact: whether it should give the gradient of the whole window.
     """
 
     kind: str
-    build: Callable[[Workload, Optimizer, int], Loop]
+    build: Callable[..., Loop]
     exact: bool = True
 
 
@@ -117,7 +118,7 @@ def sums_of(opt_state: Any) -> Any:
 
 def empty_sums(params: Any) -> tuple[jax.Array, jax.Array, Any]:
     """Zero sums of losses, tokens and gradients, in float32."""
-    gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    gradients = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     return jnp.zeros(()), jnp.zeros(()), gradients
 
 
@@ -144,5 +145,17 @@ def owned(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
+def shardings_of(tree: Any) -> Any:
+    """For the results of a program that do not follow from its arguments' shardings."""
+    return jax.tree.map(lambda x: getattr(x, "sharding", None), tree)
+
+
 def size_in_bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """The bytes of a tree of arrays, or of shapes, on a device."""
+
+    def size(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = sharding.shard_shape(x.shape) if sharding else x.shape
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

@@ -30,7 +30,7 @@ from maxtext.utils import maxtext_utils, model_creation_utils, sharding  # pyref
 
 from benchmarks import maxtext_glue
 from benchmarks.measure import interleaved, ratios, relative_error
-from benchmarks.tpu import ENVIRONMENT
+from benchmarks.chips import ENVIRONMENT
 from optax_tokenaccum.compiled import collectives
 
 K = 4

@@ -27,9 +27,9 @@ class Settings(NamedTuple):
       max_length: the maximum length of a sequence in the ragged suite, in tokens.
       shapes: the number of micro-batch shapes in the ragged suite.
       lengths: the names of the length distributions in the ragged suite.
-      tpu_layers: the number of layers, the width and the length in the tpu suite. The
-        gradients must not fit into the on-chip memory of 128 MiB.
-      tpu_vocabulary: the number of tokens that the tpu suite embeds.
+      ahead_sizes: layers, width, length and vocabulary in the ahead suite. Gradients
+        must not fit into the on-chip memory of a TPU, 128 MiB.
+      ahead_all: whether the ahead suite compiles all cases, or the few of its test.
     """
 
     workloads: Workloads
@@ -44,8 +44,8 @@ class Settings(NamedTuple):
     max_length: int = 512
     shapes: int = 6
     lengths: tuple[str, ...] = ("dialogue", "log-normal", "uniform", "two lengths")
-    tpu_layers: tuple[int, int, int] = (24, 2048, 512)
-    tpu_vocabulary: int = 32_768
+    ahead_sizes: tuple[int, int, int, int] = (24, 2048, 512, 32_768)
+    ahead_all: bool = True
 
     def say(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -64,8 +64,8 @@ QUICK = Settings(
     max_length=64,
     shapes=2,
     lengths=("dialogue",),
-    tpu_layers=(32, 1024, 128),
-    tpu_vocabulary=16_384,
+    ahead_sizes=(32, 1024, 128, 16_384),
+    ahead_all=False,
 )
 
 

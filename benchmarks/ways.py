@@ -26,11 +26,17 @@ from benchmarks.loops import (
     one_program,
     optimizer_that_accumulates,
     owned,
+    shardings_of,
     size_in_bytes,
     sums_of,
 )
 from benchmarks.workloads import Window, Workload
-from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+    window_value_and_grad,
+)
 
 
 def gradients_alone(workload: Workload, inner: Optimizer, k: int) -> Loop:
@@ -44,8 +50,9 @@ def gradients_alone(workload: Workload, inner: Optimizer, k: int) -> Loop:
         return params, last
 
     def lower(state: Any, window: Window) -> Any:
-        batch = window.micro_batches[0]
-        return {"gradient": Program(gradient.lower(state[0], batch, workload.frozen))}
+        params, batch = state[0], window.micro_batches[0]
+        spread = jax.jit(gradient, out_shardings=(None, shardings_of(params)))
+        return {"gradient": Program(spread.lower(params, batch, workload.frozen))}
 
     return Loop(lambda params: (owned(params), None), run, lower)
 
@@ -152,9 +159,12 @@ def pair_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
         params, _, sums = state
         batch, held = window.micro_batches[0], size_in_bytes(sums)
         lowered = accumulate.lower(sums, params, batch, workload.frozen)
+        spread = jax.jit(
+            close, donate_argnums=(0, 1, 2), out_shardings=shardings_of(state)
+        )
         return {
             "accumulate": Program(lowered, held),
-            "close": Program(close.lower(*state), held),
+            "close": Program(spread.lower(*state), held),
         }
 
     return Loop(init, run, lower)
@@ -208,9 +218,9 @@ def multi_steps(workload: Workload, inner: Optimizer, k: int) -> Loop:
     return optimizer_that_accumulates(workload, optimizer, workload.mean_loss_fn)
 
 
-def train_step(workload: Workload, inner: optax.GradientTransformation, k: int) -> Loop:
+def train_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> Loop:
     """`make_train_step` if the host knows when a window closes: two programs."""
-    step = make_train_step(workload.loss_fn, inner, k)
+    step = make_train_step(workload.loss_fn, inner, k, **options)
 
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
@@ -240,9 +250,9 @@ def train_step_in_one(workload: Workload, inner: Optimizer, k: int) -> Loop:
     return _loop(workload, step, one_by_one, lower)
 
 
-def window_step(workload: Workload, inner: Optimizer, k: int) -> Loop:
+def window_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> Loop:
     """`make_window_step`: one window per call."""
-    step = make_window_step(workload.loss_fn, inner)
+    step = make_window_step(workload.loss_fn, inner, **options)
 
     def lower(state: Any, window: Window) -> Any:
         return {
@@ -250,6 +260,27 @@ def window_step(workload: Workload, inner: Optimizer, k: int) -> Loop:
         }
 
     return _loop(workload, step, lambda window: [window.stacked], lower)
+
+
+def window_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """`window_value_and_grad`, and an update in a program of its own."""
+    gradient = jax.jit(window_value_and_grad(workload.loss_fn))
+    update = jax.jit(partial(apply, inner), donate_argnums=(0, 1))
+
+    def run(state: Any, window: Window) -> Any:
+        _, mean = gradient(state[0], window.stacked, frozen=workload.frozen)
+        return update(*state, mean)
+
+    def lower(state: Any, window: Window) -> Any:
+        spread = jax.jit(gradient, out_shardings=(None, shardings_of(state[0])))
+        lowered = spread.lower(state[0], window.stacked, frozen=workload.frozen)
+        held = size_in_bytes(state[0])
+        return {
+            "window": Program(lowered),
+            "update": Program(update.lower(*state, state[0]), held),
+        }
+
+    return Loop(lambda params: owned((params, inner.init(params))), run, lower)
 
 
 def _loop(
@@ -280,4 +311,5 @@ CONTENDERS: dict[str, Contender] = {
     "train step": Contender("ours", train_step),
     "train step, one program": Contender("ours", train_step_in_one),
     "window step": Contender("ours", window_step),
+    "window_value_and_grad": Contender("ours", window_gradient),
 }

@@ -81,34 +81,64 @@ def stacked_layers(
     rows: int = 2,
     length: int = 64,
     vocabulary: int = 0,
+    *,
     dtype: Any = jnp.float32,
+    stored: Any = jnp.float32,
+    tied: bool = True,
+    axis: int = 0,
+    rank: int = 0,
+    spread: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Workload:
-    """Stacked MLPs in a scan, by default 17 M parameters; tied embedding if asked for.
+    """Stacked MLPs in a scan, by default 17 M parameters.
 
-    The parameters are float32. If `dtype` is another, the layers compute in it, and
-    their activations are computed again in the backward pass.
+    Args:
+      width: of the activations.
+      layers: how many.
+      rows: of a micro-batch.
+      length: of a row.
+      vocabulary: tokens to embed and to predict; 0 for neither.
+      dtype: of the computation. If it is not float32, activations are computed again in
+        the backward pass.
+      stored: the dtype of the parameters.
+      tied: whether the embedding also predicts.
+      axis: along which the layers are stacked.
+      rank: of the adapters that are trained instead of the layers, if not 0.
+      spread: called with the activations, to spread them over devices.
     """
-    keys = jax.random.split(jax.random.key(0), 3)
-    up, down = (layers, width, 4 * width), (layers, 4 * width, width)
-    params = {
-        "up": width**-0.5 * jax.random.normal(keys[0], up),
-        "down": (4 * width) ** -0.5 * jax.random.normal(keys[1], down),
-    }
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+
+    def normal(*shape: int) -> jax.Array:
+        return shape[-2] ** -0.5 * jax.random.normal(next(keys), shape, stored)
+
+    def of_layers(*shape: int) -> jax.Array:
+        return jnp.moveaxis(normal(layers, *shape), 0, axis)
+
+    params = {"up": of_layers(width, 4 * width), "down": of_layers(4 * width, width)}
+    frozen = {}
+    if rank:
+        frozen = params
+        params = {"up_a": of_layers(width, rank), "up_b": of_layers(rank, 4 * width)}
     if vocabulary:
-        embedding = jax.random.normal(keys[2], (vocabulary, width))
-        params["embedding"] = width**-0.5 * embedding
+        params["embedding"] = normal(vocabulary, width)
+    if not tied:
+        params["head"] = normal(width, vocabulary)
 
     def layer(x: jax.Array, weights: Any) -> jax.Array:
-        return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+        inner = x @ weights["up"]
+        if rank:
+            inner += x @ weights["up_a"] @ weights["up_b"]
+        return spread(x + jnp.tanh(inner) @ weights["down"])
 
     def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
-        x, embedding = batch["x"], params.get("embedding")
+        x, ends = batch["x"], {"embedding", "head"}
         if vocabulary:
-            x = embedding[x]
-        weights = {name: params[name] for name in ("up", "down")}
-        x = _scanned(layer, x.astype(dtype), weights, dtype)
+            x = params["embedding"][x]
+        weights = {n: w for n, w in (params | frozen).items() if n not in ends}
+        weights = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), weights)
+        x = _scanned(layer, spread(x.astype(dtype)), weights, dtype)
         if vocabulary:
-            logits = x @ embedding.astype(dtype).T
+            head = params["embedding"].T if tied else params["head"]
+            logits = x @ head.astype(dtype)
             return softmax_cross_entropy_sum(logits, batch["x"], batch["mask"])
         per_token = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
         return jnp.sum(jnp.where(batch["mask"], per_token, 0)), jnp.sum(batch["mask"])
@@ -123,7 +153,7 @@ def stacked_layers(
             x *= n[..., None] / length
         return {"x": x, "mask": np.arange(length) < n}
 
-    return Workload(params, None, loss_fn, micro_batch, dtype)
+    return Workload(params, frozen, loss_fn, micro_batch, dtype)
 
 
 def _scanned(

@@ -14,7 +14,7 @@ from flax import nnx
 from meshes import make_mesh
 
 import optax_tokenaccum.nnx
-from benchmarks import tpu
+from benchmarks.chips import CHIPS
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 from optax_tokenaccum._steps.program import Program
 from optax_tokenaccum.compiled import largest_micro_batch, memory
@@ -194,17 +194,19 @@ def test_every_shape_of_the_list_must_fit():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not tpu.is_available(), reason="needs libtpu, which compiles")
+@pytest.mark.skipif(bool(CHIPS["v5e"].missing()), reason="needs libtpu, to compile")
 def test_what_a_tpu_cannot_compile_does_not_fit():
     """A v5e has 16 GB; the compiler raises an error for programs that need more."""
-    place = tpu.on_a_chip()
+    chip = jax.sharding.SingleDeviceSharding(CHIPS["v5e"].devices()[0])
     step = make_train_step(loss_fn, ADAMW, K)
-    params = jax.ShapeDtypeStruct((24, 4096, 4096), jnp.float32)
-    state = place(jax.eval_shape(step.init, params))
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=chip)
 
     def batch_of(n: int) -> list[Any]:
-        return [place(jax.ShapeDtypeStruct((256 * n, 4096), jnp.float32))]
+        return [shape(256 * n, 4096)]
 
+    state = step.init(shape(24, 4096, 4096))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         step.accumulate.lower(state, *batch_of(2**10)).compile()
     fit = largest_micro_batch(step, state, batch_of, limit_bytes=10**12)

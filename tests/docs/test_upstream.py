@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 from optax.experimental import aggregating
 
-from benchmarks.tpu import ENVIRONMENT
+from benchmarks.chips import CHIPS
 from optax_tokenaccum import make_window_step, token_accumulation
 from optax_tokenaccum.compiled import memory
 
@@ -173,7 +172,5 @@ def test_the_page_has_the_table_of_this_version():
 if __name__ == "__main__":
     device = None
     if "--tpu" in sys.argv[1:]:
-        os.environ.update(ENVIRONMENT)
-        topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
-        device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        device = jax.sharding.SingleDeviceSharding(CHIPS["v5e"].devices()[0])
     print("\n".join([*table(device), "", VERSIONS]))

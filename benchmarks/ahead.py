@@ -1,0 +1,271 @@
+"""Memory and communication of programs for TPUs and GPUs, compiled without either."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.chips import CHIPS
+from benchmarks.settings import Settings
+from benchmarks.ways import CONTENDERS
+from benchmarks.workloads import Window, Workload, stacked_layers
+from optax_tokenaccum._steps.abstract import init_of_shapes
+from optax_tokenaccum.compiled._text import Program as Text
+
+BASE = "gradients alone"
+# What each way of ours is compared with.
+BY_HAND = {
+    "train step": "pair by hand",
+    "window step": "scan by hand",
+    "window_value_and_grad": "scan by hand",
+}
+WAYS = BASE, "pair by hand", "scan by hand", "optax.microbatching", *BY_HAND
+FEW_WAYS = BASE, "pair by hand", "train step", "window step"
+FEW_MODELS = "bfloat16", "along axis 1", "many words"
+FEW_LAYOUTS = "data parallel", "FSDP, tensor parallel"
+STEPS = "train step", "window step"
+# Programs that run once per micro-batch; the others run once per window.
+EVERY_MICRO_BATCH = "gradient", "accumulate"
+
+
+class Layout(NamedTuple):
+    """How eight devices share the work; rows are always spread over "data".
+
+    Attributes:
+      mesh: the sizes of the axes "data" and "model".
+      fsdp: the axis over which parameters are spread, if any.
+      tensor: the axis over which the inner width of the layers is spread, if any.
+    """
+
+    mesh: tuple[int, ...]
+    fsdp: str | None = None
+    tensor: str | None = None
+
+    def spec(self, name: str, ndim: int, axis: int) -> P:
+        """How a parameter is spread whose layers are stacked along this axis."""
+        spec = {
+            "up": (self.fsdp, self.tensor),
+            "down": (self.tensor, self.fsdp),
+            "up_a": (self.fsdp, None),
+            "up_b": (None, self.tensor),
+            "embedding": (self.tensor, self.fsdp),
+            "head": (self.fsdp, self.tensor),
+        }[name]
+        return P(*spec) if ndim == 2 else P(*spec[:axis], None, *spec[axis:])
+
+
+ONE = "one device"
+LAYOUTS = {
+    "data parallel": Layout((8,)),
+    "FSDP": Layout((8,), fsdp="data"),
+    "FSDP, tensor parallel": Layout((4, 2), fsdp="data", tensor="model"),
+    "data, tensor parallel": Layout((4, 2), tensor="model"),
+}
+# Values of `reduce_every`. With data parallelism, "micro_batch" is ZeRO-2.
+MODES = NO_MESH, WINDOW, MICRO_BATCH = "no mesh", "window", "micro_batch"
+
+
+def run(settings: Settings) -> list[dict[str, Any]]:
+    """Returns a row for every model, layout and way, with columns for each chip.
+
+    Layers compute in bfloat16, with activations computed again in the backward pass.
+    There are no arrays, only shapes. The optimizer is SGD, which has no state. Chips
+    are left out if the packages that compile for them are not installed.
+    """
+    for name, chip in CHIPS.items():
+        if missing := chip.missing():
+            settings.say(f"ahead: {name} skipped: pip install {' '.join(missing)}")
+    chips = {name: chip for name, chip in CHIPS.items() if not chip.missing()}
+    rows: list[dict[str, Any]] = [
+        {"chip": name, "compiled by": chip.version()} for name, chip in chips.items()
+    ]
+    every = models(settings)
+    names, layouts, ways, modes = FEW_MODELS, FEW_LAYOUTS, FEW_WAYS, (NO_MESH,)
+    if settings.ahead_all:
+        names, layouts, ways, modes = tuple(every), tuple(LAYOUTS), WAYS, MODES
+    for layout in (ONE, *layouts) if chips else ():
+        for model in names if layout in (ONE, "FSDP") else ("float32",):
+            own_modes = modes if model == "float32" else (MICRO_BATCH,)
+            found: dict[tuple[str, str], dict[str, Any]] = {}
+            for chip, kind in chips.items():
+                settings.say(f"ahead: {layout}, {model}, {chip}")
+                case = Case(every[model], layout, kind.devices(), settings.k)
+                for way, columns in case.measure(ways, own_modes).items():
+                    named = {f"{chip}{column}": x for column, x in columns.items()}
+                    found.setdefault(way, {}).update(named)
+            for (way, mode), columns in found.items():
+                row = {"layout": layout, "model": model, "way": way}
+                rows.append(row | ({} if layout == ONE else {"mesh": mode}) | columns)
+    return rows
+
+
+def models(settings: Settings) -> dict[str, partial[Workload]]:
+    """The models by name; they take `rows` and `spread`."""
+    layers, width, length, vocabulary = settings.ahead_sizes
+    half = partial(stacked_layers, dtype=jnp.bfloat16)
+    large = partial(half, width, layers, length=length)
+    return {
+        "float32": large,
+        "bfloat16": partial(large, stored=jnp.bfloat16),
+        "tied embedding": partial(large, vocabulary=vocabulary),
+        "along axis 1": partial(large, axis=1),
+        "LoRA": partial(large, rank=16),
+        "many words": partial(half, 512, 8, length=2048, vocabulary=32_000, tied=False),
+    }
+
+
+class Measured(NamedTuple):
+    """What the programs of a way need.
+
+    Attributes:
+      peaks: of every program, in bytes on each device; see `benchmarks.programs`.
+      sent: the bytes that a device sends in a window, if all programs tell.
+    """
+
+    peaks: dict[str, int]
+    sent: int | None
+
+
+class Case:
+    """A model on chips of one kind, in one layout."""
+
+    def __init__(self, make: partial[Workload], layout: str, chips: np.ndarray, k: int):
+        self._make, self._k = make, k
+        self._layout, self._chip = LAYOUTS.get(layout), chips[0]
+        if self._layout:
+            names = ("data", "model")[: len(self._layout.mesh)]
+            self._mesh = Mesh(chips.reshape(self._layout.mesh), names)
+
+    def measure(
+        self, ways: tuple[str, ...], modes: tuple[str, ...]
+    ) -> dict[tuple[str, str], dict[str, Any]]:
+        """The columns of every way and mode; only steps have several modes."""
+        on_mesh = modes if self._layout else (NO_MESH,)
+        measured = {
+            (way, mode): self._measured(way, mode)
+            for way in ways
+            for mode in (on_mesh if way in STEPS else (NO_MESH,))
+        }
+        alone = max(measured[BASE, NO_MESH].peaks.values())
+        columns = {}
+        for (way, mode), own in measured.items():
+            by_hand = measured.get((BY_HAND.get(way, ""), NO_MESH))
+            columns[way, mode] = self._columns(own, alone, by_hand)
+        return columns
+
+    def _columns(
+        self, own: Measured, alone: int, by_hand: Measured | None
+    ) -> dict[str, Any]:
+        columns: dict[str, Any] = {
+            "": {name: peak / alone for name, peak in own.peaks.items()},
+            " MB": round(max(own.peaks.values()) / 1e6),
+        }
+        if self._layout:
+            columns[" GB sent"] = None if own.sent is None else own.sent / 1e9
+            like = by_hand.sent if by_hand else None
+            columns[" sent / by hand"] = own.sent / like if own.sent and like else None
+        return columns
+
+    def _measured(self, way: str, mode: str = NO_MESH) -> Measured:
+        options, spread = {}, self._spread
+        if mode != NO_MESH:
+            options = {"mesh": self._mesh, "data_axes": "data", "reduce_every": mode}
+        if mode == WINDOW or not self._layout:  # the loss sees the rows of one device
+            spread = stay
+        workload = self._placed(spread)
+        build = CONTENDERS[way].build
+        loop = build(workload, optax.sgd(1e-4), self._k, **options)
+        if way in STEPS:
+            state = loop.init(workload.params)
+        else:
+            state = init_of_shapes(loop.init, (), workload.params)
+        programs = loop.lower(state, self._window(workload))
+        peaks, sent = {}, 0
+        for name, program in programs.items():
+            compiled = program.lowered.compile()
+            peaks[name] = program.peak(compiled)
+            if self._layout and sent is not None:
+                once = bytes_sent(compiled.as_text() or "")
+                runs = self._k if name in EVERY_MICRO_BATCH else 1
+                sent = None if once is None else sent + runs * once
+        return Measured(peaks, sent)
+
+    def _placed(self, spread: Callable[[jax.Array], jax.Array]) -> Workload:
+        """The workload with shapes in the place of its arrays."""
+        make = partial(self._make, rows=8 if self._layout else 1, spread=spread)
+        made = []
+
+        def arrays() -> Any:
+            made.append(make())
+            return made[0].params, made[0].frozen
+
+        axis = self._make.keywords.get("axis", 0)
+        layout = self._layout or Layout(())
+        params, frozen = (
+            {n: self._place(x, layout.spec(n, x.ndim, axis)) for n, x in shapes.items()}
+            for shapes in jax.eval_shape(arrays)
+        )
+        return made[0]._replace(params=params, frozen=frozen)
+
+    def _window(self, workload: Workload) -> Window:
+        one, k = workload.micro_batch(np.random.default_rng(0)), self._k
+
+        def window_of(spec: P, shape: Callable[[np.ndarray], tuple[int, ...]]) -> Any:
+            return jax.tree.map(
+                lambda x: self._place(jax.ShapeDtypeStruct(shape(x), x.dtype), spec),
+                one,
+            )
+
+        rows = P("data")
+        return Window(
+            [window_of(rows, lambda x: x.shape)] * k,
+            window_of(P(None, "data"), lambda x: (k, *x.shape)),
+            window_of(rows, lambda x: (k * len(x), *x.shape[1:])),
+        )
+
+    def _place(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        where = SingleDeviceSharding(self._chip)
+        if self._layout:
+            where = NamedSharding(self._mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    def _spread(self, x: jax.Array) -> jax.Array:
+        """Without it, XLA may gather activations instead of parameters."""
+        where = NamedSharding(self._mesh, P("data"))
+        return jax.lax.with_sharding_constraint(x, where)
+
+
+def stay(x: jax.Array) -> jax.Array:
+    return x
+
+
+COMPUTATION = re.compile(r"^%?([\w.-]+) \(.*\{\n((?:  .*\n)*)\}", re.MULTILINE)
+BOUND = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
+WHILE = re.compile(r" while\(.* condition=%?([\w.-]+).*")
+
+
+def bytes_sent(text: str) -> int | None:
+    """The bytes that one run of a program sends at most; `None` if it is not known.
+
+    A TPU's program does not say how often a loop runs, but a scan's condition compares
+    its counter, which begins at 0, with the one constant that it has.
+    """
+    bounds = {name: BOUND.findall(body) for name, body in COMPUTATION.findall(text)}
+
+    def with_trips(found: re.Match[str]) -> str:
+        bound = bounds.get(found[1], [])
+        if "known_trip_count" in found[0] or len(bound) != 1:
+            return found[0]
+        return f'{found[0]}, known_trip_count={{"n":"{bound[0]}"}}'
+
+    operations = Text(WHILE.sub(with_trips, text)).operations()
+    if any(x.times is None for x in operations):
+        return None
+    return sum((x.times or 0) * x.bytes for x in operations)
