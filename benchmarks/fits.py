@@ -11,7 +11,7 @@ a CPU, because the text of a TPU's programs does not tell how often a loop runs.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     """
 
     mesh: tuple[int, int]
-    reduce_every: str
+    reduce_every: Literal["micro_batch", "window"]
     is_spread: bool
     constrains: bool
 

@@ -29,8 +29,8 @@ from maxtext.trainers.pre_train import train, train_compile  # pyrefly: ignore[m
 from maxtext.utils import maxtext_utils, model_creation_utils, sharding  # pyrefly: ignore[missing-import]
 
 from benchmarks import maxtext_glue
-from benchmarks.measure import interleaved, ratios, relative_error
 from benchmarks.chips import ENVIRONMENT
+from benchmarks.measure import interleaved, ratios, relative_error
 from optax_tokenaccum.compiled import collectives
 
 K = 4

@@ -71,17 +71,19 @@ class Models:
     """One `Model` for all equal ones, so that `jit` compares them by identity."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Model] = {}
+        self._known: list[tuple[nnx.GraphDef, Any, Model]] = []
 
     def of(
-        self, graphdef: nnx.GraphDef, states: list[nnx.State], structures: Hashable
+        self, graphdef: nnx.GraphDef, states: list[nnx.State], structures: Any
     ) -> Model:
         """The model that `nnx.split` split; `structures` tell how it did."""
-        key = graphdef, structures
-        known = self._known.get(key)  # hashes large models once
-        if known is None:
-            known = self._known[key] = Model(graphdef, *states)
-        return known
+        # Compared, not hashed: a model may hold a list.
+        for known, its_structures, model in self._known:
+            if structures == its_structures and graphdef == known:
+                return model
+        model = Model(graphdef, *states)
+        self._known.append((graphdef, structures, model))
+        return model
 
 
 class AuxAndVariables(NamedTuple):

@@ -438,6 +438,7 @@ class Cyclic(Model):
         super().__init__(rngs)
         self.out.parent = self
         self.plain = nnx.data(jnp.ones(3))
+        self.sizes = nnx.static([1, 2])  # which cannot be hashed
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         self.plain = self.plain * 2
