@@ -112,7 +112,8 @@ class BackwardPass:
       peers: the other devices.
 
     Raises:
-      CannotAdd: the backward pass must run even without tokens.
+      CannotAdd: the backward pass must run even without tokens, or every gradient that
+        could be added layer by layer is whole.
     """
 
     # Below jax 0.11, two gradients of a scan can be swapped when they are added to
@@ -186,13 +187,13 @@ class BackwardPass:
             if scans:
                 self._reasons[i] = "its first axis is spread over devices"
             self._whole.add(i)
-        elif not scans:
-            self._whole |= {i} if dtype != total.dtype else set()
-        else:
+        elif scans:
             by = [scan.changed_by or "transpose" * (scan.axis > 0) for scan in scans]
             for name in filter(None, by):
                 self._reasons[i] = f"{name} changes it before the scan over its layers"
             (self._whole if all(by) else self._stand_ins).add(i)
+        elif dtype != total.dtype:
+            self._whole.add(i)
 
     def _named(self, reasons: dict[int, str]) -> dict[str, str]:
         return {self._names[i]: reasons[i] for i in sorted(reasons)}
