@@ -14,10 +14,15 @@ import finetune
 import jax
 import model
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from data import InputError, Pair
 from helpers import RTOL, relative_error
+
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum.compiled import whole_gradients
 
 SMALL = ("--max-length", 64, "--d-model", 32, "--layers", 1)
 
@@ -31,6 +36,20 @@ def rows_of(*batches: data.Batch) -> list[Any]:
     """Return the real tokens of every row, so that padding does not matter."""
     rows = [row[row != data.PAD].tolist() for batch in batches for row in batch.inputs]
     return sorted(row for row in rows if row)
+
+
+# Model.
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_no_gradient_is_whole(adapts: bool):
+    frozen = model.init(jax.random.key(0), vocabulary=258, d_model=32, layers=3)
+    adapters = model.init_adapters(jax.random.key(1), frozen, 4)
+    params, frozen = (adapters, frozen) if adapts else (frozen, {})
+    batch = data.Batch(*[np.zeros((2, 8), np.int32)] * 3)
+    step = make_train_step(model.loss_fn, optax.adamw(1e-3), 2)
+    found = whole_gradients(step, step.init(params), batch, frozen=frozen)
+    assert not BackwardPass.is_supported or found == {}
 
 
 # Data.
