@@ -5,7 +5,8 @@
 Prints the table of docs/does_it_fit.md, and what a smaller decoder sends with FSDP.
 Nothing runs. The memory is that of programs for 16 chips of a TPU v5e, which are
 compiled if libtpu is installed. What is sent is that of programs for as many devices of
-a CPU, because the text of a TPU's programs does not tell how often a loop runs.
+a CPU, because a program that does not fit on a TPU does not compile for it; of the
+smaller decoder it is that of a TPU's programs as well.
 """
 
 import functools
@@ -208,8 +209,10 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 16)
     devices = on = jax.devices()
+    senders = {"a CPU": devices[:8]}
     if not chips.CHIPS["v5e"].missing():
-        on = topologies.get_topology_desc("v5e:4x4", platform="tpu").devices
+        of = functools.partial(topologies.get_topology_desc, platform="tpu")
+        on, senders["a TPU v5e"] = of("v5e:4x4").devices, of("v5e:2x4").devices
     rows = []
     for name, layout in LAYOUTS.items():
         row = held(lowered(SEVEN_B, BATCH, layout, on))
@@ -223,12 +226,12 @@ def main() -> None:
     rows = []
     for name, constrains in {"not constrained": False, "constrained": True}.items():
         layout = Layout((8, 1), "micro_batch", True, constrains)
-        programs = lowered(SMALL, MANY_ROWS, layout, devices[:8])
-        micro_batch, _ = sent(programs)
-        ratio = micro_batch / sum(
-            4 * x.size for x in jax.tree.leaves(programs.state.params)
-        )
-        rows.append({"activations": name, "sent / parameters": f"{ratio:.1f}"})
+        row = {"activations": name}
+        for sender, places in senders.items():
+            programs = lowered(SMALL, MANY_ROWS, layout, places)
+            whole = sum(4 * x.size for x in jax.tree.leaves(programs.state.params))
+            row[f"sent / parameters, on {sender}"] = f"{sent(programs)[0] / whole:.1f}"
+        rows.append(row)
     print(report.table(rows))
 
 

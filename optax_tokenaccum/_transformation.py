@@ -290,7 +290,7 @@ def _close(
     )
 
     def update(
-        gradient: optax.Updates, _: TokenAccumulationState
+        gradient: optax.Updates, *_: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         updates, inner_opt_state = run(gradient)
         return arrays.cast_like(updates, empty), inner_opt_state

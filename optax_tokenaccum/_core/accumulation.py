@@ -29,6 +29,7 @@ from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBool
 
 A = TypeVar("A")
+OnlyIf = Callable[[Any, Callable[[Any], Any], Any], Any]  # such as `branch`
 
 
 class Added(NamedTuple, Generic[A]):
@@ -39,6 +40,16 @@ class Added(NamedTuple, Generic[A]):
     counts: jax.Array  # whether any device added something
     aux: A
     gradients: list[jax.Array]  # of what is differentiated, but not summed
+
+
+def branch(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
+    """`body(carry)` if `runs`, else `carry`: `jax.lax.cond`, or a plain `if`.
+
+    An eager `cond` would compile in every call.
+    """
+    if trees.is_concrete(runs):
+        return body(carry) if runs else carry
+    return jax.lax.cond(runs, body, lambda carry: carry, carry)
 
 
 @dataclass(frozen=True)
@@ -277,8 +288,11 @@ class Accumulation:
         state: TokenAccumulationState,
         closes: TracedBool,
         like: Gradients,
-        update: Callable[[Gradients, TokenAccumulationState], tuple[T, OptState]],
+        update: Callable[
+            [Gradients, TokenAccumulationState, T, OptState], tuple[T, OptState]
+        ],
         otherwise: T,
+        only_if: OnlyIf = branch,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -286,23 +300,26 @@ class Accumulation:
           state: as `add` left it.
           closes: whether the window ends now.
           like: the window's gradient has the dtypes of this tree.
-          update: `update(gradient, total)` runs the inner optimizer on the window's
-            gradient; it returns a result and the optimizer's state. `total` is the
-            state with the sums over all devices.
+          update: `update(gradient, total, otherwise, inner_opt_state)` runs the inner
+            optimizer on the window's gradient; it returns a result and the optimizer's
+            state. `total` is the state with the sums over all devices.
           otherwise: the result if there is no update.
+          only_if: `branch`, or `trees.at_most_once`, which takes less memory on a TPU,
+            but cannot be differentiated in reverse.
 
         Returns:
           The result and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
-        def on_update() -> tuple[T, OptState]:
+        def on_update(held: tuple[T, OptState]) -> tuple[T, OptState]:
             total = state._replace(acc_grads=self.layout.total(state.acc_grads))
-            result, inner_opt_state = update(self.window_gradient(total, like), total)
+            gradient = self.window_gradient(total, like)
+            result, inner_opt_state = update(gradient, total, *held)
             return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
 
-        result, inner_opt_state = _branch(
-            due, on_update, lambda: (otherwise, state.inner_opt_state)
+        result, inner_opt_state = only_if(
+            due, on_update, (otherwise, state.inner_opt_state)
         )
         return result, state._replace(
             mini_step=jnp.where(closes, 0, state.mini_step),
@@ -419,10 +436,3 @@ def make_accumulation(
 
 def _as_like(gradient: Gradients, like: Gradients) -> Gradients:
     return jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), gradient, like)
-
-
-def _branch(pred: TracedBool, on_true: Callable[[], T], on_false: Callable[[], T]) -> T:
-    """`jax.lax.cond`, or a plain `if`: an eager `cond` would compile in every call."""
-    if trees.is_concrete(pred):
-        return on_true() if pred else on_false()
-    return jax.lax.cond(pred, on_true, on_false)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, overwritten
-from optax_tokenaccum._core.accumulation import Accumulation
+from optax_tokenaccum._core.accumulation import Accumulation, OnlyIf, branch
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
@@ -138,7 +138,11 @@ class Step(abc.ABC, Generic[P]):
         )
 
     def _update(
-        self, shardings: P | None, closes: TracedBool, state: S
+        self,
+        shardings: P | None,
+        closes: TracedBool,
+        state: S,
+        only_if: OnlyIf = branch,
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         accumulation = self._accumulation.on(self._mode.layout(shardings))
@@ -152,11 +156,15 @@ class Step(abc.ABC, Generic[P]):
         sums, maxima = overwritten.split(opt_state.acc_grads)
 
         def update(
-            gradient: Gradients, total: TokenAccumulationState
+            gradient: Gradients,
+            total: TokenAccumulationState,
+            otherwise: tuple[optax.Params, jax.Array],
+            inner_opt_state: OptState,
         ) -> tuple[tuple[optax.Params, jax.Array], OptState]:
+            params, _ = otherwise
             updates, inner_opt_state = inner.update(
                 overwritten.with_zeros(gradient, params),
-                opt_state.inner_opt_state,
+                inner_opt_state,
                 params,
                 value=metrics.loss,
             )
@@ -173,6 +181,7 @@ class Step(abc.ABC, Generic[P]):
                 trained,
                 update,
                 otherwise=(params, metrics.grad_norm),
+                only_if=only_if,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

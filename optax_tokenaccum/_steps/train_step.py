@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_tokenaccum._core import checks
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.body import add_micro_batch
 from optax_tokenaccum._core.contribution import SkipFn
@@ -237,10 +237,15 @@ class TrainStep(Step[P]):
         return Output(with_parts(state, opt_state, model_state), metrics, aux)
 
     def _close(self, shardings: P | None, state: S, acc_grads: Gradients) -> Output:
-        """The program for every update; it only reads the sums."""
+        """The program for every update; it only reads the sums.
+
+        In a program that does nothing else, a conditional would cost a TPU copies of
+        the parameters and the optimizer's state, in the layout that it prefers.
+        """
         self._mode.layout().check(acc_grads, state.params)
         state = _with_sums(state, acc_grads)
-        state, metrics = self._update(shardings, state.opt_state.mini_step > 0, state)
+        closes = state.opt_state.mini_step > 0
+        state, metrics = self._update(shardings, closes, state, trees.at_most_once)
         return Output(_with_sums(state, None), metrics)
 
     def _whole(

@@ -19,10 +19,11 @@ class CollectiveReport:
     Attributes:
       entries: what one run of the program sends at most, by `kind` of operation,
         `axes`, `groups` of devices, `path` and `times`; most bytes first. `path` is
-        `"always"`, or `"conditional"` in a branch of a conditional. `times` is the trip
-        count of their loop, 1 without a loop, `None` if it is not known. `instructions`
-        is how many the program's text has, and `bytes` the size of all their arrays. So
-        a device sends `times * bytes` in one run.
+        `"always"`, or `"conditional"` in a branch of a conditional or in a loop that
+        runs at most once. `times` is the trip count of their loop, 1 without a loop,
+        `None` if it is not known. `instructions` is how many the program's text has,
+        and `bytes` the size of all their arrays. So a device sends `times * bytes` in
+        one run.
       mesh: the size of every axis of the program's mesh; `None` if it has no mesh.
       num_devices: the number of devices that the program runs on.
 
@@ -150,9 +151,10 @@ def collectives(compiled: jax.stages.Compiled) -> CollectiveReport:
 
     `collectives` reads the program's text after all optimizations. XLA merges, splits,
     moves and widens collective operations (a CPU reduces bfloat16 in float32),
-    differently on each backend, so bytes by axis say more than instructions. The trip
-    count of a loop is known if XLA wrote it to the text, which it does not do on a TPU.
-    Data that custom calls send is not counted.
+    differently on each backend, so bytes by axis say more than instructions. A TPU may
+    gather or scatter in a loop of collective permutes, each of one shard. The trip
+    count of a loop is known if its bounds are constants, as those of a scan are. Data
+    that custom calls send is not counted.
 
     Args:
       compiled: the result of `jax.jit(f).lower(...).compile()`, of

@@ -6,6 +6,13 @@ from collections import defaultdict
 from itertools import chain
 from typing import NamedTuple
 
+from optax_tokenaccum.compiled._loops import (
+    NO_LOOP,
+    Computation,
+    Constants,
+    Instruction,
+    loop_of,
+)
 from optax_tokenaccum.compiled._replica_groups import Groups, connected_by
 
 KINDS = (
@@ -20,7 +27,7 @@ KINDS = (
 PATHS = ("always", "conditional")
 
 COMPUTATION = re.compile(r"(?:(ENTRY) )?%?([\w.-]+) (?:\(.*)?\{$")
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 CALLED = re.compile(
     r"\b(body|branch_computations|called_computations|calls|condition|"
     r"false_computation|to_apply|true_computation)=(\{[^}]*\}|%?[\w.-]+)"
@@ -30,7 +37,6 @@ NAME = re.compile(r"[\w.-]+")
 MENTIONED = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
 CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 STARTED = re.compile(r'%?([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
-TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 LAYOUT = re.compile(r"\{[^}]*\}")
 ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([^\]]*)\]")
 ELEMENT = re.compile(r"\([^()]*\)|\w+\[[^\]]*\]")  # of a tuple's type, less layouts
@@ -44,19 +50,10 @@ class Collective(NamedTuple):
     kind: str  # one of `KINDS`
     axes: tuple[str, ...] | None  # along which devices of a group differ; None: no mesh
     groups: Groups  # by position in the mesh; of a permute, (source, target) pairs
-    path: str  # "always", or "conditional" inside a conditional's branch
+    path: str  # "always"; "conditional" in a branch, or a loop of zero or one trips
     times: int | None  # in one run: the loops' trip count; None if it is not known
     instructions: int  # in the program's text; XLA merges and splits them
     bytes: int  # of all instructions together, each of the `times` that they run
-
-
-class Instruction(NamedTuple):
-    """One line of the text."""
-
-    name: str
-    result: str  # its type, such as f32[16,8]{1,0}, or a tuple of such types
-    opcode: str  # such as all-reduce
-    rest: str  # the operands and attributes
 
 
 class Program:
@@ -68,13 +65,15 @@ class Program:
         self._replicas = int(counts.get("replica_count", 1))
         self._partitions = int(counts.get("num_partitions", 1))
         self.num_devices = self._replicas * self._partitions
-        body: list[Instruction] = []
-        self._computations: dict[str, list[Instruction]] = {}
+        body = Computation()
+        self._computations: dict[str, Computation] = {}
         for line in lines:
             if match := COMPUTATION.match(line):
-                body = self._computations[match[1] or match[2]] = []
+                body = self._computations[match[1] or match[2]] = Computation()
             elif match := INSTRUCTION.match(line):
-                body.append(Instruction(*match.groups()))
+                is_root, *fields = match.groups()
+                body[match[2]] = Instruction(*fields)
+                body.root = match[2] if is_root else body.root
             elif MENTIONED.search(line):
                 raise _unreadable(repr(line[:200]))
         if "ENTRY" not in self._computations:
@@ -84,7 +83,8 @@ class Program:
         self._starting = {*STARTED.findall(text)}
         self._split = {
             channel
-            for line in chain(*self._computations.values())
+            for body in self._computations.values()
+            for line in body.values()
             if line.name in self._starting
             for channel in CHANNEL.findall(line.rest)
         }
@@ -94,11 +94,14 @@ class Program:
 
         Only one branch of a conditional runs: `_most` chooses the operations.
         """
-        return self._reached("ENTRY", 1, "always")
+        return self._reached("ENTRY", 1, "always", {})
 
-    def _reached(self, caller: str, times: int | None, path: str) -> list[Collective]:
+    def _reached(
+        self, caller: str, times: int | None, path: str, constants: Constants
+    ) -> list[Collective]:
         found: list[Collective] = []
-        for name, result, opcode, rest in self._computations[caller]:
+        body = self._computations[caller]
+        for name, result, opcode, rest in body.values():
             kind = opcode.removesuffix("-start")
             if kind in KINDS:
                 groups = connected_by(kind, rest, self._replicas, self._partitions)
@@ -111,10 +114,17 @@ class Program:
                         kind = "reduce-scatter"
                     found += [Collective(kind, None, groups, path, times, 1, size)]
             elif not opcode.endswith(("-done", "-update")):  # the start called these
-                is_conditional = opcode == "conditional"
-                path_of_callee = "conditional" if is_conditional else path
+                is_conditional, loop = opcode == "conditional", NO_LOOP
+                if opcode == "while":
+                    loop = loop_of(body[name], body, constants, self._computations)
+                is_optional = is_conditional or loop.is_optional
                 reached = [
-                    self._reached(callee, _runs(times, role, rest), path_of_callee)
+                    self._reached(
+                        callee,
+                        _runs(times, role, loop.trips),
+                        "conditional" if is_optional else path,
+                        loop.constants,
+                    )
                     for role, called in CALLED.findall(rest)
                     for callee in NAME.findall(called)
                 ]
@@ -151,14 +161,13 @@ def _sent(operations: list[Collective]) -> int:
     return sum(x.bytes * (1 if x.times is None else x.times) for x in operations)
 
 
-def _runs(times: int | None, role: str, rest: str) -> int | None:
+def _runs(times: int | None, role: str, trips: int | None) -> int | None:
     """How often a computation runs if its caller runs `times` times."""
     if role not in ("body", "condition"):
         return times
-    trips = TRIPS.search(rest)
     if times is None or trips is None:
         return None
-    return times * (int(trips[1]) + (role == "condition"))
+    return times * (trips + (role == "condition"))
 
 
 def _bytes_of(opcode: str, result: str) -> int:

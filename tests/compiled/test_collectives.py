@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.chips import CHIPS
 from optax_tokenaccum import make_train_step, make_window_step, split_batch
 from optax_tokenaccum.compiled import CollectiveReport, collectives
 
@@ -183,12 +184,12 @@ def ppermute() -> Any:
 
 
 @sends((64, 15, "all-reduce", DATA))
-def psum_in_nested_loops() -> Any:
+def psum_in_nested_loops(on: Any = None) -> Any:
     def repeat(f: Any, times: int) -> Any:
         return lambda x: jax.lax.scan(lambda x, _: (f(x), None), x, length=times)[0]
 
     reduce = repeat(lambda x: jax.lax.psum(x, "data") / 8, 5)
-    return of_16(repeat(lambda x: reduce(x + 1), 3))
+    return of_16(repeat(lambda x: reduce(x + 1), 3), on=on)
 
 
 @pytest.mark.parametrize("program", EXPECTED, ids=lambda f: f.__name__)
@@ -198,6 +199,13 @@ def test_what_a_program_sends_in_every_run(program: Program):
     assert found == EXPECTED[program]
     assert all(entry.path == "always" for entry in report.entries)
     assert ("No collective operations" in str(report)) == (not found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(CHIPS["v5e"].missing()), reason="needs libtpu, to compile")
+def test_loops_of_a_tpu_are_counted():
+    chips = Mesh(CHIPS["v5e"].devices(), "data")
+    assert collectives(psum_in_nested_loops(chips)).bytes(axes="data") == 64 * 15
 
 
 def test_close_of_sharded_parameters_adds_up_norms_in_its_branch():
@@ -255,6 +263,19 @@ def test_loop_of_unknown_length_is_not_taken_for_one_trip():
         report.bytes(axes="data")
     assert report.bytes(kind="all-gather") == 0
     assert "4,612      ?  " in str(report)
+
+
+def test_a_loop_of_zero_or_one_trips_is_conditional():
+    def at_most_once(x: Any) -> Any:
+        return jax.lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (carry[0] & False, jax.lax.psum(carry[1], "data")),
+            (jax.lax.psum(x[0, 0], "data") > 0, x),
+        )[1]
+
+    report = collectives(of_16(at_most_once))
+    assert report.bytes(path="conditional") == 64
+    assert report.bytes(path="always") == 4
 
 
 def test_without_a_mesh_groups_have_no_names():

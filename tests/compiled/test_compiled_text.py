@@ -53,11 +53,16 @@ custom-call(%param_0.93, %all-gather.14), custom_call_target="AsyncCollectiveDon
 calls=%async_collective_fusion.42
 }
 
+%condition (p.1: (f32[4,4])) -> pred[] {
+  ROOT %less = pred[]{:T(512)} compare(%counter, %bound), direction=LT
+}
+
 ENTRY %main_spmd (param.4: f32[4,4]) -> bf16[32,64] {
   %async-collective-start = (bf16[1,4,64]{2,1,0:T(4,128)(2,1)S(1)}) \
 fusion(%fusion.16), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, \
 calls=%fused_computation.32
-  %while.3 = (f32[4,4]{1,0:T(4,128)S(1)}) while(%tuple.33), body=%body
+  %while.3 = (f32[4,4]{1,0:T(4,128)S(1)}) while(%tuple.33), condition=%condition, \
+body=%body
   %async-collective-done = bf16[8,4,64]{2,1,0:T(4,128)(2,1)S(1)} fusion(%while.3), \
 kind=kCustom, calls=%fused_computation.35
 }
@@ -148,6 +153,89 @@ ENTRY %main (p: f32[2], i: s32[]) -> f32[2] {{
 @pytest.mark.parametrize(("names", "expected"), CONDITIONALS.items(), ids=CONDITIONALS)
 def test_one_branch_of_a_conditional_counts(names: str, expected: list[Collective]):
     assert Program(of_branches(names)).operations() == expected
+
+
+# A gather in a loop, as a TPU's programs have it.
+COUNTED = """\
+HloModule jit_f, num_partitions=8
+
+%body (p: (f32[2], u32[], s32[])) -> (f32[2], u32[], s32[]) {
+  %p = (f32[2]{0:T(128)}, u32[]{:T(128)}, s32[]{:T(128)}) parameter(0)
+  %x = f32[2]{0:T(128)} get-tuple-element(%p), index=0
+  %step = u32[]{:T(128)} constant(STEP)
+  %kept = s32[]{:T(128)} get-tuple-element(%p), index=2
+  %copy.1 = s32[]{:T(128)S(6)} copy(%kept)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %next = u32[]{:T(128)S(6)} NEXT
+  ROOT %tuple.1 = (f32[2]{0:T(128)}, u32[]{:T(128)}, s32[]{:T(128)}) \
+tuple(%x, %next, /*index=2*/%copy.1)
+  %gathered = f32[16]{0} all-gather(%x), channel_id=1, replica_groups=[1,8]<=[8], \
+use_global_device_ids=true
+}
+
+%condition (p.1: (f32[2], u32[], s32[])) -> pred[] {
+  %p.1 = (f32[2]{0:T(128)}, u32[]{:T(128)}, s32[]{:T(128)}) parameter(0)
+  %i.1 = u32[]{:T(128)} get-tuple-element(%p.1), index=1
+  %kept.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=2
+  %four = u32[]{:T(128)} constant(4)
+  ROOT %compare = pred[]{:T(512)} compare(COMPARED), direction=ORDER, metadata={}
+}
+
+ENTRY %main (x.1: f32[2], n: u32[]) -> f32[2] {
+  %x.1 = f32[2]{0:T(128)} parameter(0)
+  %n = u32[]{:T(128)} parameter(1)
+  %first = u32[]{:T(128)} constant(FIRST)
+  %copy.2 = u32[]{:T(128)} copy(%first)
+  %ten = s32[]{:T(128)} constant(10)
+  %tuple = (f32[2]{0:T(128)}, u32[]{:T(128)}, s32[]{:T(128)}) \
+tuple(%x.1, BEFORE, %ten)
+  %while = (f32[2]{0:T(128)}, u32[]{:T(128)}, s32[]{:T(128)}) while(%tuple), \
+condition=%condition, body=%body
+  ROOT %result = f32[2]{0:T(128)} get-tuple-element(%while), index=0
+}
+"""
+AS_USUAL = {
+    "FIRST": "0",
+    "BEFORE": "%copy.2",
+    "STEP": "1",
+    "NEXT": "add(%i, %step)",
+    "COMPARED": "%i.1, %four",
+    "ORDER": "LT",
+}
+TRIPS_OF: list[tuple[dict[str, str], int | None]] = [
+    ({}, 4),
+    ({"FIRST": "1"}, 3),
+    ({"FIRST": "5"}, 0),
+    ({"STEP": "3"}, 2),
+    ({"NEXT": "add(%step, %i)"}, 4),
+    ({"ORDER": "LE"}, 5),
+    ({"FIRST": "9", "STEP": "-2", "ORDER": "GT"}, 3),
+    ({"FIRST": "9", "STEP": "-1", "ORDER": "GE"}, 6),
+    ({"COMPARED": "%i.1, %kept.1"}, 10),  # what every trip keeps is constant
+    ({"NEXT": "add(%i, %copy.1)"}, 1),
+    ({"BEFORE": "%n"}, None),
+    ({"NEXT": "multiply(%i, %step)"}, None),
+    ({"NEXT": "add(%i, %i)"}, None),
+    ({"NEXT": "copy(%step)"}, None),
+    ({"COMPARED": "%four, %i.1"}, None),
+    ({"COMPARED": "%i.1, %unknown"}, None),
+    ({"ORDER": "NE"}, None),
+    ({"STEP": "-1"}, None),  # until it overflows
+    ({"STEP": "0"}, None),
+    ({"FIRST": "2", "STEP": "4294967295", "ORDER": "LT"}, None),
+]
+
+
+@pytest.mark.parametrize(("changed", "trips"), TRIPS_OF, ids=str)
+def test_trips_are_read_where_numbers_are_constant(
+    changed: dict[str, str], trips: int | None
+):
+    text = COUNTED
+    for name, written in {**AS_USUAL, **changed}.items():
+        text = text.replace(name, written)
+    assert Program(text).operations() == [
+        one("all-gather", ALL, 64)._replace(times=trips)
+    ]
 
 
 def one_line(line: str, header: str = "num_partitions=8") -> list[Collective]:
