@@ -187,12 +187,13 @@ class BackwardPass:
             if scans:
                 self._reasons[i] = "its first axis is spread over devices"
             self._whole.add(i)
-        elif scans:
-            by = [scan.changed_by or "transpose" * (scan.axis > 0) for scan in scans]
-            for name in filter(None, by):
-                self._reasons[i] = f"{name} changes it before the scan over its layers"
-            (self._whole if all(by) else self._stand_ins).add(i)
-        elif dtype != total.dtype:
+        elif scans and jnp.size(x) > 0:
+            needs = dtype != total.dtype
+            why = [_reason(scan, needs or scan.is_moved) for scan in scans]
+            for reason in filter(None, why):
+                self._reasons[i] = reason
+            (self._whole if all(why) else self._stand_ins).add(i)
+        elif scans or dtype != total.dtype:
             self._whole.add(i)
 
     def _named(self, reasons: dict[int, str]) -> dict[str, str]:
@@ -281,7 +282,7 @@ class BackwardPass:
                 loss_sum, (_, aux) = self._evaluate(given.inputs, given.consts)
             else:
                 loss_sum = _zero_like(loss_sum)
-            return loss_sum, aux, {i: _zero_like(given.inputs[i]) for i in returned}
+            return loss_sum, aux, {i: jnp.zeros_like(given.inputs[i]) for i in returned}
 
         def without_adding() -> Differentiated:
             return jax.lax.cond(any_tokens, lambda: add({}), leave)
@@ -309,7 +310,8 @@ class BackwardPass:
         """Adds the gradients whose sums are in `to`."""
         sums, inputs, consts = given
         twins = {i: jnp.asarray(inputs[i]) for i in self._floats}
-        twins |= {i: jnp.zeros_like(sums[i]) for i in self._stand_ins}
+        casts = [i for i in self._stand_ins if twins[i].dtype != sums[i].dtype]
+        twins |= {i: jnp.zeros_like(sums[i]) for i in casts}
 
         def of_twins(twins: dict[int, jax.Array]) -> Returned[Any]:
             own: list[Operand] = [*map(jnp.asarray, inputs)]
@@ -369,6 +371,17 @@ class BackwardPass:
 
 def _zero_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     return trees.as_varying(jnp.zeros(x.shape, x.dtype), trees.varying_axes(x))
+
+
+def _reason(scan: dependence.Scan, needs_stand_in: bool) -> str | None:
+    """Why a scan makes a gradient whole, if it does."""
+    if name := scan.changed_by or "transpose" * (scan.axis > 0):
+        return f"{name} changes it before the scan over its layers"
+    if scan.is_unrolled:
+        return "the scan over its layers is unrolled"
+    if scan.within and needs_stand_in:
+        return f"the scan over its layers is in a {scan.within}"
+    return None
 
 
 def _summary(error: Exception) -> str:

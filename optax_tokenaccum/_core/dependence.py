@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -148,11 +148,13 @@ def _interpret(
     traced: Traced,
     given: list[Value],
     apply: Callable[[JaxprEqn, list[Value]], list[Value]],
+    looks_into: Callable[[JaxprEqn], bool] = lambda _: True,
 ) -> list[Value]:
     """Interprets a traced function, and those that it calls in place of their calls.
 
-    `given` are its inputs. `apply(operation, inputs)` returns the values of what the
-    operation sets, and so does this: outputs, then mutable arrays that were inputs.
+    `looks_into(call)` tells in place of which. `given` are its inputs.
+    `apply(operation, inputs)` returns the values of what the operation sets, and so
+    does this: outputs, then mutable arrays that were inputs.
     """
 
     def constant(x: Any, value: Any) -> Value:
@@ -168,9 +170,10 @@ def _interpret(
 
     for x in jaxpr.eqns:
         inputs = [*map(look_up, x.invars)]
-        called = functions_in(x) if x.primitive.name in _CALLS else []
+        is_call = x.primitive.name in _CALLS and looks_into(x)
+        called = functions_in(x) if is_call else []
         if [len(opened(f).invars) for f in called] == [len(inputs)]:
-            found = _interpret(called[0], inputs, apply)
+            found = _interpret(called[0], inputs, apply, looks_into)
         else:
             found = apply(x, inputs)
         known.update(zip(_set_by(x), found, strict=True))
@@ -308,12 +311,17 @@ class Scan(NamedTuple):
 
     Attributes:
       axis: of the input, along which the slices lie.
-      changed_by: the last operation that changes all of it before, if there is any that
-        is not known by `passes_on`.
+      is_unrolled: whether it runs as one operation after the other.
+      is_moved: whether operations that `passes_on` knows change the input before.
+      changed_by: the last other operation that changes all of it before, if any.
+      within: the outermost call around the scan that `passes_on` does not know, if any.
     """
 
     axis: int
+    is_unrolled: bool
+    is_moved: bool
     changed_by: str | None
+    within: str | None
 
 
 def scans_over(traced: Traced) -> dict[int, list[Scan]]:
@@ -328,36 +336,46 @@ def scans_over(traced: Traced) -> dict[int, list[Scan]]:
     def apply(x: JaxprEqn, given: list[Value]) -> list[Value]:
         name, params = x.primitive.name, {}
         whole = [(i, y) for i, y in enumerate(given) if "index" in y.node.params]
+        called = functions_in(x) if name in _CALLS else []
         if name == "scan":
             _, last = carry_of(x)
+            is_unrolled = x.params["unroll"] >= x.params["length"] > 1
             for i, (node, axes) in whole:
                 if i >= last:
-                    index, changed_by = node.params.values()
-                    found.setdefault(index, []).append(Scan(axes[0], changed_by))
+                    index, *how = node.params.values()
+                    found.setdefault(index, []).append(Scan(axes[0], is_unrolled, *how))
         elif whole and passes_on(x):
             [(_, (node, axes))] = whole
             axes = tuple(axes[i] for i in x.params.get("permutation", range(len(axes))))
-            return [Value(node, axes)]
+            return [Value(_with(node, is_moved=True), axes)]
+        elif whole and [len(opened(f).invars) for f in called] == [len(given)]:
+            for i, (node, axes) in whole:
+                within = node.params["within"] or name
+                given[i] = Value(_with(node, within=within), axes)
+            return _interpret(called[0], given, apply, passes_on)
         else:
             sizes = [getattr(y.aval, "size", None) for y in x.outvars]
             for i, y in whole:
                 if sizes == [getattr(x.invars[i].aval, "size", None)]:
-                    params = {**y.node.params, "changed_by": name}
+                    params = _with(y.node, changed_by=name).params
         return [_value(name, y, params, []) for y in _set_by(x)]
 
+    how = {"is_moved": False, "changed_by": None, "within": None}
     inputs = enumerate(opened(traced).invars)
-    given = [
-        _value("input", x, {"index": i, "changed_by": None}, []) for i, x in inputs
-    ]
-    _interpret(traced, given, apply)
+    given = [_value("input", x, {"index": i} | how, []) for i, x in inputs]
+    _interpret(traced, given, apply, passes_on)
     return found
+
+
+def _with(node: Node, **params: Any) -> Node:
+    return replace(node, params={**node.params, **params})
 
 
 def passes_on(x: JaxprEqn) -> bool:
     """Whether the gradient of an operation's input can be made before its output's.
 
-    It is a transposition, a cast to fewer bits, whose gradient is cast to more bits and
-    so loses none, or a call without shardings of its own.
+    It is a transposition, a name, a cast to fewer bits, whose gradient is cast to more
+    bits and so loses none, or a call without shardings of its own.
     """
     name, params = x.primitive.name, x.params
     if name == "convert_element_type":
@@ -372,7 +390,7 @@ def passes_on(x: JaxprEqn) -> bool:
     if name == "jit":
         given = [*params["in_shardings"], *params["out_shardings"]]
         return not any(isinstance(y, jax.sharding.Sharding) for y in given)
-    return name in ("transpose", "closed_call", "remat2")
+    return name in ("transpose", "name", "closed_call", "remat2")
 
 
 def exchanges(traced: Traced) -> Iterator[tuple[str, set[str]]]:

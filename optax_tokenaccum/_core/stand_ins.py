@@ -6,11 +6,12 @@ evaluated again with a stand-in for it, the gradient of each layer goes to the s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -25,24 +26,31 @@ class StandIn:
 
     Attributes:
       value: what the loss computes with.
-      twin: what is differentiated in its place. Its gradient has its own dtype.
+      twin: what is differentiated in its place, whose gradient has its own dtype; the
+        same values, if it has the dtype of `value`.
       axes: the axes of `twin`, in the order of those of `value`.
+      is_layer: whether it is a part of the parameter.
     """
 
     value: jax.Array
     twin: jax.Array
     axes: tuple[int, ...] = field(metadata={"static": True})
+    is_layer: bool = field(default=False, metadata={"static": True})
 
     def array(self) -> jax.Array:
         """The value, as a function of the twin."""
-        return stand_in(self.value, jnp.transpose(self.twin, self.axes))
+        twin = jnp.transpose(self.twin, self.axes)
+        if twin.dtype == self.value.dtype and not self.is_layer:
+            return twin  # JAX may add its gradient in place without a stand-in
+        return stand_in(self.value, twin)
 
     def can_be_scanned(self) -> bool:
         return bool(self.axes) and self.axes[0] == 0
 
     def element(self) -> "StandIn":
         """What a scan over both gives to its body, which has one axis less."""
-        return StandIn(self.value, self.twin, tuple(axis - 1 for axis in self.axes[1:]))
+        axes = tuple(axis - 1 for axis in self.axes[1:])
+        return replace(self, axes=axes, is_layer=True)
 
 
 Operand = jax.Array | StandIn
@@ -112,9 +120,11 @@ def _evaluate(
     for x in jaxpr.eqns:
         name, has_any = x.primitive.name, any(map(has_stand_in, x.invars))
         is_known = has_any and (name == "scan" or dependence.passes_on(x))
-        rule = _RULES[name] if is_known else _one
-        with jax.named_scope(str(x.source_info.name_stack) if is_known else ""):
-            outputs = rule(x, look_up, array)
+        if is_known:
+            with x.ctx.manager, jax.named_scope(str(x.source_info.name_stack)):
+                outputs = _RULES[name](x, look_up, array)
+        else:
+            outputs = _one(x, array)
         known.update(zip(x.outvars, outputs, strict=True))
     return [*map(look_up, jaxpr.outvars)]
 
@@ -123,7 +133,7 @@ Read = Callable[[Var | Literal], Operand]
 ReadArray = Callable[[Var | Literal], jax.Array]
 
 
-def _one(x: JaxprEqn, _: Read, array: ReadArray) -> list[Operand]:
+def _one(x: JaxprEqn, array: ReadArray) -> list[Operand]:
     """The outputs of an operation that knows no stand-ins."""
     inputs = [y for y in x.invars if not isinstance(y, Literal)]
     # Older jax, where this is not needed, has no DebugInfo.
@@ -136,14 +146,21 @@ def _transpose(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
     operand, order = look_up(x.invars[0]), x.params["permutation"]
     assert isinstance(operand, StandIn)
     value = jax.lax.transpose(operand.value, order)
-    return [StandIn(value, operand.twin, tuple(operand.axes[i] for i in order))]
+    axes = tuple(operand.axes[i] for i in order)
+    return [replace(operand, value=value, axes=axes)]
 
 
 def _cast(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
     operand = look_up(x.invars[0])
     assert isinstance(operand, StandIn)
-    value = operand.value.astype(x.params["new_dtype"])
-    return [StandIn(value, operand.twin, operand.axes)]
+    return [replace(operand, value=operand.value.astype(x.params["new_dtype"]))]
+
+
+def _name(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
+    operand = look_up(x.invars[0])
+    assert isinstance(operand, StandIn)
+    value = checkpoint_name(operand.value, x.params["name"])
+    return [replace(operand, value=value)]
 
 
 def _call(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
@@ -158,21 +175,23 @@ def _remat(
     called: Traced, args: list[Operand], prevent_cse: Any, policy: Any
 ) -> list[Operand]:
     """The outputs of a call whose twins, differentiated, are those of its inputs."""
-    passed: dict[int, tuple[int, tuple[int, ...]]] = {}
+    passed: dict[int, tuple[int, StandIn]] = {}
+    if not isinstance(prevent_cse, bool):  # one for each input
+        prevent_cse = any(prevent_cse)
 
     def call(args: list[Operand]) -> list[Operand]:
         index = {id(x.twin): i for i, x in enumerate(args) if isinstance(x, StandIn)}
         outputs = _evaluate(called, (), args)
         for i, x in enumerate(outputs):
             if isinstance(x, StandIn):
-                passed[i], outputs[i] = (index[id(x.twin)], x.axes), x.value
+                passed[i], outputs[i] = (index[id(x.twin)], x), x.value
         return outputs
 
     outputs = jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(args)
-    for i, (source, axes) in passed.items():
-        given = args[source]
-        assert isinstance(given, StandIn)
-        outputs[i] = StandIn(outputs[i], given.twin, axes)
+    for i, (source, inner) in passed.items():
+        value, given = outputs[i], args[source]
+        assert isinstance(given, StandIn) and isinstance(value, jax.Array)
+        outputs[i] = replace(inner, value=value, twin=given.twin)
     return outputs
 
 
@@ -205,6 +224,7 @@ def _scan(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
 _RULES = {
     "transpose": _transpose,
     "convert_element_type": _cast,
+    "name": _name,
     "scan": _scan,
     **dict.fromkeys(("jit", "closed_call", "remat2"), _call),
 }
