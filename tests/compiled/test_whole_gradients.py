@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
 from optax_tokenaccum._core.backward import BackwardPass
@@ -49,6 +50,7 @@ CHANGES: dict[str, tuple[Any, str | None, str | None, Any]] = {
     "cast": (in_bfloat16, None, None, (F32,)),
     "cast in a call": (jax.jit(lambda w: w.astype(jnp.float16)), None, None, (F32,)),
     "turned twice": (lambda w: jax.checkpoint(turned)(turned(w)), None, None, (F32,)),
+    "named": (lambda w: checkpoint_name(w, "layers"), None, None, (F32,)),
     "doubled": (lambda w: 2 * w, "mul", "mul", (F32, BF16)),
     "doubled, cast": (lambda w: in_bfloat16(2 * w), "mul", "mul", (F32,)),
     "cast to more bits": (
@@ -119,6 +121,22 @@ def twice(params: Any, x: Any) -> Any:
     return jnp.sum(y) * jnp.sum(params["scale"]), x.size
 
 
+def unrolled(params: Any, x: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w), None
+
+    y, _ = jax.lax.scan(layer, x * params["scale"], params["layers"], unroll=True)
+    return jnp.sum(y), x.size
+
+
+def in_custom_jvp(params: Any, x: Any) -> Any:
+    apply = jax.custom_jvp(loss_with(lambda w: w))
+    apply.defjvp(
+        lambda given, tangents: jax.jvp(loss_with(lambda w: w), given, tangents)
+    )
+    return apply({**params, "layers": in_bfloat16(params["layers"])}, x)
+
+
 def of_params(params: Any, x: Any) -> Any:
     return jnp.sum(params["layers"]), jnp.sum(params["scale"])
 
@@ -133,6 +151,8 @@ def printing(params: Any, x: Any) -> Any:
     ("loss_fn", "options", "paths", "reason"),
     [
         (twice, {}, ["['layers']"], "reads it twice"),
+        (unrolled, {}, ["['layers']"], "unrolled"),
+        (in_custom_jvp, {}, ["['layers']"], "custom_jvp_call"),
         (of_params, {}, ["['layers']", "['scale']"], "depends on the parameters"),
         (printing, {}, ["['layers']", "['scale']"], "side effects"),
         (
@@ -148,7 +168,7 @@ def printing(params: Any, x: Any) -> Any:
             "bfloat16 sum",
         ),
     ],
-    ids=["twice", "count", "effects", "skips", "narrow sums"],
+    ids=["twice", "unrolled", "custom", "count", "effects", "skips", "narrow sums"],
 )
 def test_the_reason_is_named(loss_fn: Any, options: Any, paths: Any, reason: str):
     step = make_train_step(loss_fn, optax.sgd(0.1), 2, **options)

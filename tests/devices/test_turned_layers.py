@@ -12,7 +12,7 @@ from helpers import relative_error, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from window_gradients import KEEPS, by_hand
+from window_gradients import KEEPS, by_hand, train_step
 
 import optax_tokenaccum.nnx
 from optax_tokenaccum import make_window_step, window_value_and_grad
@@ -74,6 +74,33 @@ def test_over_devices(layout: str):
     got = state.opt_state.inner_opt_state
     assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
     assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+def test_gradients_of_every_kind_on_an_explicit_mesh():
+    """Layer by layer; whole, of a spread bfloat16 head; and whole along axis 1."""
+    mesh = make_mesh((4, 2), "explicit")
+
+    def gathered(w: Any) -> Any:
+        return jax.sharding.reshard(w, NamedSharding(mesh, P()))
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w[0] @ gathered(w[1])), None
+
+        layers = params["first"], jnp.moveaxis(params["turned"], 1, 0)
+        y, _ = jax.lax.scan(layer, x, layers)
+        y = y @ gathered(params["head"]).astype(x.dtype)
+        return jnp.sum(y), jnp.sum(x != 0)
+
+    specs = {"first": P(), "turned": P(None, None, "model"), "head": P(None, "model")}
+    params = {"first": PARAMS["w"].swapaxes(0, 1), "turned": PARAMS["w"]}
+    params["head"] = jnp.asarray(PARAMS["w"][:, 0], jnp.bfloat16)
+    batches = [batch["x"] for batch in BATCHES]
+    with jax.set_mesh(mesh):
+        placed = {k: jax.device_put(x, specs[k]) for k, x in params.items()}
+        expected = by_hand(loss_fn, placed, batches)
+        got = train_step(loss_fn, placed, batches)
+    assert relative_error(got, expected) < 0.01  # a bfloat16 head
 
 
 def test_in_a_map_of_ones_own():

@@ -204,6 +204,10 @@ def with_own_array(params: Any, x: Any) -> Any:
 
 
 NETWORKS = {
+    "remat": jax.checkpoint(
+        scan(window_gradients.layer),
+        prevent_cse=(True, False),  # of each argument
+    ),
     "custom_vjp": scan(lambda x, w: (jnp.tanh(tripled_vjp(x, w)), None)),
     "cond": scan(chosen),
     "own mutable array": with_own_array,
