@@ -10,6 +10,7 @@ It needs an environment of its own, with Python 3.12:
 """
 
 import argparse
+import collections
 import functools
 import os
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from maxtext.utils import maxtext_utils, model_creation_utils, sharding  # pyref
 from benchmarks import maxtext_glue
 from benchmarks.chips import ENVIRONMENT
 from benchmarks.measure import interleaved, ratios, relative_error
-from optax_tokenaccum.compiled import collectives
+from optax_tokenaccum.compiled import collectives, whole_gradients
 
 K = 4
 OPTIONS = {
@@ -86,6 +87,8 @@ LLAMA_7B = {
 LAYOUTS = {
     "7B, FSDP 16": LLAMA_7B,
     "7B, FSDP 16, `param_scan_axis=0`": LLAMA_7B | {"param_scan_axis": 0},
+    "7B, FSDP 4 x tensor parallel 4": LLAMA_7B
+    | {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 4},
     "32,000 words, FSDP 8": WORDS,
     "experts, FSDP 4 x expert parallel 2": EXPERTS,
     "ZeRO-1 over 8": ZERO_1,
@@ -128,23 +131,25 @@ def configured(k: int, options: dict[str, Any]) -> Any:
 def compiled_step(config: Any) -> Any:
     """Compiles MaxText's train step as its `train_loop` does, for a topology."""
     mesh = train_compile.get_topology_mesh(config)
-    args, kwargs, state, _, model = train_compile.get_shaped_inputs(mesh, config)
+    args, _, state, _, model = train_compile.get_shaped_inputs(mesh, config)
     params, state = sharding.maybe_update_params_sharding_with_opt(config, state)
     placed = jax.tree.map(lambda x, s: x.update(sharding=s), args[0], state)
     data = sharding.get_input_data_sharding(config, mesh)
     step, *signature = maxtext_utils.get_functional_train_with_signature(
         train.train_step, data, state, model, config, params
     )
-    rules = logical_axis_rules(config.logical_axis_rules)
-    return train_compile.jit_and_compile(
-        step, (placed, *args[1:]), kwargs, mesh, *signature, config, rules
-    )
+    names = "in_shardings", "out_shardings", "static_argnums", "donate_argnums"
+    jitted = jax.jit(step, **dict(zip(names, signature, strict=True)))
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        if train.gradient_accumulation_loss_and_grad is not shipped:
+            print(f"whole gradients: {whole_gradients(jitted, placed, *args[1:])}")
+        return jitted.lower(placed, *args[1:]).compile()
 
 
 def print_memory(only: str) -> None:
-    print("| MB of temporaries | one micro-batch | MaxText's | ours |")
-    print("|---|---|---|---|")
-    gathers = []
+    """Prints peaks less arguments, with temporaries in brackets, and collectives."""
+    head = "| MB | one micro-batch | MaxText's | ours |\n|---|---|---|---|"
+    rows = [head]
     for name, options in LAYOUTS.items():
         cells = []
         for way, (k, accumulate) in WAYS.items():
@@ -152,19 +157,29 @@ def print_memory(only: str) -> None:
                 continue
             train.gradient_accumulation_loss_and_grad = accumulate
             step = compiled_step(configured(k, options))
-            cells.append(f"{step.memory_analysis().temp_size_in_bytes / 1e6:,.0f}")
-            if options is ZERO_1 and k > 1:
-                gathers.append(f"{way}: {all_gathers(step)}, {cells[-1]} MB")
+            cells.append(held(step))
+            print(f"{name}, {way}: {cells[-1]}, {sent(step)}", flush=True)
         if cells:
-            print(f"| {name} | {' | '.join(cells[:3])} |", flush=True)
-    print("\n".join(["", *gathers]))
+            rows.append(f"| {name} | {' | '.join(cells[:3])} |")
+    print("\n".join(rows))
 
 
-def all_gathers(step: Any) -> str:
-    entries = [x for x in collectives(step).entries if x.kind == "all-gather"]
-    once = [x for x in entries if x.times == 1]
-    number = sum(x.instructions for x in entries)
-    return f"{number} all-gathers, {sum(x.instructions for x in once)} outside of loops"
+def held(step: Any) -> str:
+    """The peak less the arguments, and all temporaries, in MB."""
+    memory = step.memory_analysis()
+    peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    return f"{peak / 1e6:,.0f} ({memory.temp_size_in_bytes / 1e6:,.0f})"
+
+
+def sent(step: Any) -> str:
+    """The collectives of each kind: how many, outside of loops and in all; bytes."""
+    found = collections.defaultdict(lambda: np.zeros(3, int))
+    for x in collectives(step).entries:
+        found[x.kind] += x.instructions * (x.times == 1), x.instructions, x.bytes
+    return ", ".join(
+        f"{kind} {once} of {number} ({size:,} bytes)"
+        for kind, (once, number, size) in sorted(found.items())
+    )
 
 
 def print_check() -> None:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from maxtext.utils.sharding import maybe_shard_with_name  # pyrefly: ignore[missing-import]
 
-from optax_tokenaccum import split_batch, window_value_and_grad
+from optax_tokenaccum import split_batch
+from optax_tokenaccum.nnx import window_value_and_grad
 
 MEANS = "moe_lb_loss", "indexer_loss", "mtp_loss"
 REFUSED = "use_tunix_gradient_accumulation", "routed_bias", "te_moe_block"
@@ -24,11 +25,9 @@ def gradient_accumulation_loss_and_grad(
     if used:
         raise NotImplementedError(f"This accumulation does not know {used}.")
 
-    def sum_fn(params, others, batch):
-        model = nnx.merge(graphdef, params, others, copy=True)
+    def sum_fn(model, batch):
         loss_sum, aux = loss_fn(model, config, batch, None, None, is_train=True)
-        others = nnx.state(model, nnx.Not(nnx.Param))
-        return (loss_sum, (aux["total_weights"], aux)), others
+        return loss_sum, (aux["total_weights"], aux)
 
     # With ZeRO-1, gather the parameters once, in bfloat16, and not in every layer.
     graphdef, params, others = nnx.split(model, nnx.Param, ...)
@@ -36,12 +35,12 @@ def gradient_accumulation_loss_and_grad(
         params = jax.tree.map(bfloat16, params)
     shard = functools.partial(maybe_shard_with_name, shard_mode=config.shard_mode)
     params = jax.tree.map(shard, params, params_shardings)
+    copy = nnx.merge(graphdef, params, others, copy=True)
 
-    value_and_grad = window_value_and_grad(sum_fn, has_aux=True, has_model_state=True)
     micro_batches = split_batch(data, config.gradient_accumulation_steps)
-    values, grads = value_and_grad(params, others, micro_batches)
-    (loss, (_, aux)), others = values
-    nnx.update(model, others)
+    value_and_grad = window_value_and_grad(sum_fn, has_aux=True)
+    (loss, (_, aux)), grads = value_and_grad(copy, micro_batches)
+    nnx.update(model, nnx.state(copy, nnx.Not(nnx.Param)))
     aux = jax.tree.map(lambda x: jnp.sum(x, 0), aux)
     for name in MEANS:
         aux[name] /= config.gradient_accumulation_steps
