@@ -1,6 +1,5 @@
 """Memory and communication of programs for TPUs and GPUs, compiled without either."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,17 +16,22 @@ from benchmarks.settings import Settings
 from benchmarks.ways import CONTENDERS
 from benchmarks.workloads import Window, Workload, stacked_layers
 from optax_tokenaccum._steps.abstract import init_of_shapes
-from optax_tokenaccum.compiled._text import Program as Text
+from optax_tokenaccum.compiled import collectives
 
-BASE = "gradients alone"
 # What each way of ours is compared with.
 BY_HAND = {
     "train step": "pair by hand",
     "window step": "scan by hand",
     "window_value_and_grad": "scan by hand",
 }
-WAYS = BASE, "pair by hand", "scan by hand", "optax.microbatching", *BY_HAND
-FEW_WAYS = BASE, "pair by hand", "train step", "window step"
+WAYS = (
+    "gradients alone",
+    "pair by hand",
+    "scan by hand",
+    "optax.microbatching",
+    *BY_HAND,
+)
+FEW_WAYS = "scan by hand", "train step", "window step"
 FEW_MODELS = "bfloat16", "along axis 1", "many words"
 FEW_LAYOUTS = "data parallel", "FSDP, tensor parallel"
 STEPS = "train step", "window step"
@@ -117,7 +121,9 @@ def models(settings: Settings) -> dict[str, partial[Workload]]:
         "tied embedding": partial(large, vocabulary=vocabulary),
         "along axis 1": partial(large, axis=1),
         "LoRA": partial(large, rank=16),
-        "many words": partial(half, 512, 8, length=2048, vocabulary=32_000, tied=False),
+        "many words": partial(
+            half, 512, 8, length=4 * length, vocabulary=32_000, tied=False
+        ),
     }
 
 
@@ -126,11 +132,11 @@ class Measured(NamedTuple):
 
     Attributes:
       peaks: of every program, in bytes on each device; see `benchmarks.programs`.
-      sent: the bytes that a device sends in a window, if all programs tell.
+      sent: the bytes that a device sends in a window.
     """
 
     peaks: dict[str, int]
-    sent: int | None
+    sent: int
 
 
 class Case:
@@ -146,31 +152,33 @@ class Case:
     def measure(
         self, ways: tuple[str, ...], modes: tuple[str, ...]
     ) -> dict[tuple[str, str], dict[str, Any]]:
-        """The columns of every way and mode; only steps have several modes."""
+        """The columns of every way and mode; only steps have several modes.
+
+        Peaks are relative to those of the first way.
+        """
         on_mesh = modes if self._layout else (NO_MESH,)
         measured = {
             (way, mode): self._measured(way, mode)
             for way in ways
             for mode in (on_mesh if way in STEPS else (NO_MESH,))
         }
-        alone = max(measured[BASE, NO_MESH].peaks.values())
+        first = max(measured[ways[0], NO_MESH].peaks.values())
         columns = {}
         for (way, mode), own in measured.items():
             by_hand = measured.get((BY_HAND.get(way, ""), NO_MESH))
-            columns[way, mode] = self._columns(own, alone, by_hand)
+            columns[way, mode] = self._columns(own, first, by_hand)
         return columns
 
     def _columns(
-        self, own: Measured, alone: int, by_hand: Measured | None
+        self, own: Measured, first: int, by_hand: Measured | None
     ) -> dict[str, Any]:
         columns: dict[str, Any] = {
-            "": {name: peak / alone for name, peak in own.peaks.items()},
+            "": {name: peak / first for name, peak in own.peaks.items()},
             " MB": round(max(own.peaks.values()) / 1e6),
         }
         if self._layout:
-            columns[" GB sent"] = None if own.sent is None else own.sent / 1e9
-            like = by_hand.sent if by_hand else None
-            columns[" sent / by hand"] = own.sent / like if own.sent and like else None
+            columns[" GB sent"] = own.sent / 1e9
+            columns[" sent / by hand"] = own.sent / by_hand.sent if by_hand else None
         return columns
 
     def _measured(self, way: str, mode: str = NO_MESH) -> Measured:
@@ -191,10 +199,8 @@ class Case:
         for name, program in programs.items():
             compiled = program.lowered.compile()
             peaks[name] = program.peak(compiled)
-            if self._layout and sent is not None:
-                once = bytes_sent(compiled.as_text() or "")
-                runs = self._k if name in EVERY_MICRO_BATCH else 1
-                sent = None if once is None else sent + runs * once
+            runs = self._k if name in EVERY_MICRO_BATCH else 1
+            sent += runs * collectives(compiled).bytes()
         return Measured(peaks, sent)
 
     def _placed(self, spread: Callable[[jax.Array], jax.Array]) -> Workload:
@@ -244,28 +250,3 @@ class Case:
 
 def stay(x: jax.Array) -> jax.Array:
     return x
-
-
-COMPUTATION = re.compile(r"^%?([\w.-]+) \(.*\{\n((?:  .*\n)*)\}", re.MULTILINE)
-BOUND = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
-WHILE = re.compile(r" while\(.* condition=%?([\w.-]+).*")
-
-
-def bytes_sent(text: str) -> int | None:
-    """The bytes that one run of a program sends at most; `None` if it is not known.
-
-    A TPU's program does not say how often a loop runs, but a scan's condition compares
-    its counter, which begins at 0, with the one constant that it has.
-    """
-    bounds = {name: BOUND.findall(body) for name, body in COMPUTATION.findall(text)}
-
-    def with_trips(found: re.Match[str]) -> str:
-        bound = bounds.get(found[1], [])
-        if "known_trip_count" in found[0] or len(bound) != 1:
-            return found[0]
-        return f'{found[0]}, known_trip_count={{"n":"{bound[0]}"}}'
-
-    operations = Text(WHILE.sub(with_trips, text)).operations()
-    if any(x.times is None for x in operations):
-        return None
-    return sum((x.times or 0) * x.bytes for x in operations)

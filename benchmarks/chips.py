@@ -9,6 +9,8 @@ import numpy as np
 from jax.experimental import topologies
 
 ENVIRONMENT = {
+    # Otherwise one process at a time may compile for a TPU.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     # Otherwise libtpu asks the network what machine this is.
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_SKIP_MDS_QUERY": "1",

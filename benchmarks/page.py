@@ -8,7 +8,9 @@ A table is between two comments. The first one says in JSON where it comes from:
     <!-- end -->
 
 Rows come in the order of the results. With `"pivot": [column, value]` each value of
-`column` is a column of its own, with the cells of `value`.
+`column` is a column of its own, with the cells of `value`, which may also be a format
+with the names of several: `"{v5e:.2f}; {H200:.2f}"`. With `"largest": true`, a way that
+has several programs shows the largest one.
 """
 
 import json
@@ -36,16 +38,24 @@ def _replacement(found: re.Match[str]) -> str:
     for name, values in wanted["where"].items():
         rows = [row for row in rows if row.get(name) in values]
     columns = wanted["columns"]
-    needed = [*columns, *wanted.get("pivot", [])[1:]]
+    needed = [*columns, *wanted.get("pivot", [])[:1]]
     rows = [row for row in rows if all(name in row for name in needed)]
+    if wanted.get("largest"):
+        rows = [{name: _largest(x) for name, x in row.items()} for row in rows]
     if "pivot" in wanted:
         rows = _pivoted(rows, columns, *wanted["pivot"])
     else:
         rows = [{name: row[name] for name in columns} for row in rows]
     # Blank lines, because a comment begins a block of HTML.
     versions = "jax {jax}, optax {optax}".format(**suite["machine"])
+    compilers = [x["compiled by"] for x in suite["rows"] if "compiled by" in x]
+    versions = ", ".join([versions, *compilers])
     made = f"{table(rows)}\n({versions})\n" if rows else "Not measured yet.\n"
     return f"<!-- table {found[1]} -->\n\n{made}\n<!-- end -->"
+
+
+def _largest(value: Any) -> Any:
+    return max(value.values()) if isinstance(value, dict) else value
 
 
 def _pivoted(rows: Rows, columns: list[str], column: str, value: str) -> Rows:
@@ -54,7 +64,8 @@ def _pivoted(rows: Rows, columns: list[str], column: str, value: str) -> Rows:
     for row in rows:
         key = tuple(row[name] for name in columns)
         empty = dict(zip(columns, key, strict=True)) | dict.fromkeys(headings)
-        pivoted.setdefault(key, empty)[row[column]] = row[value]
+        made = row[value] if value in row else value.format(**row)
+        pivoted.setdefault(key, empty)[row[column]] = made
     return list(pivoted.values())
 
 

@@ -64,7 +64,7 @@ QUICK = Settings(
     max_length=64,
     shapes=2,
     lengths=("dialogue",),
-    ahead_sizes=(32, 1024, 128, 16_384),
+    ahead_sizes=(32, 1024, 256, 16_384),
     ahead_all=False,
 )
 

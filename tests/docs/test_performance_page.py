@@ -52,23 +52,27 @@ def stored(results: str, suite: str) -> list[dict]:
     return json.loads(text)["suites"][suite]["rows"]
 
 
-def test_sentences_about_other_results_quote_them():
-    ways = ("train step", "window step", "scan by hand")
-    peaks = {("older", row["way"]): row for row in stored("older_jax", "memory")}
-    peaks = {key: row["peak / gradients alone"] for key, row in peaks.items()}
-    for row in stored("ahead", "ahead"):
-        if row.get("layout") == "one device":
-            peaks[row["model"], row["way"]] = max(row["v5e"].values())
-    tpu = PERFORMANCE.partition("### On a TPU")[2].partition("\n## ")[0]
-    assert re.findall(r"\d\.\d\d", tpu) == [
-        f"{peaks[model, way]:.2f}"
-        for model in ("float32", "tied embedding")
-        for way in ways
-    ]
+def test_the_sentence_about_older_jax_quotes_the_results():
+    rows = stored("older_jax", "memory")
+    peaks = {row["way"]: row["peak / gradients alone"] for row in rows}
     older = PERFORMANCE.partition("- jax is [older")[2].partition("\n- ")[0]
     assert re.findall(r"\d\.\d\d ", older) == [
-        f"{peaks['older', way]:.2f} " for way in ("train step", "scan by hand")
+        f"{peaks[way]:.2f} " for way in ("train step", "scan by hand")
     ]
+
+
+def test_the_sentence_about_data_parallel_quotes_the_results():
+    rows = stored("ahead", "ahead")
+    sent = {
+        (row["way"], row["mesh"]): row["H200 GB sent"]
+        for row in rows
+        if row.get("layout") == "data parallel"
+    }
+    text = (ROOT / "docs/several_devices.md").read_text()
+    (times,) = re.findall(r"here in bfloat16: (\S+) times the bytes", text)
+    for way in ("pair by hand", "train step"):
+        more = sent[way, "no mesh"] / sent["train step", "window"]
+        assert times == f"{more:.1f}"
 
 
 def test_the_sentence_about_the_host_quotes_the_results():
