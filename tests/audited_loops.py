@@ -1,9 +1,4 @@
-"""Loops for `audit`: broken ones as people wrote them, and right ones.
-
-Each loop has the signature that `audit` expects,
-`run(optimizer, params, micro_batches) -> params`. A broken loop contains a mistake that
-people made. In most of the broken loops, the loss still goes down.
-"""
+"""Loops for `audit`: right ones, and broken ones as people wrote them."""
 
 import functools
 from collections.abc import Callable
@@ -29,21 +24,13 @@ Run = Callable[[Any, Any, Any], Any]
 
 
 class Broken(NamedTuple):
-    """A loop, what it does wrong, and what the audit should find.
-
-    Attributes:
-      run: the loop.
-      mistake: what it does wrong, in words.
-      verdict: the verdict that the audit should return.
-      says: a part of the expected explanation, if the verdict alone is not enough.
-      dtype: the dtype of the parameters, if the mistake needs one.
-    """
+    """A loop, what it does wrong, and what the audit should find."""
 
     run: Run
-    mistake: str
+    mistake: str  # in words
     verdict: Verdict
-    says: str = ""
-    dtype: Any = None
+    says: str = ""  # a part of the explanation, if the verdict alone is not enough
+    dtype: Any = None  # of the parameters, if the mistake needs one
 
 
 GALLERY: dict[str, Broken] = {}
@@ -125,14 +112,7 @@ def of_weights(weights: Any, loss_fn: Any = loss_sum_fn, foreign: float = 0.0) -
     return run
 
 
-# Broken loops.
-
-
-@broken(
-    "mean of means",
-    "averages means",
-    Verdict.MEAN_OF_MEANS,
-)
+@broken("mean of means", "averages means", Verdict.MEAN_OF_MEANS)
 def mean_of_means(
     optimizer: Any, params: Any, micro_batches: Any, gradient: Any = mean
 ) -> Any:
@@ -300,9 +280,6 @@ def stale_window(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     """The previous epoch ended in the middle of a window, and nothing closed it."""
     before = cut(ragged_batch(99), K)[:2]
     return mean_of_means(optimizer, params, [*before, *micro_batches])
-
-
-# Right loops.
 
 
 @right("full batch")

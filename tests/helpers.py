@@ -1,6 +1,7 @@
 """Shared by tests: a ragged problem with a float64 reference, and its tolerances."""
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
@@ -20,6 +22,10 @@ RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)}
 
 VOCABULARY, WIDTH, ROWS, MAX_LENGTH = 32, 16, 32, 64
+SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
+
+# Values of a test's parameters, for the slow tests alone.
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def grads(scale: Any) -> Any:
@@ -183,6 +189,23 @@ def run_window(
         )
         params = optax.apply_updates(params, updates)
     return params, state
+
+
+def net_bytes(lowered: Any) -> int:
+    """Return the bytes of temporaries, and of results that are not in place."""
+    memory = lowered.compile().memory_analysis()
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.temp_size_in_bytes + made
+
+
+def numbers_of(tree: Any) -> list[np.ndarray]:
+    """Return copies of the leaves, with keys as numbers."""
+
+    def read(x: Any) -> np.ndarray:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.array(jax.random.key_data(x) if is_key else x)
+
+    return [read(x) for x in jax.tree.leaves(tree)]
 
 
 _compilations: list[str] = []

@@ -6,15 +6,6 @@ from typing import Any
 import helpers
 import jax
 import nnx_ways
-import pytest
-from helpers import (
-    difference,
-    float64_gradient,
-    init_params,
-    loss_sum_fn,
-    new_train_step,
-    ragged_batch,
-)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,7 +28,7 @@ LAYOUTS = {
 }
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 WAYS = ["two programs", "one program", "window"]
-ALL_WAYS = [*WAYS, *(pytest.param(x, marks=pytest.mark.slow) for x in nnx_ways.WAYS)]
+ALL_WAYS = [*WAYS, *map(helpers.slow, nnx_ways.WAYS)]
 
 
 def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:
@@ -47,16 +38,28 @@ def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:
     return jax.make_mesh(shape, names, axis_types=types)
 
 
+# Options of a step, by the devices that it runs on.
+OVER_8: dict[str, Any] = {"mesh": make_mesh((8,)), "data_axes": "data"}
+EXPLICIT, EACH = {"mesh": make_mesh((8,), "explicit")}, {"reduce_every": "micro_batch"}
+OVER: dict[str, dict[str, Any]] = {
+    "1": {},
+    "8": OVER_8,
+    "8, explicit": OVER_8 | EXPLICIT,
+    "8, each": OVER_8 | EACH,
+    "8, explicit, each": OVER_8 | EXPLICIT | EACH,
+}
+
+
 def placed(mesh: Any, specs: dict[str, P]) -> Any:
     return {
         name: jax.device_put(x, NamedSharding(mesh, specs[name]))
-        for name, x in init_params(0).items()
+        for name, x in helpers.init_params(0).items()
     }
 
 
 def make_batch(devices: int) -> Any:
     """Return 64 ragged rows: none of device 1 or of micro-batch 2 has a token."""
-    batch = ragged_batch(0, rows=ROWS)
+    batch = helpers.ragged_batch(0, rows=ROWS)
     mask = batch["mask"].reshape(K, devices, ROWS // K // devices, -1)
     mask[:, 1], mask[2] = 0, 0
     return batch | {"mask": mask.reshape(batch["mask"].shape)}
@@ -64,12 +67,12 @@ def make_batch(devices: int) -> Any:
 
 def make_step(way: str, optimizer: Any, mesh: Any, **options: Any) -> Any:
     options = {"mesh": mesh, "data_axes": "data"} | options
-    loss_fn, k = options.pop("loss_fn", loss_sum_fn), options.pop("k", K)
+    loss_fn, k = options.pop("loss_fn", helpers.loss_sum_fn), options.pop("k", K)
     if way in nnx_ways.WAYS:
         return nnx_ways.make_step(way, loss_fn, optimizer, k, **options)
     if way == "window":
         return make_window_step(loss_fn, optimizer, **options)
-    return new_train_step(way, loss_fn, optimizer, k, **options)
+    return helpers.new_train_step(way, loss_fn, optimizer, k, **options)
 
 
 def state_and_shapes(step: Any, params: Any) -> tuple[Any, Any]:
@@ -96,10 +99,10 @@ def stacked(batch: Any) -> Any:
 
 @functools.cache
 def exact(devices: int) -> Any:
-    return float64_gradient(init_params(0), make_batch(devices))
+    return helpers.float64_gradient(helpers.init_params(0), make_batch(devices))
 
 
 def applied(params: Any) -> Any:
     """Return the gradient that `sgd(SCALE)` applied to the first parameters."""
-    change = difference(init_params(0), params)
+    change = helpers.difference(helpers.init_params(0), params)
     return jax.tree.map(lambda x: x / SCALE, change)

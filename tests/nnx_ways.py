@@ -1,7 +1,6 @@
 """The steps for NNX models behind the interface of the core's steps."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +37,10 @@ class State(NamedTuple):
 
     @property
     def opt_state(self) -> Any:
-        return jax.tree.map(
-            self._read, self.optimizer.opt_state, is_leaf=is_variable_or_params
-        )
+        def is_read(x: Any) -> bool:
+            return isinstance(x, nnx.Variable | Holder | nnx.State)
+
+        return jax.tree.map(self._read, self.optimizer.opt_state, is_leaf=is_read)
 
     def _read(self, x: Any) -> Any:
         if isinstance(x, nnx.Variable):
@@ -49,10 +49,6 @@ class State(NamedTuple):
             return x
         leaves = jax.tree.leaves(x, is_leaf=lambda y: isinstance(y, nnx.Variable))
         return jax.tree.unflatten(self.model.structure, map(self._read, leaves))
-
-
-def is_variable_or_params(x: Any) -> bool:
-    return isinstance(x, nnx.Variable | Holder | nnx.State)
 
 
 class Part:
@@ -94,15 +90,10 @@ class Step(Part):
         self._part.compile(*state, batches, **kwargs)
 
 
-def of_model(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def make_step(way: str, loss_fn: Any, inner: Any, k: int, **options: Any) -> Step:
     def loss_of_model(model: Holder, batch: Any, **kwargs: Any) -> Any:
         return loss_fn(model.params(), batch, **kwargs)
 
-    return loss_of_model
-
-
-def make_step(way: str, loss_fn: Any, inner: Any, k: int, **options: Any) -> Step:
-    loss_of_model = of_model(loss_fn)
     if way == "nnx window":
         step = optax_tokenaccum.nnx.make_window_step(loss_of_model, **options)
         return Step(step, inner)

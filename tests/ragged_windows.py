@@ -24,11 +24,8 @@ def ragged_window(seed: int, rows: int = helpers.ROWS) -> tuple[Any, list[Any]]:
     return batch, sequences
 
 
-def lengths_of(sequences: list[Any]) -> list[int]:
-    return [len(jax.tree.leaves(sequence)[0]) for sequence in sequences]
-
-
 def planned(sequences: list[Any], pads: Any = PADS, **cut: Any) -> list[Any]:
     """Return micro-batches of several shapes, one per call."""
-    plans = plan_window(lengths_of(sequences), **(cut or CUT))
+    lengths = [len(jax.tree.leaves(sequence)[0]) for sequence in sequences]
+    plans = plan_window(lengths, **(cut or CUT))
     return [pad_micro_batch(sequences, plan, pad_values=pads) for plan in plans]

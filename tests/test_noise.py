@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 from optax_tokenaccum import gradient_noise
 from optax_tokenaccum.ragged import pad_window
@@ -52,8 +53,8 @@ PARAMS = {"w": jnp.zeros(DIM)}
 
 @pytest.mark.parametrize(
     ("kind", "spec"),
-    [("Auto", P()), ("Auto", P("data")), ("Explicit", P()), (None, P())],
-    ids=["Auto", "FSDP", "Explicit", "one device"],
+    [("auto", P()), ("auto", P("data")), ("explicit", P()), (None, P())],
+    ids=["auto", "FSDP", "explicit", "one device"],
 )
 def test_a_window_has_the_noise_of_all_its_norms(kind: str | None, spec: P):
     params, window = PARAMS, window_of(0)
@@ -65,8 +66,7 @@ def test_a_window_has_the_noise_of_all_its_norms(kind: str | None, spec: P):
     naive = np.var(means, axis=0, ddof=1).sum() * window["mask"].sum() / K
     assert abs(naive / expected(window)[0] - 1) > 0.05
     if kind is not None:
-        types = (getattr(jax.sharding.AxisType, kind),)
-        mesh = jax.make_mesh((8,), ("data",), axis_types=types)
+        mesh = make_mesh((8,), kind)
         params = jax.device_put(params, NamedSharding(mesh, spec))
         rows = NamedSharding(mesh, P(None, "data"))
         window = jax.device_put(window, rows)
@@ -142,9 +142,11 @@ def test_what_cannot_be_measured_raises():
     for window, message in ((planned, "sorted by length"), (one, "at least two")):
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(lambda window=window: measured(PARAMS, window))
-    types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=types)
-    specs = {"mesh": mesh, "in_specs": (P(), P(None, "data")), "out_specs": P()}
+    specs = {
+        "mesh": make_mesh((8,)),
+        "in_specs": (P(), P(None, "data")),
+        "out_specs": P(),
+    }
     inside = jax.shard_map(lambda p, w: gradient_noise(loss_fn, p, w), **specs)
     with pytest.raises(ValueError, match="Call it outside"):
         jax.eval_shape(inside, PARAMS, window_of(0))

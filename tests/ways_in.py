@@ -13,6 +13,7 @@ from helpers import micro_step, run_step, stack
 
 from optax_tokenaccum import (
     MultiSteps,
+    accumulate_over_window,
     make_train_step,
     make_window_step,
     token_accumulation,
@@ -66,6 +67,11 @@ def update_loop(optimizer: Any, loss_fn: Any, counted: bool = True) -> Run:
         return after
 
     return run
+
+
+def of_gradients(loss_fn: Any, **options: Any) -> Any:
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    return accumulate_over_window(grad_fn, **options)
 
 
 def mean_of(loss_fn: Any) -> Any:

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import run_step, stack
+from helpers import run_step, slow, stack
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
 
 ROWS, WIDTH, LAYERS = 8, 4, 3
 
 
-def batch_of(seed: int, tokens: int, rows: int = ROWS) -> Any:
-    x = np.random.default_rng(seed).normal(size=(rows, WIDTH))
+def batch_of(seed: int, tokens: int, rows: int = ROWS, width: int = WIDTH) -> Any:
+    x = np.random.default_rng(seed).normal(size=(rows, width))
     return {"x": np.float32(x), "mask": np.float32(np.arange(rows) < tokens)}
 
 
@@ -40,13 +40,17 @@ def through_layers(params: Any, x: Any) -> Any:
     return jax.lax.scan(layer, x.astype(params["layers"].dtype), params["layers"])[0]
 
 
+def squares(y: Any, batch: Any, scale: Any = 1.0) -> Any:
+    """A loss of the activations, and the number of tokens."""
+    losses = jnp.sum(y.astype(jnp.float32) ** 2, -1) * scale
+    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+
 def loss_through(network: Any) -> Any:
     """A loss of `network(params, x)`, which is given the activations."""
 
     def loss_fn(params: Any, batch: Any, scale: Any = 1.0) -> Any:
-        y = network(params, batch["x"]) + params["out"]
-        losses = jnp.sum(y.astype(jnp.float32) ** 2, -1) * scale
-        return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+        return squares(network(params, batch["x"]) + params["out"], batch, scale)
 
     return loss_fn
 
@@ -82,9 +86,7 @@ def window_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
 
 WAYS = [value_and_grad, train_step, one_program, window_step]
 # One of the ways, and the others in the slow tests.
-every_way = pytest.mark.parametrize(
-    "way", [WAYS[0], *[pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:]]]
-)
+every_way = pytest.mark.parametrize("way", [WAYS[0], *map(slow, WAYS[1:])])
 
 
 def by_hand(loss_fn: Any, params: Any, batches: Any) -> Any:

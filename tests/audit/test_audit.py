@@ -30,22 +30,16 @@ from audited_loops import (
     with_counts,
     with_transformation,
 )
-from helpers import cut, init_params, loss_mean_fn, ragged_batch
+from helpers import cut, init_params, loss_mean_fn, ragged_batch, slow
 from helpers import loss_sum_fn as loss_fn
 
 from optax_tokenaccum import Verdict, audit
 
-PRECISIONS = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+PRECISIONS = ["float32", slow("bfloat16")]
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=() if x == "train step" else pytest.mark.slow)
-        for x in RIGHT
-    ],
-)
+@pytest.mark.parametrize("name", [x if x == "train step" else slow(x) for x in RIGHT])
 def test_right_loops_pass(name: str, dtype: str):
     report = audit(RIGHT[name], loss_fn, init_params(0, dtype), MICRO_BATCHES)
     assert report.verdict is Verdict.EXACT, str(report)
@@ -108,9 +102,6 @@ def test_a_micro_batch_without_tokens_has_no_weight_and_a_mean_of_it_is_named():
     assert "Micro-batches [2], counted from 0, have no tokens" in report.explanation
 
 
-# Weights outside the gallery.
-
-
 N, PADDED = tokens_of(MICRO_BATCHES), MICRO_BATCHES[0]["mask"].size
 EQUAL = ragged_batch(0)
 EQUAL["mask"] = np.broadcast_to(np.arange(64) < 33, EQUAL["mask"].shape)
@@ -152,9 +143,6 @@ def test_counts_that_are_off_are_named_and_shown():
         assert expected in explanation(of_weights(weights))
     text = explanation(of_weights(np.full(K, N.sum() / wrong.sum())))
     assert f"a count of {wrong.sum()} tokens where loss_fn counts" in text
-
-
-# Loops and parameters of other kinds.
 
 
 def test_small_gradients_of_large_parameters_are_read():
@@ -219,9 +207,6 @@ def test_a_loop_may_change_or_donate_its_micro_batches():
         assert audit(run, loss_fn, init_params(0), given).passed
 
 
-# What the audit cannot judge, and what it refuses.
-
-
 @pytest.mark.parametrize("k", [1, K])
 def test_equal_lengths_are_never_a_pass(k: int):
     micro_batches = cut(EQUAL, k)
@@ -239,8 +224,8 @@ def two_windows(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return params
 
 
-def with_adam(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    return by_transformation(optax.adam(0.1), params, micro_batches)
+def with_adam(_: Any, *args: Any) -> Any:
+    return by_transformation(optax.adam(0.1), *args)
 
 
 def with_frozen_embedding(optimizer: Any, params: Any, micro_batches: Any) -> Any:
@@ -296,9 +281,6 @@ def test_what_cannot_be_audited_says_so():
     ):
         with pytest.raises(error, match=message):
             audit(*arguments)
-
-
-# The report.
 
 
 def test_report_says_and_draws_what_a_person_needs():

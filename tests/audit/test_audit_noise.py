@@ -6,14 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from audited_loops import (
-    GALLERY,
-    MICRO_BATCHES,
-    RIGHT,
-    K,
-    of_weights,
-    tokens_of,
-)
+from audited_loops import GALLERY, MICRO_BATCHES, RIGHT, K, of_weights, tokens_of
 from helpers import init_params
 from helpers import loss_sum_fn as loss_fn
 
@@ -115,9 +108,6 @@ def test_a_random_loop_is_named_random():
     assert report.verdict is Verdict.UNKNOWN
     assert "cannot tell" in report.explanation
     assert "Dropout does that" in report.explanation
-
-
-# Parameters that move without a gradient.
 
 
 def decay(rate: float) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 
 from optax_tokenaccum import check_loss_fn, softmax_cross_entropy_sum
 
@@ -236,7 +237,7 @@ WRONG: dict[str, tuple[Loss, str]] = {
 def cases(losses: dict[str, Any], quick: int) -> list[Any]:
     """Return the names of losses, all but the first ones as slow."""
     first, later = [*losses][:quick], [*losses][quick:]
-    return first + [pytest.param(name, marks=pytest.mark.slow) for name in later]
+    return [*first, *map(slow, later)]
 
 
 @pytest.mark.parametrize("name", cases(RIGHT, 3))
@@ -259,8 +260,6 @@ def test_wrong_losses_are_found(name: str):
     with pytest.raises(AssertionError, match="WRONG: "):
         report.assert_exact()
 
-
-# Counts.
 
 PARAMS = {"w": jnp.float32(0.5)}
 BATCH = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}

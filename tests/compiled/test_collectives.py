@@ -101,9 +101,6 @@ def mapped(f: Any, *args: Any, out: Any) -> Any:
     return jax.shard_map(f, mesh=on, in_specs=specs, out_specs=out, check_vma=False)
 
 
-# Programs of this library.
-
-
 @sends((GRADIENT + LOSS, None, "all-reduce", DATA))
 def window_of_as_many_as_given() -> Any:
     step = make_window_step(loss_fn, optax.adamw(1e-3))
@@ -134,8 +131,6 @@ def rows_by_split_batch() -> Any:
     return compiled(lambda x: split_batch(x, K), rows(BOTH, on=mesh(2)), out=out)
 
 
-# Parameters over a mesh.
-
 OVER_MODEL: Any = {"in": (None, "model"), "out": ("model",)}
 
 
@@ -155,9 +150,6 @@ def sharded_parameters_by_hand() -> Any:
 
     arguments = placed(parameters(), "data"), rows("data")
     return compiled(mapped(f, *arguments, out=P("data")), *arguments)
-
-
-# One operation each, on 16 numbers per device.
 
 
 def of_16(f: Any, *spec: Any, on: Any = None, out: Any = None) -> Any:

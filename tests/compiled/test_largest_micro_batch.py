@@ -117,13 +117,7 @@ def window_step() -> Run:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        two_programs,
-        pytest.param(abstract_nnx, marks=pytest.mark.slow),
-        pytest.param(on_a_mesh, marks=pytest.mark.slow),
-        pytest.param(window_step, marks=pytest.mark.slow),
-    ],
+    "make", [two_programs, *map(helpers.slow, (abstract_nnx, on_a_mesh, window_step))]
 )
 def test_the_largest_that_fits_with_at_most_five_trials(make: Any):
     run = make()

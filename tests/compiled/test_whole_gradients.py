@@ -1,5 +1,6 @@
 """`whole_gradients` names the gradients that need memory, and no others."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import SKIPS
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
@@ -15,21 +17,21 @@ from optax_tokenaccum.compiled import whole_gradients
 
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}
+BOTH = ["['layers']", "['scale']"]
 X = jnp.ones((2, WIDTH))
 F32, BF16 = jnp.float32, jnp.bfloat16
 IS_OLD = not BackwardPass.is_supported
 
 
-def loss_with(change: Any) -> Any:
+def loss_with(change: Any, unroll: bool = False) -> Any:
     """A loss whose layers are scanned over after `change`."""
 
     def loss_fn(params: Any, x: Any) -> Any:
         def layer(x: Any, w: Any) -> Any:
             return jnp.tanh(x @ w.astype(x.dtype)), None
 
-        y, _ = jax.lax.scan(
-            jax.checkpoint(layer), x * params["scale"], change(params["layers"])
-        )
+        x, layers = x * params["scale"], change(params["layers"])
+        y, _ = jax.lax.scan(jax.checkpoint(layer), x, layers, unroll=unroll)
         return jnp.sum(y), x.size
 
     return loss_fn
@@ -84,7 +86,7 @@ def test_a_reason_is_given_exactly_where_memory_is_needed(
     x = (jnp.stack([X, X]) if in_window else X).astype(dtype)
     found = whole_gradients(step, state, x)
     if IS_OLD:
-        assert [*found] == ["['layers']", "['scale']"]
+        assert [*found] == BOTH
         return
     assert [*found] == (["['layers']"] if reason else [])
     assert reason is None or reason in found["['layers']"]
@@ -121,19 +123,9 @@ def twice(params: Any, x: Any) -> Any:
     return jnp.sum(y) * jnp.sum(params["scale"]), x.size
 
 
-def unrolled(params: Any, x: Any) -> Any:
-    def layer(x: Any, w: Any) -> Any:
-        return jnp.tanh(x @ w), None
-
-    y, _ = jax.lax.scan(layer, x * params["scale"], params["layers"], unroll=True)
-    return jnp.sum(y), x.size
-
-
 def in_custom_jvp(params: Any, x: Any) -> Any:
     apply = jax.custom_jvp(loss_with(lambda w: w))
-    apply.defjvp(
-        lambda given, tangents: jax.jvp(loss_with(lambda w: w), given, tangents)
-    )
+    apply.defjvp(functools.partial(jax.jvp, loss_with(lambda w: w)))
     return apply({**params, "layers": in_bfloat16(params["layers"])}, x)
 
 
@@ -151,22 +143,12 @@ def printing(params: Any, x: Any) -> Any:
     ("loss_fn", "options", "paths", "reason"),
     [
         (twice, {}, ["['layers']"], "reads it twice"),
-        (unrolled, {}, ["['layers']"], "unrolled"),
+        (loss_with(lambda w: w, unroll=True), {}, ["['layers']"], "unrolled"),
         (in_custom_jvp, {}, ["['layers']"], "custom_jvp_call"),
-        (of_params, {}, ["['layers']", "['scale']"], "depends on the parameters"),
-        (printing, {}, ["['layers']", "['scale']"], "side effects"),
-        (
-            loss_with(lambda w: w),
-            {"should_skip_update_fn": optax.skip_not_finite},
-            ["['layers']", "['scale']"],
-            "should_skip_update_fn",
-        ),
-        (
-            loss_with(lambda w: w),
-            {"accumulator_dtype": jnp.bfloat16},
-            ["['layers']", "['scale']"],
-            "bfloat16 sum",
-        ),
+        (of_params, {}, BOTH, "depends on the parameters"),
+        (printing, {}, BOTH, "side effects"),
+        (loss_with(lambda w: w), SKIPS, BOTH, "should_skip_update_fn"),
+        (loss_with(lambda w: w), {"accumulator_dtype": BF16}, BOTH, "bfloat16 sum"),
     ],
     ids=["twice", "unrolled", "custom", "count", "effects", "skips", "narrow sums"],
 )
@@ -199,4 +181,4 @@ def test_every_way_in_after_it_was_traced_and_from_shapes():
     assert whole_gradients(lambda x: x, X) == {}
     own = jax.vmap(window_value_and_grad(loss_with(lambda w: w)), (None, 0))
     mapped = whole_gradients(own, PARAMS, jnp.stack([xs, xs]))
-    assert [*mapped] == ["['layers']", "['scale']"]
+    assert [*mapped] == BOTH

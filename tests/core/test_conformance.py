@@ -250,7 +250,6 @@ def test_enumeration_finds_every_optimizer_that_is_known():
     assert len(OPTIMIZERS) > 50
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {*LEFT_OUT}))
 def test_its_state_as_shapes_is_that_of_arrays(name: str):
     shape, specs = meshes.LAYOUTS["fsdp and tensor parallel"]

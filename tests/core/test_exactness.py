@@ -56,7 +56,7 @@ def median_error(way: Any, k: int, any_rows: bool = False) -> float:
 
 @pytest.mark.parametrize(
     ("k", "any_rows"),
-    [(32, False), pytest.param(5, True, marks=pytest.mark.slow)],
+    [(32, False), helpers.slow(5, True)],
     ids=["single rows", "any rows"],
 )
 @pytest.mark.parametrize("way", ways_in.WAYS, ids=lambda way: way.__name__)

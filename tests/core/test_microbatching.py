@@ -23,9 +23,7 @@ def microbatched(loss_fn: Any, accumulator: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "real",
-    [pytest.param(None, marks=pytest.mark.slow), 3],
-    ids=["all", "the first three"],
+    "real", [helpers.slow(None), 3], ids=["all", "the first three"]
 )
 def test_the_gradient_is_that_of_the_full_batch(real: int | None):
     f = microbatched(helpers.loss_sum_fn, token_mean(), num_real_microbatches=real)

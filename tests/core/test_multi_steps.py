@@ -10,11 +10,7 @@ import optax
 import pytest
 from helpers import PARAMS, grads
 
-from optax_tokenaccum import (
-    MultiSteps,
-    close_window,
-    from_multi_steps_state,
-)
+from optax_tokenaccum import MultiSteps, close_window, from_multi_steps_state
 
 
 @pytest.mark.parametrize("use_grad_mean", [True, False])

@@ -74,9 +74,7 @@ def numbers(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=size)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", helpers.slow("float16")])
 def test_narrow_gradients_are_summed_in_float32(way: Any, dtype: str):
     """optax.microbatch, levanter, MaxText: sums have the dtype of the terms."""
     one, zero = jnp.asarray(0.01, dtype), jnp.zeros((), dtype)
@@ -137,9 +135,7 @@ def test_a_checkpoint_whose_count_is_float32_goes_on():
     [
         ("bfloat16", None, optax.skip_not_finite),
         ("complex64", "bfloat16", None),
-        pytest.param(
-            "float32", "bfloat16", optax.skip_not_finite, marks=pytest.mark.slow
-        ),
+        helpers.slow("float32", "bfloat16", optax.skip_not_finite),
     ],
 )
 def test_strict_dtype_promotion(

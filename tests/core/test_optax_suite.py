@@ -38,9 +38,8 @@ def test_of_optax(name: str, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(_accumulation, "MultiSteps", CountOfOne)
     try:
-        _accumulation_test.AccumulationTest(
-            name
-        ).debug()  # unlike `run`, raises the test's error
+        # Unlike `run`, it raises the test's error.
+        _accumulation_test.AccumulationTest(name).debug()
     except unittest.SkipTest as skipped:
         raise AssertionError("none is to be skipped") from skipped
     assert made

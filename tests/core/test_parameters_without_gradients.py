@@ -1,7 +1,4 @@
-"""Parameters without a gradient: integers and bools, and random keys.
-
-jax's gradients of integers hold no numbers and have dtype float0.
-"""
+"""Integers, bools and random keys: their gradients are float0, without numbers."""
 
 from typing import Any
 
@@ -10,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import SKIPS
 
 from optax_tokenaccum import (
     close_window,
@@ -32,7 +30,7 @@ def mixed_loss(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     [
         {"every_k_schedule": 2},
         {"every_k_schedule": lambda _: 2},
-        {"every_k_schedule": 2, "should_skip_update_fn": optax.skip_not_finite},
+        {"every_k_schedule": 2} | SKIPS,
         None,
     ],
     ids=["two programs", "one program", "skip function", "window"],
@@ -91,9 +89,7 @@ def test_float0_reaches_inner_as_it_would_without_accumulation(maybe_jit: Any):
         },
         {name: "train" if name == "w" else "freeze" for name in MIXED},
     )
-    optimizer = token_accumulation(
-        inner, 2, should_skip_update_fn=optax.skip_not_finite
-    )
+    optimizer = token_accumulation(inner, 2, **SKIPS)
 
     @maybe_jit
     def update(state: Any, x: jax.Array) -> Any:

@@ -158,8 +158,7 @@ def test_a_wider_result_for_wider_losses():
 
 
 @pytest.mark.parametrize(
-    "reduction",
-    [REDUCTIONS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in REDUCTIONS[1:])],
+    "reduction", [REDUCTIONS[0], *map(helpers.slow, REDUCTIONS[1:])]
 )
 def test_a_step_on_8_devices_descends_on_the_full_batch(reduction: str):
     # Uneven micro-batches.

@@ -1,8 +1,4 @@
-"""What other projects summed wrongly, or divided by something else, in every way in.
-
-Each mistake is also made here, by optax's class itself or in a few lines with the
-arithmetic of the other system, to show that the answer is another one.
-"""
+"""What other projects summed or divided wrongly: their answer, and every way in."""
 
 from typing import Any
 
@@ -78,9 +74,7 @@ def test_one_nan_micro_batch_poisoned_every_later_update(way: Any):
 
 def test_dropped_micro_batch_stayed_in_the_denominator(way: Any):
     """prime-rl drops a non-finite gradient but counts its tokens."""
-    (ours,) = program(way, should_skip_update_fn=optax.skip_not_finite)(
-        PARAMS, [[SHORT, NAN, LONG]]
-    )
+    (ours,) = program(way, **helpers.SKIPS)(PARAMS, [[SHORT, NAN, LONG]])
     assert error_of(PARAMS, ours, SHORT, LONG) < RTOL
 
 

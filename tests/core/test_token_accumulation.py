@@ -10,15 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PARAMS, grads
+from helpers import PARAMS, SKIPS, grads
 
-from optax_tokenaccum import (
-    close_window,
-    has_updated,
-    token_accumulation,
-)
-
-SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
+from optax_tokenaccum import close_window, has_updated, token_accumulation
 
 
 def new(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import ways_in
-from helpers import PARAMS, grads
+from helpers import PARAMS, SKIPS, grads
 
 from optax_tokenaccum import (
     close_window,
@@ -28,7 +28,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "k": {"every_k_schedule": 2},
     "k_function": {"every_k_schedule": lambda step: jnp.where(step < 1, 2, 4)},
     "tokens": {"every_n_tokens": 10},
-    "skip": {"every_k_schedule": 2, "should_skip_update_fn": optax.skip_not_finite},
+    "skip": {"every_k_schedule": 2} | SKIPS,
 }
 
 
@@ -121,9 +121,7 @@ def test_reverse_mode_goes_through_a_window():
 
 
 def test_debug_nans_finds_none_in_windows_without_tokens():
-    optimizer = token_accumulation(
-        optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite
-    )
+    optimizer = token_accumulation(optax.adam(0.1), 2, **SKIPS)
     with jax.debug_nans(True):
         for update in (optimizer.update, jax.jit(optimizer.update)):
             state = optimizer.init(PARAMS)

@@ -1,7 +1,4 @@
-"""`step.init` of shapes: the state's shapes and shardings, without any array.
-
-And its warning about parameters that are spread where their sums are not.
-"""
+"""`step.init` of shapes, without any array, and its warning about whole sums."""
 
 from typing import Any
 

@@ -75,9 +75,6 @@ def test_two_processes():
     assert "float32[8, 5], and process 1 did not in 2 s" in said[0]["alone"]
 
 
-# What each of the two processes runs.
-
-
 def rows(numbers: np.ndarray, mesh: Any, *, micro_batches: int = 0) -> jax.Array:
     """Return a global array, of which `numbers` is this process's half."""
     spec = P(None, "data") if micro_batches else P("data")
@@ -109,21 +106,20 @@ def main(port: int, process: int) -> None:
     # Process 0 has one token of value 2, process 1 has eight of value 10.
     mine = np.full((4, 2), 10 * process, np.float32)
     mine[0, 0] += 2 * (1 - process)
-    state, batch = step.init(np.zeros((), np.float32)), rows(mine, mesh)
+    zero = np.zeros((), np.float32)
+    state, batch = step.init(zero), rows(mine, mesh)
     attempt("outer jit", jax.jit(step), state, batch)
     attempt("agree", step, state, batch)
-    attempt("host array", step, step.init(np.zeros((), np.float32)), mine)
+    attempt("host array", step, step.init(zero), mine)
     other = np.ones((4, 3 + process), np.float32)
-    attempt(
-        "another length", step, step.init(np.zeros((), np.float32)), rows(other, mesh)
-    )
+    attempt("another length", step, step.init(zero), rows(other, mesh))
     window = make_window_step(loss_fn, optax.sgd(1.0), mesh=mesh, data_axes="data")
-    state = window.init(np.zeros((), np.float32))
+    state = window.init(zero)
     micro_batches = rows(np.stack([mine, mine]), mesh, micro_batches=2)
     attempt("window in outer jit", jax.jit(window), state, micro_batches)
     number = {"num_micro_batches": np.int64(1 + process)}
     attempt("another number", window, state, micro_batches, **number)
-    state = step.init(np.zeros((), np.float32))
+    state = step.init(zero)
     processes.TIMEOUT_SECONDS = 2
     if process == 0:
         attempt("alone", step, state, rows(np.ones((4, 5), np.float32), mesh))

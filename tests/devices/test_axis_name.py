@@ -3,34 +3,23 @@
 import functools
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
-from helpers import init_params, loss_mean_fn, loss_sum_fn, relative_error, signatures
 from jax.sharding import PartitionSpec as P
-from meshes import (
-    SCALE,
-    TENSOR_PARALLEL,
-    WHOLE,
-    K,
-    applied,
-    exact,
-    make_batch,
-    make_mesh,
-    placed,
-    stacked,
-)
 
 from optax_tokenaccum import TokenAccumulationState, close_window, token_accumulation
 from optax_tokenaccum._core.trees import as_varying
 from optax_tokenaccum.compiled import collectives
 
 DEVICES = 8
-SGD = optax.sgd(SCALE)
+SGD = optax.sgd(meshes.SCALE)
 DATA, BOTH = ("data",), ("data", "model")
-BATCH = make_batch(DEVICES)
+BATCH = meshes.make_batch(DEVICES)
 STATE = TokenAccumulationState(P(), P(), P(), P("data"), P(), P(), P(), P())
 
 
@@ -67,26 +56,22 @@ def step_of(optimizer: Any, names: Any, of: Any, loss_fn: Any) -> Any:
 @pytest.mark.parametrize(
     ("names", "shape", "of", "loss_fn", "check_vma"),
     [
-        (BOTH, (4, 2), of_varying, loss_mean_fn, True),
-        pytest.param(
-            *(DATA, (8,), on_this_device, loss_mean_fn, False), marks=pytest.mark.slow
-        ),
-        (BOTH, (4, 2), on_this_device, loss_sum_fn, False),
+        (BOTH, (4, 2), of_varying, helpers.loss_mean_fn, True),
+        helpers.slow(DATA, (8,), on_this_device, helpers.loss_mean_fn, False),
+        (BOTH, (4, 2), on_this_device, helpers.loss_sum_fn, False),
         # Manual over the data axis only, beside tensor parallelism.
-        pytest.param(
-            *(DATA, (4, 2), on_this_device, loss_sum_fn, False), marks=pytest.mark.slow
-        ),
+        helpers.slow(DATA, (4, 2), on_this_device, helpers.loss_sum_fn, False),
         # `jax.grad` adds up the gradients of replicated parameters, which count once.
         # The count with them is each device's own, or also already reduced.
-        (DATA, (8,), on_this_device, loss_sum_fn, True),
-        (DATA, (8,), with_all_tokens, loss_sum_fn, True),
+        (DATA, (8,), on_this_device, helpers.loss_sum_fn, True),
+        (DATA, (8,), with_all_tokens, helpers.loss_sum_fn, True),
     ],
 )
 def test_window_is_that_of_the_whole_batch(
     names: Any, shape: Any, of: Any, loss_fn: Any, check_vma: bool
 ):
-    gradients = "mean" if loss_fn is loss_mean_fn else "sum"
-    optimizer = token_accumulation(SGD, K, gradients=gradients, axis_name=names)
+    gradients = "mean" if loss_fn is helpers.loss_mean_fn else "sum"
+    optimizer = token_accumulation(SGD, meshes.K, gradients=gradients, axis_name=names)
     step = step_of(optimizer, names, of, loss_fn)
 
     def window(params: Any, micro_batches: Any) -> Any:
@@ -94,13 +79,13 @@ def test_window_is_that_of_the_whole_batch(
         (params, _), tokens = jax.lax.scan(step, carry, micro_batches)
         return params, tokens
 
-    mesh, is_split = make_mesh(shape), names is DATA and len(shape) == 2
+    mesh, is_split = meshes.make_mesh(shape), names is DATA and len(shape) == 2
     options = {"axis_names": {*names}, "check_vma": check_vma}
     specs = {"in_specs": (P(), P(None, names)), "out_specs": P()}
     run = jax.shard_map(window, mesh=mesh, **specs, **options)
-    params = placed(mesh, TENSOR_PARALLEL if is_split else WHOLE)
-    after, tokens = jax.jit(run)(params, stacked(BATCH))
-    assert relative_error(applied(after), exact(DEVICES)) < 2e-6
+    params = meshes.placed(mesh, meshes.TENSOR_PARALLEL if is_split else meshes.WHOLE)
+    after, tokens = jax.jit(run)(params, meshes.stacked(BATCH))
+    assert helpers.relative_error(meshes.applied(after), meshes.exact(DEVICES)) < 2e-6
     assert tokens[-1] == BATCH["mask"].sum()
 
 
@@ -108,13 +93,9 @@ def test_window_is_that_of_the_whole_batch(
 def test_state_lives_between_calls_and_rejection_anywhere_is_everywhere(gradients: Any):
     """With a scalar parameter, which has no axis to shard, and a token per device."""
     optimizer = token_accumulation(
-        optax.sgd(1.0),
-        3,
-        gradients=gradients,
-        should_skip_update_fn=optax.skip_not_finite,
-        axis_name="data",
+        optax.sgd(1.0), 3, gradients=gradients, axis_name="data", **helpers.SKIPS
     )
-    over = functools.partial(jax.shard_map, mesh=make_mesh((8,)))
+    over = functools.partial(jax.shard_map, mesh=meshes.make_mesh((8,)))
 
     @jax.jit
     @functools.partial(over, in_specs=(P(), STATE, P("data")), out_specs=(P(), STATE))
@@ -126,7 +107,7 @@ def test_state_lives_between_calls_and_rejection_anywhere_is_everywhere(gradient
 
     params = jnp.zeros(())
     state = jax.jit(over(optimizer.init, in_specs=P(), out_specs=STATE))(params)
-    signature = signatures(state)
+    signature = helpers.signatures(state)
     first, second = np.array([[1, 0, 3, 0, 0, 7, 0, 2], [9] * 8], np.float32)
     bad = np.where(np.arange(8) == 2, np.inf, first)
     for x, mini_step in ((first, 1), (bad, 1), (second, 2)):
@@ -134,7 +115,7 @@ def test_state_lives_between_calls_and_rejection_anywhere_is_everywhere(gradient
         assert not state.has_updated and params == 0 and state.mini_step == mini_step
         assert state.skip_state["should_skip"] == (x is bad)
         assert state.skip_state["num_not_finite"] == (x is bad)
-        assert signatures(state) == signature
+        assert helpers.signatures(state) == signature
     np.testing.assert_array_equal(state.acc_grads, first + second)
     params, state = step(params, state, 0 * first)
     assert state.has_updated and params == -np.float32(13 + 72) / 12
@@ -170,13 +151,13 @@ def test_token_budget_counts_all_devices(over: Any):
 
 
 def test_one_reduction_when_the_window_closes():
-    optimizer = token_accumulation(optax.adamw(1e-3), K, axis_name="data")
-    over = functools.partial(jax.shard_map, mesh=make_mesh((8,)))
-    params, init = init_params(0), over(optimizer.init, in_specs=P(), out_specs=STATE)
-    state = jax.eval_shape(init, params)
+    optimizer = token_accumulation(optax.adamw(1e-3), meshes.K, axis_name="data")
+    over = functools.partial(jax.shard_map, mesh=meshes.make_mesh((8,)))
+    params = helpers.init_params(0)
+    state = jax.eval_shape(over(optimizer.init, in_specs=P(), out_specs=STATE), params)
 
     def report(of: Any) -> Any:
-        step, carry = step_of(optimizer, DATA, of, loss_sum_fn), (P(), STATE)
+        step, carry = step_of(optimizer, DATA, of, helpers.loss_sum_fn), (P(), STATE)
         mapped = over(step, in_specs=(carry, P("data")), out_specs=(carry, P()))
         return collectives(jax.jit(mapped).lower((params, state), BATCH).compile())
 

@@ -16,7 +16,7 @@ from helpers import stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from window_gradients import BATCHES, params_of, through_layers
+from window_gradients import BATCHES, loss_through, params_of, squares, through_layers
 
 from optax_tokenaccum import make_train_step, window_value_and_grad
 from optax_tokenaccum._core.backward import BackwardPass
@@ -46,10 +46,7 @@ COMMUNICATE = {
 def gradients(name: str) -> Any:
     """A function of parameters and a window: a gradient for each device."""
 
-    def loss_fn(params: Any, batch: Any) -> Any:
-        y = COMMUNICATE[name](through_layers(params, batch["x"]) + params["out"])
-        losses = jnp.sum(y**2, -1) * batch["mask"]
-        return jnp.sum(losses), jnp.sum(batch["mask"])
+    loss_fn = loss_through(lambda p, x: COMMUNICATE[name](through_layers(p, x)))
 
     def of_device(params: Any, window: Any) -> Any:
         _, gradient = window_value_and_grad(loss_fn)(params, window)
@@ -90,9 +87,7 @@ def test_communication_that_the_compiler_inserts():
         return jnp.roll(y, 3, axis=1), None
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        y, _ = jax.lax.scan(layer, batch["x"], params)
-        losses = jnp.sum(y**2, -1)
-        return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+        return squares(jax.lax.scan(layer, batch["x"], params)[0], batch)
 
     w = np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32) / 4
     w = jax.device_put(w, NamedSharding(mesh, P(None, None, "model")))
@@ -118,8 +113,7 @@ def experts(mesh: Any) -> Any:
 
     def loss_fn(params: Any, batch: Any) -> Any:
         y, _ = jax.lax.scan(lambda x, w: (x + apply(w, x), None), batch["x"], params)
-        losses = jnp.sum(y**2, -1) * batch["mask"]
-        return jnp.sum(losses), jnp.sum(batch["mask"])
+        return squares(y, batch)
 
     return loss_fn
 

@@ -2,37 +2,19 @@
 
 from typing import Any
 
+import helpers
 import jax
+import meshes
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    count_compilations,
-    cut,
-    init_params,
-    loss_mean_fn,
-    relative_error,
-    run_step,
-)
+from helpers import slow
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import (
-    GRADIENT,
-    LAYOUTS,
-    SCALE,
-    K,
-    applied,
-    exact,
-    make_batch,
-    make_mesh,
-    make_step,
-    placed,
-    stacked,
-)
+from meshes import GRADIENT, K
 
 from optax_tokenaccum.compiled import collectives
 
-SLOW = pytest.mark.slow
 # The state of this optimizer is not shaped like its parameters, so the compiler would
 # place it differently from `init`.
 FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
@@ -40,7 +22,7 @@ FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
 
 def update(gradient: Any, state: Any, params: Any = None) -> Any:
     _, state = FACTORED.update(gradient, state, params)
-    return jax.tree.map(lambda g: -SCALE * g, gradient), state
+    return jax.tree.map(lambda g: -meshes.SCALE * g, gradient), state
 
 
 SGD_BESIDE_A_FACTORED_STATE = optax.GradientTransformation(FACTORED.init, update)
@@ -53,21 +35,10 @@ CASES: list[Any] = [
     ("fsdp", "explicit", "two programs", "micro_batch", True),
     ("data parallel", "auto", "nnx two programs", "window", True),
     ("fsdp", "auto", "nnx window", "window", False),
-    *(
-        pytest.param(*case, marks=SLOW)
-        for case in [
-            (
-                "fsdp and tensor parallel",
-                "explicit auto",
-                "one program",
-                "window",
-                True,
-            ),
-            ("tensor parallel", "auto", "one program", "micro_batch", True),
-            ("tensor parallel", "auto", "two programs", "no mesh", False),
-            ("fsdp and tensor parallel", "auto", "two programs", "window", False),
-        ]
-    ),
+    slow("fsdp and tensor parallel", "explicit auto", "one program", "window", True),
+    slow("tensor parallel", "auto", "one program", "micro_batch", True),
+    slow("tensor parallel", "auto", "two programs", "no mesh", False),
+    slow("fsdp and tensor parallel", "auto", "two programs", "window", False),
 ]
 
 
@@ -75,27 +46,27 @@ CASES: list[Any] = [
 def test_windows_are_exact_and_their_arrays_stay_where_they_are(
     layout: str, kind: str, way: str, reduce_every: str, ahead: bool
 ):
-    shape, specs = LAYOUTS[layout]
-    mesh, batch = make_mesh(shape, kind), make_batch(shape[0])
-    given = [stacked(batch)] if "window" in way else cut(batch, K)
+    shape, specs = meshes.LAYOUTS[layout]
+    mesh, batch = meshes.make_mesh(shape, kind), meshes.make_batch(shape[0])
+    given = [meshes.stacked(batch)] if "window" in way else helpers.cut(batch, K)
     options: dict[str, Any] = {"mesh": mesh, "reduce_every": reduce_every}
     if reduce_every == "no mesh":
         options = {"mesh": None, "data_axes": None}
         rows = NamedSharding(mesh, P(None, "data") if "window" in way else P("data"))
         given = jax.device_put(given, rows)
-    step = make_step(way, SGD_BESIDE_A_FACTORED_STATE, **options)
-    state = step.init(placed(mesh, specs))
+    step = meshes.make_step(way, SGD_BESIDE_A_FACTORED_STATE, **options)
+    state = step.init(meshes.placed(mesh, specs))
     where = jax.tree.map(lambda x: x.sharding, state)
     if ahead:
         step.compile(state, [jax.eval_shape(lambda: given[0])])
-    with count_compilations() as compilations:
-        state, metrics = run_step(step, state, given)
-        gradient = applied(state.params)
-        state, _ = run_step(step, state, given * 2)
+    with helpers.count_compilations() as compilations:
+        state, metrics = helpers.run_step(step, state, given)
+        gradient = meshes.applied(state.params)
+        state, _ = helpers.run_step(step, state, given * 2)
     assert len(compilations) == (0 if ahead else 2 if "two programs" in way else 1)
-    assert relative_error(gradient, exact(shape[0])) < 2e-6
+    assert helpers.relative_error(gradient, meshes.exact(shape[0])) < 2e-6
     assert metrics.updated and metrics.num_tokens == batch["mask"].sum()
-    norm = optax.tree.norm(jax.tree.map(np.float64, exact(shape[0])))
+    norm = optax.tree.norm(jax.tree.map(np.float64, meshes.exact(shape[0])))
     np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{s}"),
@@ -110,29 +81,29 @@ def test_windows_are_exact_and_their_arrays_stay_where_they_are(
 
 
 def test_mean_over_devices_of_means_is_another_gradient():
-    batch = make_batch(8)
-    grad = jax.jit(jax.grad(loss_mean_fn, has_aux=True))
-    parts = [part for part in cut(batch, K * 8) if part["mask"].any()]
-    means = [grad(init_params(0), part)[0] for part in parts]
+    batch = meshes.make_batch(8)
+    grad = jax.jit(jax.grad(helpers.loss_mean_fn, has_aux=True))
+    parts = [part for part in helpers.cut(batch, K * 8) if part["mask"].any()]
+    means = [grad(helpers.init_params(0), part)[0] for part in parts]
     naive = jax.tree.map(lambda *gs: np.mean(gs, 0), *means)
-    assert relative_error(naive, exact(8)) > 1e-2
+    assert helpers.relative_error(naive, meshes.exact(8)) > 1e-2
 
 
 @pytest.mark.parametrize(
     ("layout", "kind", "reduce_every"),
     [
         ("data parallel", "auto", "window"),
-        pytest.param("fsdp and tensor parallel", "auto", "window", marks=SLOW),
+        slow("fsdp and tensor parallel", "auto", "window"),
         ("data parallel", "auto", "micro_batch"),
     ],
 )
 def test_what_is_sent_and_what_a_device_holds(
     layout: str, kind: str, reduce_every: str
 ):
-    shape, specs = LAYOUTS[layout]
-    mesh, batch = make_mesh(shape, kind), make_batch(shape[0])
+    shape, specs = meshes.LAYOUTS[layout]
+    mesh, batch = meshes.make_mesh(shape, kind), meshes.make_batch(shape[0])
     steps = [
-        make_step(
+        meshes.make_step(
             way,
             optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
             mesh,
@@ -140,11 +111,11 @@ def test_what_is_sent_and_what_a_device_holds(
         )
         for way in ("two programs", "window")
     ]
-    state, state_of_windows = (step.init(placed(mesh, specs)) for step in steps)
+    state, state_of_windows = (step.init(meshes.placed(mesh, specs)) for step in steps)
     programs = [
-        steps[0].accumulate.lower(state, cut(batch, K)[0]).compile(),
+        steps[0].accumulate.lower(state, helpers.cut(batch, K)[0]).compile(),
         steps[0].close_window.lower(state).compile(),
-        steps[1].lower(state_of_windows, stacked(batch)).compile(),
+        steps[1].lower(state_of_windows, meshes.stacked(batch)).compile(),
     ]
     reports = [collectives(program) for program in programs]
     # Tensor parallelism leaves a device a part of the gradients of these parameters.

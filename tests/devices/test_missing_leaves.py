@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import ways_in
-from helpers import count_compilations, relative_error, run_step, stack
+from helpers import count_compilations, relative_error, run_step, slow, stack
 from meshes import make_mesh
 
 # Rows 0 to 3 of every micro-batch have few tokens: devices differ.
@@ -48,14 +48,9 @@ def expected() -> Any:
         ("two programs", "auto", "window", True, "masked"),
         ("two programs", "explicit", "micro_batch", False, "plain"),
         ("window", "explicit", "window", True, "plain"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("window", "auto", "micro_batch", False, "masked"),
-                ("nnx two programs", "explicit", "window", True, "plain"),
-                ("nnx window", "auto", "micro_batch", True, "plain"),
-            ]
-        ),
+        slow("window", "auto", "micro_batch", False, "masked"),
+        slow("nnx two programs", "explicit", "window", True, "plain"),
+        slow("nnx window", "auto", "micro_batch", True, "plain"),
     ],
 )
 def test_parameters_without_some_leaves(

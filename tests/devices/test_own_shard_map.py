@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh
 from ways_in import PARAMS
 
-from optax_tokenaccum import accumulate_over_window, window_value_and_grad
+from optax_tokenaccum import window_value_and_grad
 from optax_tokenaccum._core.trees import as_varying
 from optax_tokenaccum.compiled import collectives
 
@@ -21,12 +21,7 @@ K, ROWS, DEVICES = 3, 16, 8
 WHOLE, ROW_SPEC = P(), P(None, "data")
 
 
-def by_gradients(loss_fn: Any, **options: Any) -> Any:
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    return accumulate_over_window(grad_fn, **options)
-
-
-WAYS = {"loss": window_value_and_grad, "gradients": by_gradients}
+WAYS = {"loss": window_value_and_grad, "gradients": ways_in.of_gradients}
 
 
 def micro_batches() -> Any:

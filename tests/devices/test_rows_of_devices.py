@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +95,7 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         ("window", "explicit", None, False),
         ("one program", "auto", "model", False),
         ("window", "auto", "model", True),
-        pytest.param("nnx window", "auto", None, True, marks=pytest.mark.slow),
+        helpers.slow("nnx window", "auto", None, True),
     ],
 )
 def test_what_is_placed_anywhere_but_on_the_data_axis_is_whole(

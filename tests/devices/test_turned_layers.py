@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import window_gradients
 from flax import nnx
 from helpers import relative_error, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from window_gradients import KEEPS, by_hand, train_step
+from window_gradients import KEEPS, batch_of, by_hand, loss_through, squares
 
 import optax_tokenaccum.nnx
 from optax_tokenaccum import make_window_step, window_value_and_grad
@@ -27,23 +28,16 @@ PARAMS = {
     "scale": np.float32(RNG.normal(size=(WIDTH, LAYERS))),
     "out": np.float32(RNG.normal(size=WIDTH)),
 }
-BATCHES = [
-    {
-        "x": np.float32(RNG.normal(size=(ROWS, WIDTH))),
-        "mask": np.float32(np.arange(ROWS) < tokens),
-    }
-    for tokens in (ROWS, 0, 3)
-]
+BATCHES = [batch_of(i, n, ROWS, WIDTH) for i, n in enumerate((ROWS, 0, 3))]
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
+@loss_through
+def loss_fn(params: Any, x: Any) -> Any:
     def layer(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w["w"]) * w["scale"], None
 
     layers = {k: jnp.moveaxis(params[k], 1, 0) for k in ("w", "scale")}
-    y, _ = jax.lax.scan(layer, batch["x"], layers)
-    losses = jnp.sum((y + params["out"]) ** 2, -1)
-    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+    return jax.lax.scan(layer, x, layers)[0]
 
 
 LAYOUTS: dict[str, Any] = {
@@ -99,7 +93,7 @@ def test_gradients_of_every_kind_on_an_explicit_mesh():
     with jax.set_mesh(mesh):
         placed = {k: jax.device_put(x, specs[k]) for k, x in params.items()}
         expected = by_hand(loss_fn, placed, batches)
-        got = train_step(loss_fn, placed, batches)
+        got = window_gradients.train_step(loss_fn, placed, batches)
     assert relative_error(got, expected) < 0.01  # a bfloat16 head
 
 
@@ -137,8 +131,7 @@ class Scanned(nnx.Module):
 
 
 def loss_of_model(model: Scanned, batch: Any) -> Any:
-    losses = jnp.sum(model(batch["x"]) ** 2, -1)
-    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+    return squares(model(batch["x"]), batch)
 
 
 def test_nnx():

@@ -1,11 +1,9 @@
-"""Devices with other numbers of tokens than others, none, or rejected rows.
-
-And open windows that go on with other devices.
-"""
+"""Devices with few tokens, none, or rejected rows, and windows that change devices."""
 
 from typing import Any
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import meshes
@@ -96,8 +94,7 @@ def inner_state(way: str, state: Any) -> Any:
     ],
 )
 def test_rejection_on_one_device_rejects_on_all(way: str, reduce_every: Any):
-    options = {"should_skip_update_fn": optax.skip_not_finite}
-    step = make_step(way, loss_fn, reduce_every=reduce_every, **options)
+    step = make_step(way, loss_fn, reduce_every=reduce_every, **helpers.SKIPS)
     window, state = ragged(), step.init(jnp.zeros(()))
     bad = window.copy()
     bad[1, 5, 0] = np.inf
@@ -172,9 +169,9 @@ def step_on(devices: int | str, loss_fn: Any = loss_fn) -> Any:
     ("before", "after"),
     [
         (8, 3),
-        pytest.param(8, "4 x 2", marks=pytest.mark.slow),
-        pytest.param("no mesh", 8, marks=pytest.mark.slow),
-        pytest.param("sharded sums", 8, marks=pytest.mark.slow),
+        helpers.slow(8, "4 x 2"),
+        helpers.slow("no mesh", 8),
+        helpers.slow("sharded sums", 8),
     ],
 )
 def test_open_window_goes_on_with_other_devices(before: Any, after: Any):

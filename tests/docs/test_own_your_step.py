@@ -1,8 +1,6 @@
 """The table of `docs/own_your_step.md`: what each loop computes, and what ours does.
 
-Each form has the arithmetic of the original in the fewest lines: what it averages, and
-what it divides by. None of them is the original's code. The page's own code shows the
-rest: auxiliary losses, evaluation, partial windows, dropout.
+Each form averages and divides as the original, and is not the original's code.
 """
 
 import functools
@@ -84,8 +82,7 @@ def program(form: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x == "maxtext" else pytest.mark.slow) for x in FORMS],
+    "name", [x if x == "maxtext" else helpers.slow(x) for x in FORMS]
 )
 def test_a_form_next_to_ours(name: str):
     form, micro_batches = program(FORMS[name]), split_batch(BATCH, K)

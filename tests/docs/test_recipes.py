@@ -1,7 +1,4 @@
-"""What `docs/recipes` says and does not run, on ragged text, against float64.
-
-The pages' own code shows that each recipe equals full-batch training.
-"""
+"""What `docs/recipes` says and does not run, on ragged text, against float64."""
 
 from collections.abc import Callable
 from typing import Any

@@ -38,9 +38,6 @@ def rows_of(*batches: data.Batch) -> list[Any]:
     return sorted(row for row in rows if row)
 
 
-# Model.
-
-
 @pytest.mark.parametrize("adapts", [False, True])
 def test_no_gradient_is_whole(adapts: bool):
     frozen = model.init(jax.random.key(0), vocabulary=258, d_model=32, layers=3)
@@ -52,9 +49,6 @@ def test_no_gradient_is_whole(adapts: bool):
     assert not BackwardPass.is_supported or found == {}
 
 
-# Data.
-
-
 def test_the_loss_covers_the_completion_and_its_end():
     pair = Pair("é?", "naïve ✓")
     inputs, labels, mask = data.encode(pair)
@@ -63,13 +57,9 @@ def test_the_loss_covers_the_completion_and_its_end():
     assert labels[mask].tolist() == completion
 
 
-def windows_of(sequences: list[data.Batch], devices: int = 1) -> list[data.Window]:
-    return data.make_windows(sequences, (4, 3, 2), devices, [30, 60], seed=0)
-
-
 def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     sequences = ragged_sequences(12)
-    windows = windows_of(sequences, devices=4)
+    windows = data.make_windows(sequences, (4, 3, 2), 4, [30, 60], seed=0)
     for window in windows:
         assert [len(batch.inputs) for batch in window.micro_batches] == [4, 4, 4]
         assert rows_of(*window.micro_batches) == rows_of(*window.whole)
@@ -127,22 +117,14 @@ def test_a_split_is_judged_by_its_tokens_not_by_its_batches():
     assert abs(naive - exact) > 1e-4 * exact
 
 
-# The command.
-
-
 class Command:
     """The example in a process, on small data, with programs cached in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        lines = (
-            {
-                "prompt": f"prompt {i}",
-                "completion": "abcdefgh"[i % 8] * (1 + 7 * i % 29),
-            }
-            for i in range(40)
-        )
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        words = ["abcdefgh"[i % 8] * (1 + 7 * i % 29) for i in range(40)]
+        pairs = [Pair(f"prompt {i}", word)._asdict() for i, word in enumerate(words)]
+        text = "".join(json.dumps(pair) + "\n" for pair in pairs)
         (folder / "data.jsonl").write_text(text)
 
     def start(self, *words: Any, devices: int = 1) -> subprocess.Popen:
@@ -202,9 +184,6 @@ def test_the_program_prints_a_table_and_draws_a_picture(
     assert [path.name for path in tmp_path.iterdir()] == ["finetune.png"]
     picture = (tmp_path / "finetune.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
-
-
-# Runs that are killed.
 
 
 def end_of(directory: Path, number: int = 24) -> Any:

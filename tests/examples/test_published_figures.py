@@ -4,22 +4,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    RTOL,
-    cut,
-    difference,
-    float64_gradient,
-    init_params,
-    loss_sum_fn,
-    micro_step,
-    ragged_batch,
-    relative_error,
-)
 
 from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
 
@@ -42,7 +32,8 @@ def compiled(way: Any, loss_fn: Any, k: int) -> tuple[Any, Any]:
         return loss_sum / num_tokens, num_tokens
 
     optimizer, is_exact = way(optax.sgd(READABLE), k), way is EXACT
-    return optimizer, micro_step(optimizer, loss_fn if is_exact else mean, is_exact)
+    given = loss_fn if is_exact else mean
+    return optimizer, helpers.micro_step(optimizer, given, is_exact)
 
 
 def gradient(way: Any, loss_fn: Any, params: Any, micro_batches: Any) -> Any:
@@ -51,16 +42,13 @@ def gradient(way: Any, loss_fn: Any, params: Any, micro_batches: Any) -> Any:
     after, state = params, optimizer.init(params)
     for batch in micro_batches:
         after, state = step(after, state, batch)
-    return jax.tree.map(lambda g: g / READABLE, difference(params, after))
+    return jax.tree.map(lambda g: g / READABLE, helpers.difference(params, after))
 
 
 def cells_of(header: str) -> list[list[str]]:
     """Return the rows of the page's table with that header."""
     rows = PAGE.split(header)[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-# One gradient.
 
 
 def flat(tree: Any) -> np.ndarray:
@@ -71,12 +59,12 @@ def errors(way: Any, k: int) -> np.ndarray:
     """Return relative L2 distances and cosines of the models' gradients."""
     found = []
     for seed in range(SEEDS):
-        params, batch = init_params(seed), ragged_batch(seed)
-        expected = float64_gradient(params, batch)
-        got = gradient(way, loss_sum_fn, params, cut(batch, k))
+        params, batch = helpers.init_params(seed), helpers.ragged_batch(seed)
+        expected = helpers.float64_gradient(params, batch)
+        got = gradient(way, helpers.loss_sum_fn, params, helpers.cut(batch, k))
         x, y = flat(got), flat(expected)
         cosine = x @ y / np.linalg.norm(x) / np.linalg.norm(y)
-        found.append((relative_error(got, expected), cosine))
+        found.append((helpers.relative_error(got, expected), cosine))
     return np.array(found).T
 
 
@@ -86,15 +74,12 @@ def errors(way: Any, k: int) -> np.ndarray:
 def test_one_gradient(cells: list[str]):
     k, median, spread, cosine, _ = cells
     distances, _ = errors(EXACT, int(k))
-    assert distances.max() < RTOL["float32"]
+    assert distances.max() < helpers.RTOL["float32"]
     distances, cosines = errors(NAIVE, int(k))
     found = [np.median(distances), distances.min(), distances.max()]
     shown = [float(median), *map(float, spread.split(" to "))]
     np.testing.assert_allclose(found, shown, rtol=0.06)
     assert np.median(cosines) == pytest.approx(float(cosine), abs=0.006)
-
-
-# What others published.
 
 
 def line_loss_fn(params: Any, batch: Any) -> Any:
@@ -122,7 +107,7 @@ def published(way: Any) -> list[float]:
     mask = np.tri(16, dtype=bool)
     numbers = np.broadcast_to(np.arange(1, 17, dtype=np.int32), mask.shape)
     params = jnp.array([-0.00748682, 0.53644359], jnp.float32)
-    grads = gradient(way, odd_or_even_loss_fn, params, cut((numbers, mask), 4))
+    grads = gradient(way, odd_or_even_loss_fn, params, helpers.cut((numbers, mask), 4))
     return [*map(float, found), *(params - 0.08 * grads).tolist()]
 
 

@@ -292,19 +292,12 @@ def test_maxtext(monkeypatch: pytest.MonkeyPatch):
     model, batch = MaxTextModel(), helpers.ragged_batch(3, ROWS)
     config = SimpleNamespace(**dict.fromkeys(names["REFUSED"], False))
     config.gradient_accumulation_steps, config.shard_mode = K, None
+    params = nnx.state(model, nnx.Param)
+    arguments = maxtext_loss_fn, config, model, None, params, batch, None
     for config.shard_optimizer_over_data in (False, True):
-        rtol = helpers.RTOL[
-            "bfloat16" if config.shard_optimizer_over_data else "float32"
-        ]
-        loss, aux, grads = train.gradient_accumulation_loss_and_grad(
-            maxtext_loss_fn,
-            config,
-            model,
-            None,
-            nnx.state(model, nnx.Param),
-            batch,
-            None,
-        )
+        narrow = config.shard_optimizer_over_data
+        rtol = helpers.RTOL["bfloat16" if narrow else "float32"]
+        loss, aux, grads = train.gradient_accumulation_loss_and_grad(*arguments)
         expected = helpers.float64_gradient(model.params(), batch)
         assert helpers.relative_error(nnx.to_pure_dict(grads), expected) < rtol
         assert aux["total_weights"] == np.sum(batch["mask"])
@@ -315,6 +308,4 @@ def test_maxtext(monkeypatch: pytest.MonkeyPatch):
 
     config.routed_bias = True
     with pytest.raises(NotImplementedError, match="routed_bias"):
-        train.gradient_accumulation_loss_and_grad(
-            maxtext_loss_fn, config, model, None, None, batch, None
-        )
+        train.gradient_accumulation_loss_and_grad(*arguments)

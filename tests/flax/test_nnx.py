@@ -1,7 +1,4 @@
-"""The NNX steps give the full batch exactly, for models with state, on devices too.
-
-And what they do with a model's variables: values, rollback, placement and aliasing.
-"""
+"""The NNX steps are exact, for models with state, and what they do with variables."""
 
 import functools
 from typing import Any
@@ -15,16 +12,12 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from helpers import SKIPS, numbers_of, slow
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
+from meshes import OVER
 
-from optax_tokenaccum import (
-    MultiSteps,
-    regroup_sums,
-    softmax_cross_entropy_sum,
-    token_accumulation,
-)
+from optax_tokenaccum import regroup_sums, softmax_cross_entropy_sum, token_accumulation
 from optax_tokenaccum.compiled import collectives
 from optax_tokenaccum.nnx import (
     make_train_step,
@@ -33,11 +26,9 @@ from optax_tokenaccum.nnx import (
 )
 
 K, DEVICES = 4, 8
-MESH = make_mesh((DEVICES,))
-ONE_DEVICE: dict[str, Any] = {}
-ON_MESH = {"mesh": MESH, "data_axes": "data"}
+ONE_DEVICE, ON_MESH = OVER["1"], OVER["8"]
+MESH = ON_MESH["mesh"]
 SGD = optax.sgd(1.0, momentum=0.0)
-SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
 BATCH = helpers.ragged_batch(0, rows=64)
 MICRO_BATCHES = helpers.cut(BATCH, K)
 RTOL = helpers.RTOL["float32"]
@@ -131,13 +122,7 @@ class Run:
 
 
 def held(node: Any, kind: Any = ...) -> list[np.ndarray]:
-    """Return copies of the variables' values, with keys as numbers."""
-
-    def read(x: Any) -> np.ndarray:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.array(jax.random.key_data(x) if is_key else x)
-
-    return [read(x) for x in jax.tree.leaves(nnx.state(node, kind))]
+    return numbers_of(nnx.state(node, kind))
 
 
 @functools.cache
@@ -153,7 +138,7 @@ def full_gradient(model: Any, wrt: Any = nnx.Param) -> list[Any]:
     ("way", "options", "wrt"),
     [
         ("two programs", ON_MESH, nnx.LoRAParam),
-        pytest.param("two programs", ONE_DEVICE, nnx.Param, marks=pytest.mark.slow),
+        slow("two programs", ONE_DEVICE, nnx.Param),
         ("window", ON_MESH, nnx.Param),
     ],
 )
@@ -226,7 +211,7 @@ def test_a_loop_around_update_with_num_tokens(counted: bool):
         assert helpers.relative_error(got, expected) > 0.02
 
 
-@pytest.mark.parametrize("jit", ["nnx.jit", pytest.param("jax.jit", marks=SLOW)])
+@pytest.mark.parametrize("jit", ["nnx.jit", slow("jax.jit")])
 def test_a_loop_that_owns_the_optimizer(jit: str):
     """It draws the masks of a window step, and leaves the same model behind."""
     window, wrt = helpers.stack(MICRO_BATCHES), nnx.LoRAParam
@@ -298,46 +283,6 @@ def test_gradients_of_a_model_in_ones_own_shard_map():
         jax.eval_shape(of_window, state, helpers.stack(MICRO_BATCHES))
 
 
-def test_a_partial_window_closes_with_its_own_denominator():
-    run = Run("two programs", tx=MultiSteps(SGD, 99, gradients="sum"))
-    assert not run.step.close_window(run.model, run.optimizer).updated
-    expected = full_gradient(run.model)
-    run.window(MICRO_BATCHES)
-    metrics = run.step.close_window(run.model, run.optimizer)
-    assert metrics.updated and metrics.gradient_step == 1
-    assert metrics.num_tokens == BATCH["mask"].sum()
-    assert helpers.relative_error(run.given(), expected) < RTOL
-
-
-# Statistics, random streams and other variables.
-
-
-@pytest.mark.parametrize(
-    "reduce_every", ["window", pytest.param("micro_batch", marks=SLOW)]
-)
-def test_statistics_are_means_over_devices(reduce_every: str):
-    sees_all = reduce_every == "micro_batch"
-
-    def counting_loss_fn(model: Model, batch: Any) -> Any:
-        if sees_all:  # only then may whole numbers depend on rows
-            model.calls[...] += jnp.sum(batch["mask"])
-        return loss_fn(model, batch)
-
-    options = ON_MESH | {"reduce_every": reduce_every}
-    run = Run("two programs", counting_loss_fn, **options)
-    run.window(MICRO_BATCHES)
-    of_devices = statistics_of([helpers.cut(m, DEVICES) for m in MICRO_BATCHES])
-    of_rows = statistics_of([[m] for m in MICRO_BATCHES])
-    expected, other = (of_rows, of_devices) if sees_all else (of_devices, of_rows)
-    got = run.held(nnx.BatchStat)
-    assert helpers.relative_error(got, expected) < RTOL
-    assert helpers.relative_error(got, other) > 100 * RTOL
-    for x in jax.tree.leaves(nnx.state(run.model)):
-        assert len(x.sharding.device_set) == DEVICES
-        assert x.is_fully_replicated
-    assert run.model.calls[...] == K + sees_all * BATCH["mask"].sum()
-
-
 @pytest.mark.slow
 def test_the_ways_move_variables_alike():
     """And no two devices or micro-batches share a dropout mask."""
@@ -358,8 +303,7 @@ def test_the_ways_move_variables_alike():
 
 
 @pytest.mark.parametrize(
-    ("way", "options"),
-    [("two programs", ONE_DEVICE), pytest.param("window", ON_MESH, marks=SLOW)],
+    ("way", "options"), [("two programs", ONE_DEVICE), slow("window", ON_MESH)]
 )
 def test_a_rejected_micro_batch_moves_nothing(way: str, options: Any):
     """One of the devices rejects it."""
@@ -454,9 +398,6 @@ def test_modules_that_hold_each_other_and_arrays_in_no_variable():
     chex.assert_trees_all_equal(run.model.plain, jnp.full(3, 4.0))
 
 
-# Donation.
-
-
 def test_an_array_that_stands_twice_is_donated_once():
     """In the model, in model and optimizer, and in a batch with a clone."""
 
@@ -478,9 +419,6 @@ def test_an_array_that_stands_twice_is_donated_once():
         return run.held(), seen
 
     chex.assert_trees_all_equal(trained(True), trained(False))
-
-
-# Devices.
 
 
 @pytest.mark.slow
@@ -542,7 +480,7 @@ def test_init_lays_out_and_may_be_called_again():
     assert [x.shape for x in held(run.optimizer.opt_state.acc_grads)] == shapes
 
 
-@pytest.mark.parametrize("after", [pytest.param(8, marks=SLOW), 4])
+@pytest.mark.parametrize("after", [slow(8), 4])
 def test_checkpoints_of_an_open_window(after: int, tmp_path: Any):
     """On the same devices with random streams, or on others."""
 

@@ -9,17 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from test_nnx import (
-    MESH,
-    MICRO_BATCHES,
-    RTOL,
-    SGD,
-    SLOW,
-    K,
-    Run,
-    full_gradient,
-    loss_fn,
-)
+from test_nnx import MESH, MICRO_BATCHES, RTOL, SGD, K, Run, full_gradient, loss_fn
 
 from optax_tokenaccum import make_train_step as core_train_step
 from optax_tokenaccum import token_accumulation
@@ -71,9 +61,9 @@ class Scanned(nnx.Module):
     ("way", "loss_fn", "mesh", "spec"),
     [
         ("two programs", nnx.jit(loss_fn), None, None),
-        pytest.param("window", nnx.remat(loss_fn), MESH, None, marks=SLOW),
-        pytest.param("two programs", loss_fn, EXPLICIT, None, marks=SLOW),
-        pytest.param("two programs", loss_fn, MESH, P("data"), marks=SLOW),
+        helpers.slow("window", nnx.remat(loss_fn), MESH, None),
+        helpers.slow("two programs", loss_fn, EXPLICIT, None),
+        helpers.slow("two programs", loss_fn, MESH, P("data")),
     ],
 )
 def test_scanned_layers_and_a_tied_embedding(

@@ -86,9 +86,6 @@ def test_each_window_is_its_full_batch_and_a_mean_of_means_is_not():
     assert shapes == {(8, 16), (2, 64)}
 
 
-# Order, and resuming.
-
-
 class ByHand(grain.DatasetIterator):
     """Counts in its state dict itself, and must not be called after its end."""
 
@@ -160,9 +157,6 @@ def test_workers_keep_the_order_before_the_windows_and_are_refused_behind():
     chex.assert_trees_all_equal(list(before), list(planned()))
     with pytest.raises(Exception, match="Workers must prefetch sequences, before"):
         next(iter(planned().mp_prefetch(options)))
-
-
-# What would merge or lose windows is refused.
 
 
 def test_other_settings_are_refused():

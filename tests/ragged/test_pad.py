@@ -102,8 +102,7 @@ def test_every_sequence_stands_once_and_the_rest_is_padding(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "x64"),
-    [("int64", False), ("float64", True), ("bfloat16", True)],
+    ("dtype", "x64"), [("int64", False), ("float64", True), ("bfloat16", True)]
 )
 def test_dtypes_are_those_that_jax_keeps(dtype: str, x64: bool):
     sequences = [np.ones(n, jnp.dtype(dtype)) for n in (2, 4)]

@@ -179,9 +179,7 @@ def test_a_rejected_micro_batch_never_happened():
     sequences, _ = small_window()
     sequences[1]["x"][2] = np.nan
     window = pad_window(sequences, pad_values=0, max_tokens=4, length_buckets=[1, 4])
-    step = make_window_step(
-        sum_fn, optax.sgd(1.0), should_skip_update_fn=optax.skip_not_finite
-    )
+    step = make_window_step(sum_fn, optax.sgd(1.0), **helpers.SKIPS)
     state, metrics = step(step.init(PARAMS), window)
     assert bool(metrics.skipped) and float(metrics.num_tokens) == 11 - 4
     np.testing.assert_allclose(

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 import window_gradients
-from helpers import relative_error, run_step, stack
+from helpers import relative_error, run_step, slow, stack
 from jax.experimental import io_callback
 from window_gradients import (
     BATCHES,
@@ -30,8 +30,6 @@ from window_gradients import (
 
 from optax_tokenaccum import make_train_step, window_value_and_grad
 from optax_tokenaccum._core.backward import BackwardPass
-
-slow = pytest.mark.slow
 
 
 def check(
@@ -52,18 +50,13 @@ def check(
 def divides_by_tokens(params: Any, batch: Any) -> Any:
     """A loss whose value and gradients are NaN without tokens."""
     y = through_layers(params, batch["x"]) + params["out"]
-    n = jnp.sum(batch["mask"])
-    mean = jnp.sum(jnp.sum(y.astype(jnp.float32) ** 2, -1) * batch["mask"]) / n
-    return mean * n, n
+    loss_sum, n = window_gradients.squares(y, batch)
+    return loss_sum / n * n, n
 
 
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
-    [
-        ((0, 8, 3), jnp.float32),
-        ((8, 0, 3), jnp.bfloat16),
-        pytest.param((0,), jnp.float32, marks=slow),
-    ],
+    [((0, 8, 3), jnp.float32), ((8, 0, 3), jnp.bfloat16), slow((0,), jnp.float32)],
     ids=["first", "middle", "only"],
 )
 @every_way
@@ -77,8 +70,6 @@ def test_nan_gradients_of_no_tokens_add_nothing(way: Any, tokens: Any, dtype: An
     check(way, divides_by_tokens, params, batches, rtol)
 
 
-OVER: dict[str, Any] = {"mesh": meshes.make_mesh((8,)), "data_axes": "data"}
-EACH = OVER | {"reduce_every": "micro_batch"}
 COUNTS = {
     # Known while the loss is traced.
     "int": 5,
@@ -120,15 +111,13 @@ def test_tokens_that_are_known_need_no_conditional():
     assert metrics.updated and metrics.num_tokens == 2.0**31
 
 
-@pytest.mark.parametrize("options", [{}, OVER, EACH], ids=["1", "8", "8, each"])
+@pytest.mark.parametrize("over", ["1", "8", "8, each"])
 @pytest.mark.parametrize(
-    "k",
-    [2, pytest.param(lambda _: 2, marks=slow)],
-    ids=["two programs", "one program"],
+    "k", [2, slow(lambda _: 2)], ids=["two programs", "one program"]
 )
-def test_sums_of_a_restored_state_are_overwritten(k: Any, options: Any):
+def test_sums_of_a_restored_state_are_overwritten(k: Any, over: str):
     loss_fn = window_gradients.loss_fn
-    step = make_train_step(loss_fn, KEEPS, k, **options)
+    step = make_train_step(loss_fn, KEEPS, k, **meshes.OVER[over])
     state, batches = step.init(params_of()), window_of(0, 8)
     opt_state = state.opt_state
     stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.acc_grads)
@@ -182,8 +171,7 @@ def tripled_vjp(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 tripled_vjp.defvjp(
-    lambda x, w: (x @ w, (x, w)),
-    lambda kept, g: (3 * g @ kept[1].T, 3 * kept[0].T @ g),
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (3 * g @ kept[1].T, 3 * kept[0].T @ g)
 )
 
 
@@ -262,12 +250,7 @@ def test_an_error_of_the_loss_reaches_the_user(way: Any, once: bool, error: Any)
 
 
 @pytest.mark.parametrize(
-    "axes",
-    [
-        (0, 0, 0),
-        pytest.param((None, 0, None), marks=slow),
-        pytest.param((None, None, 0), marks=slow),
-    ],
+    "axes", [(0, 0, 0), slow((None, 0, None)), slow((None, None, 0))]
 )
 def test_vmap_is_a_window_for_each_lane(axes: Any):
     """As many tokens in each would hide lanes that are swapped."""
@@ -392,9 +375,7 @@ def random_loss(seed: int) -> Any:
     return loss_fn
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(i, marks=slow) for i in range(1, 16))]
-)
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 16))])
 @every_way
 def test_random_programs_with_scans(way: Any, seed: int):
     """All axes have one size, so that swapped gradients have the right shapes."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import net_bytes, slow
 from meshes import make_mesh, make_step
 
 from optax_tokenaccum import window_value_and_grad
@@ -34,12 +35,6 @@ def stacked_layers(dtype: Any = jnp.float32) -> Any:
         return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
 
     return loss_fn, {"layers": np.zeros((24, WIDTH, WIDTH), np.float32)}
-
-
-def net_bytes(lowered: Any) -> int:
-    memory = lowered.compile().memory_analysis()
-    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.temp_size_in_bytes + made
 
 
 # A way to make a step, and whether it is over 8 devices.
@@ -76,9 +71,7 @@ def ratio(way: str, over_8: bool, loss_fn: Any, params: Any) -> float:
     return bytes_of_way(way, over_8, loss_fn, params) / alone
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 @pytest.mark.parametrize(("way", "over_8"), WAYS)
 def test_stacked_layers_need_one_gradient(way: str, over_8: bool, dtype: Any):
     assert ratio(way, over_8, *stacked_layers(dtype)) <= 1.06

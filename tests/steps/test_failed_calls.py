@@ -1,7 +1,4 @@
-"""Calls that fail: when they are traced, compiled or run.
-
-A call that fails during tracing or compilation loses nothing of the open window.
-"""
+"""Calls that fail when they are traced, compiled or run, and what is left then."""
 
 from typing import Any
 
@@ -20,7 +17,6 @@ from jax.experimental import io_callback
 from optax_tokenaccum import make_train_step
 
 BATCHES = [ways_in.batch_of(i, [1.0] * 8 * (i + 1)) for i in range(4)]
-OVER = {"mesh": meshes.make_mesh((8,)), "data_axes": "data"}
 
 
 def run(step: Any, batches: Any, retries: Any = ()) -> Any:
@@ -38,7 +34,7 @@ def run(step: Any, batches: Any, retries: Any = ()) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "error"), [({}, RuntimeError), (OVER, KeyboardInterrupt)]
+    ("options", "error"), [({}, RuntimeError), (meshes.OVER_8, KeyboardInterrupt)]
 )
 def test_an_error_in_the_optimizer_leaves_the_window_open(options: Any, error: Any):
     errors = [error("once")]

@@ -78,13 +78,10 @@ def full_batch(params: Any, window: list[Any]) -> Any:
 
 
 ONE: dict[str, Any] = {"mesh": None, "data_axes": None}
-OVER: dict[str, Any] = {"mesh": meshes.make_mesh((8,)), "data_axes": "data"}
-EXPLICIT = OVER | {"mesh": meshes.make_mesh((8,), "explicit")}
-EACH = OVER | {"reduce_every": "micro_batch"}
-SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
 
 
-def make_step(way: str, k: int = K, **options: Any) -> Any:
+def make_step(way: str, k: int = K, over: str = "1", **options: Any) -> Any:
+    options |= meshes.OVER[over]
     return meshes.make_step(way, OPTIMIZER, loss_fn=loss_fn, k=k, **(ONE | options))
 
 
@@ -100,13 +97,13 @@ def after(step: Any, window: list[Any], params: Any = PARAMS) -> Any:
     ("way", "options"),
     [
         ("two programs", {}),
-        ("one program", SKIPS),
-        ("two programs", OVER),
-        pytest.param("window", {}, marks=pytest.mark.slow),
-        pytest.param("two programs", EACH, marks=pytest.mark.slow),
-        pytest.param("window", OVER, marks=pytest.mark.slow),
-        pytest.param("two programs", EXPLICIT, marks=pytest.mark.slow),
-        pytest.param("window", EACH, marks=pytest.mark.slow),
+        ("one program", helpers.SKIPS),
+        ("two programs", {"over": "8"}),
+        helpers.slow("window", {}),
+        helpers.slow("two programs", {"over": "8, each"}),
+        helpers.slow("window", {"over": "8"}),
+        helpers.slow("two programs", {"over": "8, explicit"}),
+        helpers.slow("window", {"over": "8, each"}),
     ],
 )
 def test_windows_are_the_full_batches(way: str, options: Any):
@@ -123,12 +120,8 @@ def test_windows_are_the_full_batches(way: str, options: Any):
         )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.slow), OVER],
-    ids=["one device", "8 devices"],
-)
-def test_what_adds_nothing_leaves_no_trace_in_the_scales(options: Any):
+@pytest.mark.parametrize("over", [helpers.slow("1"), "8"])
+def test_what_adds_nothing_leaves_no_trace_in_the_scales(over: str):
     """A rejected micro-batch, and one without tokens, both with NaN activations.
 
     A skip function is not shown the scales, and sums that are narrow leave them as
@@ -142,12 +135,12 @@ def test_what_adds_nothing_leaves_no_trace_in_the_scales(options: Any):
     window = WINDOWS[0]
     rejected = window[0] | {"x": np.full_like(window[0]["x"], np.nan)}
     empty = rejected | {"mask": np.zeros_like(rejected["mask"])}
-    clean = scales(after(make_step("two programs", **options), window))
+    clean = scales(after(make_step("two programs", over=over), window))
     chex.assert_tree_all_finite(clean)
-    skipping = make_step("one program", should_skip_update_fn=skips, **options)
+    skipping = make_step("one program", should_skip_update_fn=skips, over=over)
     got = after(skipping, [rejected, *window])
     chex.assert_trees_all_equal(scales(got), clean)
-    options = options | {"accumulator_dtype": jnp.bfloat16}
+    options: Any = {"accumulator_dtype": jnp.bfloat16, "over": over}
     got = after(make_step("two programs", K + 1, **options), [empty, *window])
     chex.assert_trees_all_equal(scales(got), clean)
     nothing = after(make_step("two programs", 1, **options), [empty])

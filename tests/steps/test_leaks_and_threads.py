@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import cut, init_params, ragged_batch, run_step
+from helpers import cut, init_params, ragged_batch, run_step, slow
 from meshes import K, make_mesh, make_step, stacked
 
 from optax_tokenaccum import accumulate_over_window, window_value_and_grad
@@ -27,11 +27,11 @@ LAYOUTS: dict[str, Any] = {
 }
 PAIRS = [
     ("one program", "one"),
-    pytest.param("two programs", "window", marks=pytest.mark.slow),
-    pytest.param("window", "micro_batch", marks=pytest.mark.slow),
-    pytest.param("nnx two programs", "one", marks=pytest.mark.slow),
-    pytest.param("nnx one program", "micro_batch", marks=pytest.mark.slow),
-    pytest.param("nnx window", "window", marks=pytest.mark.slow),
+    slow("two programs", "window"),
+    slow("window", "micro_batch"),
+    slow("nnx two programs", "one"),
+    slow("nnx one program", "micro_batch"),
+    slow("nnx window", "window"),
 ]
 
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
+from meshes import OVER
 from ragged_windows import planned
 
 import optax_tokenaccum.nnx
@@ -30,17 +30,6 @@ from optax_tokenaccum.ragged import pad_window
 
 K, ROWS, DEVICES, FEATURES, RATE = 3, 16, 8, 4, 0.5
 SGD, RTOL = optax.sgd(0.1), helpers.RTOL["float32"]
-SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
-MESH: dict[str, Any] = {"mesh": make_mesh((DEVICES,)), "data_axes": "data"}
-EXPLICIT = MESH | {"mesh": make_mesh((DEVICES,), "explicit")}
-EACH = {"reduce_every": "micro_batch"}
-OVER: dict[str, dict[str, Any]] = {
-    "1": {},
-    "8": MESH,
-    "8, explicit": EXPLICIT,
-    "8, each": MESH | EACH,
-    "8, explicit, each": EXPLICIT | EACH,
-}
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5, 3.0], jnp.float32)}
 
 
@@ -184,12 +173,7 @@ def check(state: Any, expected: Any, *others: Any) -> None:
 
 def same(got: Any, expected: Any, rtol: float = 0) -> None:
     """Compare leaves, with keys as numbers."""
-
-    def read(x: Any) -> np.ndarray:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    got, expected = (list(map(read, jax.tree.leaves(x))) for x in (got, expected))
+    got, expected = map(helpers.numbers_of, (got, expected))
     chex.assert_trees_all_close(got, expected, rtol=rtol, atol=0)
 
 
@@ -275,7 +259,7 @@ def test_a_rejected_micro_batch_leaves_no_trace(over: str):
     clean, _ = train("two programs", over=over)
     for way in ("two programs", "window"):
         windows = [[bad, *first], [*second[:2], bad, second[2]]]
-        state, _ = train(way, windows, over=over, **SKIPS)
+        state, _ = train(way, windows, over=over, **helpers.SKIPS)
         assert state.opt_state.gradient_step == 2
         same((state.params, state.model_state), (clean.params, clean.model_state), 1e-5)
     naive, _ = train("window", [[bad]], over=over)
@@ -294,7 +278,7 @@ class Model(nnx.Module):
         return jnp.sum(errors**2 * batch["weights"]), jnp.sum(batch["weights"])
 
 
-@pytest.mark.parametrize("over", ["1", "8"])
+@pytest.mark.parametrize("over", ["1", "8", helpers.slow("8, each")])
 def test_the_same_as_the_steps_for_nnx(over: str):
     model = Model()
     optimizer = nnx.Optimizer(model, token_accumulation(SGD, K), wrt=nnx.Param)
@@ -312,6 +296,9 @@ def test_the_same_as_the_steps_for_nnx(over: str):
         assert metrics.loss == nnx_step(model, optimizer, batch).loss
     trained = nnx.split(model, nnx.Param, ...)[1:]
     same((state.params, state.model_state), trained)
+    for x in jax.tree.leaves(nnx.state(model)):
+        assert len(x.sharding.device_set) == (1 if over == "1" else DEVICES)
+        assert x.is_fully_replicated
 
 
 def returning(name: str, change: Any) -> Any:

@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import net_bytes
 from jax._src.array import ArrayImpl
 
 from benchmarks.chips import CHIPS
-from optax_tokenaccum import (
-    make_train_step,
-    make_window_step,
-    token_accumulation,
-)
+from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 
 WIDTH, DEPTH = 128, 4
 
@@ -42,10 +39,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "k of 1": ({"every_k_schedule": 1}, 2),
     "function of gradient_step": ({"every_k_schedule": lambda step: 3 + step * 0}, 1),
     "token budget": ({"every_n_tokens": 6}, 1),
-    "skip function": (
-        {"every_k_schedule": 3, "should_skip_update_fn": optax.skip_not_finite},
-        1,
-    ),
+    "skip function": ({"every_k_schedule": 3} | helpers.SKIPS, 1),
 }
 
 
@@ -66,8 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [*((kind, "default") for kind in KINDS), ("int k", "committed")],
+    ("kind", "place"), [*((kind, "default") for kind in KINDS), ("int k", "committed")]
 )
 def test_20_windows_compile_once_and_never_wait_for_the_device(
     kind: str, place: str, reads: list[int]
@@ -98,12 +91,6 @@ def test_restored_state_is_read_once(reads: list[int]):
         updated.append(metrics.updated)
     assert len(reads) == 1
     assert [bool(u) for u in updated] == [False, False, True, False] * 2
-
-
-def net_bytes(lowered: Any) -> int:
-    memory = lowered.compile().memory_analysis()
-    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.temp_size_in_bytes + made
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from optax_tokenaccum import make_train_step, make_window_step
 ROWS, K = 16, 3
 PARAMS = {"w": jnp.asarray([0.5, -1.0], jnp.float32)}
 ADAM = optax.adam(0.1)
-SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
 
 
 def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
@@ -49,31 +48,18 @@ def steps_of(kind: str, options: Any) -> Any:
     )
 
 
-MESH: dict[str, Any] = {"mesh": meshes.make_mesh((8,)), "data_axes": "data"}
-OVER = {
-    "1": {},
-    "8": MESH,
-    "8, explicit": MESH | {"mesh": meshes.make_mesh((8,), "explicit")},
-    "8, each": MESH | {"reduce_every": "micro_batch"},
-}
-FAST = ["core-1-rejected", "core-8-", "nnx-8, each-rejected"]
-
-
 @pytest.mark.parametrize(
     ("kind", "over", "case"),
     [
-        pytest.param(
-            *case.split("-"), id=case, marks=() if case in FAST else pytest.mark.slow
-        )
-        for case in [
-            *FAST,
-            "core-1-raw",
-            "core-8, explicit-rejected",
-            "core-8, each-",
-            "nnx-1-",
-            "nnx-8-rejected",
-            "nnx-8, explicit-",
-        ]
+        ("core", "1", "rejected"),
+        ("core", "8", ""),
+        ("nnx", "8, each", "rejected"),
+        helpers.slow("core", "1", "raw"),
+        helpers.slow("core", "8, explicit", "rejected"),
+        helpers.slow("core", "8, each", ""),
+        helpers.slow("nnx", "1", ""),
+        helpers.slow("nnx", "8", "rejected"),
+        helpers.slow("nnx", "8, explicit", ""),
     ],
 )
 def test_both_steps_draw_the_same_masks_and_no_two_windows_do(
@@ -81,7 +67,9 @@ def test_both_steps_draw_the_same_masks_and_no_two_windows_do(
 ):
     rejected = case == "rejected"
     key = jax.random.PRNGKey(7) if case == "raw" else jax.random.key(7)
-    train, whole = steps_of(kind, OVER[over] | (SKIPS if rejected else {}))
+    train, whole = steps_of(
+        kind, meshes.OVER[over] | (helpers.SKIPS if rejected else {})
+    )
     train_state, window_state = train.init(PARAMS), whole.init(PARAMS)
     placement = [x.sharding for x in jax.tree.leaves(window_state)]
     masks, updates = [], 0

@@ -11,12 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import (
-    StepMetrics,
-    has_updated,
-    make_train_step,
-    make_window_step,
-)
+from optax_tokenaccum import StepMetrics, has_updated, make_train_step, make_window_step
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
 SGD = optax.sgd(1.0)

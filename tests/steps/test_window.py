@@ -8,13 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ways_in import mean_of
+from ways_in import mean_of, of_gradients
 
-from optax_tokenaccum import (
-    accumulate_over_window,
-    split_batch,
-    window_value_and_grad,
-)
+from optax_tokenaccum import accumulate_over_window, split_batch, window_value_and_grad
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
 
@@ -22,10 +18,6 @@ PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
 def sum_fn(params: Any, batch: Any) -> Any:
     """Summed loss whose gradient is `sum(batch["x"])` in every entry of `w`."""
     return jnp.sum(params["w"]) * jnp.sum(batch["x"]), jnp.sum(batch["n"])
-
-
-def of_gradients(loss_fn: Any, **options: Any) -> Any:
-    return accumulate_over_window(jax.value_and_grad(loss_fn, has_aux=True), **options)
 
 
 # From a summed loss to a function of parameters and a window.
