@@ -70,8 +70,8 @@ class Turned(Layout):
 
     def split(self, params: Params) -> tuple[Layout, Layout]:
         trained, values = self.layout.split(params)
-        axes, _ = overwritten.split(self.axes, params)
-        return Turned(trained, axes), values
+        axes, of_values = overwritten.split(self.axes, params)
+        return Turned(trained, axes), Turned(values, of_values)
 
 
 def _move(x: Any, source: int, destination: int) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +69,17 @@ def test_over_devices(layout: str):
     got = state.opt_state.inner_opt_state
     assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
     assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+def test_a_skip_function_is_shown_gradients_as_they_are():
+    def skip(gradients: Any, *_: Any) -> Any:
+        chex.assert_trees_all_equal_shapes(gradients, PARAMS)
+        return jnp.asarray(False), ()
+
+    step = make_window_step(loss_fn, KEEPS, should_skip_update_fn=skip)
+    state, _ = step(step.init(PARAMS), stack(BATCHES))
+    got = state.opt_state.inner_opt_state
+    assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
 
 
 def test_gradients_of_every_kind_on_an_explicit_mesh():

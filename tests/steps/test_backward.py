@@ -191,7 +191,17 @@ def with_own_array(params: Any, x: Any) -> Any:
     return jax.freeze(ref)
 
 
+def along_two_axes(params: Any, x: Any) -> Any:
+    def column(x: Any, w: Any) -> Any:
+        return x + jnp.sin(x * w[:, 0] + w[:, 1]), None
+
+    x, _ = jax.lax.scan(column, x[:, :LAYERS], jnp.moveaxis(params["layers"], 2, 0))
+    x = jnp.pad(x, ((0, 0), (0, window_gradients.WIDTH - LAYERS)))
+    return scan(window_gradients.layer)(params, x)
+
+
 NETWORKS = {
+    "along two axes": along_two_axes,
     "remat": jax.checkpoint(
         scan(window_gradients.layer),
         prevent_cse=(True, False),  # of each argument
