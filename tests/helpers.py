@@ -1,7 +1,6 @@
 """Shared by tests: a ragged problem with a float64 reference, and its tolerances."""
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,8 +23,10 @@ PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray(0.5, jnp.float32)
 VOCABULARY, WIDTH, ROWS, MAX_LENGTH = 32, 16, 32, 64
 SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
 
-# Values of a test's parameters, for the slow tests alone.
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+def slow(*values: Any, **options: Any) -> Any:
+    """Values of a test's parameters, for the slow tests alone."""
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
 def grads(scale: Any) -> Any:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,12 @@ from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBool
 
 A = TypeVar("A")
-OnlyIf = Callable[[Any, Callable[[Any], Any], Any], Any]  # such as `branch`
+
+
+class OnlyIf(Protocol):
+    """`branch`, or `trees.at_most_once`."""
+
+    def __call__(self, runs: TracedBool, body: Callable[[T], T], carry: T, /) -> T: ...
 
 
 class Added(NamedTuple, Generic[A]):

@@ -188,8 +188,8 @@ class BackwardPass:
                 self._reasons[i] = "its first axis is spread over devices"
             self._whole.add(i)
         elif scans and jnp.size(x) > 0:
-            needs = dtype != total.dtype
-            why = [_reason(scan, needs or scan.is_moved) for scan in scans]
+            is_cast = dtype != total.dtype
+            why = [_reason(scan, is_cast or scan.is_moved) for scan in scans]
             for reason in filter(None, why):
                 self._reasons[i] = reason
             (self._whole if all(why) else self._stand_ins).add(i)

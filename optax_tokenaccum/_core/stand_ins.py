@@ -172,7 +172,10 @@ def _call(x: JaxprEqn, look_up: Read, _: ReadArray) -> list[Operand]:
 
 
 def _remat(
-    called: Traced, args: list[Operand], prevent_cse: Any, policy: Any
+    called: Traced,
+    args: list[Operand],
+    prevent_cse: bool | tuple[bool, ...],
+    policy: Callable[..., bool] | None,
 ) -> list[Operand]:
     """The outputs of a call whose twins, differentiated, are those of its inputs."""
     passed: dict[int, tuple[int, StandIn]] = {}

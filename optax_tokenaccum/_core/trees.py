@@ -79,14 +79,14 @@ def as_returned(body: Callable[[T], T], carry: T) -> T:
     )
 
 
-def at_most_once(runs: jax.Array, body: Callable[[T], T], carry: T) -> T:
+def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
     """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
 
     It is a loop of zero or one trips, because a GPU copies what a conditional passes on
     in one branch and replaces in the other. JAX cannot differentiate it in reverse.
     """
 
-    def trip(so_far: tuple[jax.Array, T]) -> tuple[jax.Array, T]:
+    def trip(so_far: tuple[TracedBool, T]) -> tuple[TracedBool, T]:
         runs, carry = so_far
         return runs & False, body(carry)
 

@@ -74,7 +74,7 @@ class Turned(Layout):
         return Turned(trained, axes), Turned(values, of_values)
 
 
-def _move(x: Any, source: int, destination: int) -> Any:
+def _move(x: jax.Array, source: int, destination: int) -> jax.Array:
     return x if source == destination else jnp.moveaxis(x, source, destination)
 
 
