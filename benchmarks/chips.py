@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # Otherwise jax drops the plugin if there is no driver.
+    # Otherwise jax drops the plugin where the driver is missing.
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 # Autotuning runs kernels.

@@ -18,7 +18,8 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     A backward pass of this library adds each gradient to its sum as it is made; that of
     layers that are stacked for a scan layer by layer. Where it cannot, the gradient of
     one micro-batch exists as a whole besides, which costs memory of its size. Nothing
-    is compiled or run: this traces `f`.
+    is compiled or run: this traces `f`. It does not tell of a scan over a part of a
+    parameter, `w[:8]`, nor of a bfloat16 parameter that a scan takes as a constant.
 
     Args:
       f: a step; one of its halves, `step.accumulate`; or any function that calls this

@@ -37,6 +37,7 @@ summed_backward.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.psum(g, "data"
 AROUND = [(i, (i + 1) % 8) for i in range(8)]
 COMMUNICATE = {
     "psum": lambda y: y + jax.lax.psum(y, "data"),
+    "in a call": jax.jit(lambda y: y + jax.lax.psum(y, "data")),
     "ppermute": lambda y: y + jax.lax.ppermute(y, "data", AROUND),
     "only backward": summed_backward,
     "not": lambda y: y,

@@ -200,7 +200,15 @@ def along_two_axes(params: Any, x: Any) -> Any:
     return scan(window_gradients.layer)(params, x)
 
 
+def reversed_axes(params: Any, x: Any) -> Any:
+    def row(x: Any, w: Any) -> Any:
+        return x + jnp.sin(x * w[:, 0] + w[:, 1]), None
+
+    return jax.lax.scan(row, x, jnp.transpose(params["layers"], (2, 1, 0)))[0]
+
+
 NETWORKS = {
+    "reversed axes": reversed_axes,
     "along two axes": along_two_axes,
     "remat": jax.checkpoint(
         scan(window_gradients.layer),
@@ -284,6 +292,13 @@ def test_vmap_is_a_window_for_each_lane(axes: Any):
         lane = jax.tree.map(lambda x, i=i: x[i], got)
         expected = by_hand(loss_fn, params, batches)
         chex.assert_trees_all_close(lane, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_xla_does_not_see_that_layers_are_added_in_a_loop():
+    """Otherwise a GPU holds two more sums: see `_rounded` in `_core/stand_ins.py`."""
+    f = window_value_and_grad(window_gradients.loss_fn)
+    text = str(jax.make_jaxpr(f)(params_of(), stack(BATCHES)))
+    assert ("reduce_precision" in text) == BackwardPass.is_supported
 
 
 def test_reverse_mode_is_right_or_an_error():
