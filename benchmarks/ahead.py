@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.chips import CHIPS
 from benchmarks.settings import Settings
-from benchmarks.ways import CONTENDERS
+from benchmarks.ways import WAYS
 from benchmarks.workloads import Window, Workload, stacked_layers
 from optax_tokenaccum._steps.abstract import init_of_shapes
 from optax_tokenaccum.compiled import collectives
@@ -22,12 +22,13 @@ from optax_tokenaccum.compiled import collectives
 BY_HAND = {
     "train step": "pair by hand",
     "window step": "scan by hand",
-    "window_value_and_grad": "scan by hand",
+    "window_value_and_grad": "gradient by hand",
 }
-WAYS = (
+ALL_WAYS = (
     "gradients alone",
     "pair by hand",
     "scan by hand",
+    "gradient by hand",
     "optax.microbatching",
     *BY_HAND,
 )
@@ -93,7 +94,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     every = models(settings)
     names, layouts, ways, modes = FEW_MODELS, FEW_LAYOUTS, FEW_WAYS, (NO_MESH,)
     if settings.ahead_all:
-        names, layouts, ways, modes = tuple(every), tuple(LAYOUTS), WAYS, MODES
+        names, layouts, ways, modes = tuple(every), tuple(LAYOUTS), ALL_WAYS, MODES
     for layout in (ONE, *layouts) if chips else ():
         for model in names if layout in (ONE, "FSDP") else ("float32",):
             own_modes = modes if model == "float32" else (MICRO_BATCH,)
@@ -188,7 +189,7 @@ class Case:
         if mode == WINDOW or not self._layout:  # the loss sees the rows of one device
             spread = stay
         workload = self._placed(spread)
-        build = CONTENDERS[way].build
+        build = WAYS[way].build
         loop = build(workload, optax.sgd(1e-4), self._k, **options)
         if way in STEPS:
             state = loop.init(workload.params)

@@ -47,7 +47,7 @@ class Loop(NamedTuple):
     lower: Callable[[Any, Window], dict[str, Program]]
 
 
-class Contender(NamedTuple):
+class Way(NamedTuple):
     """One way to accumulate.
 
     Attributes:
@@ -68,7 +68,9 @@ def one_program(
     batches: Callable[[Window], list[Any]],
     sums: Callable[[Any], Any] = lambda opt_state: (),
 ) -> Loop:
-    """A loop of `step(params, opt_state, batch, frozen) -> (params, opt_state)`.
+    """A loop of `step(params, opt_state, batch, frozen) -> (params, opt_state, loss)`.
+
+    A loop that did not return the loss would need less memory than one that people log.
 
     Args:
       workload: what to train.
@@ -81,7 +83,7 @@ def one_program(
 
     def run(state: Any, window: Window) -> Any:
         for batch in batches(window):
-            state = jitted(*state, batch, workload.frozen)
+            *state, _ = jitted(*state, batch, workload.frozen)
         return state
 
     def lower(state: Any, window: Window) -> Any:
@@ -101,9 +103,11 @@ def optimizer_that_accumulates(workload: Workload, optimizer: Any, loss: Any) ->
     """
 
     def step(params: Any, opt_state: Any, batch: Any, frozen: Any) -> Any:
-        gradient, n = jax.grad(loss, has_aux=True)(params, batch, frozen)
+        (value, n), gradient = jax.value_and_grad(loss, has_aux=True)(
+            params, batch, frozen
+        )
         updates, opt_state = optimizer.update(gradient, opt_state, params, num_tokens=n)
-        return optax.apply_updates(params, updates), opt_state
+        return optax.apply_updates(params, updates), opt_state, value
 
     return one_program(workload, optimizer.init, step, one_by_one, sums_of)
 
@@ -127,12 +131,20 @@ def add(sums: Any, terms: Any) -> Any:
 
 
 def apply_sums(inner: Optimizer, params: Any, opt_state: Any, sums: Any) -> Any:
-    """Divides the sums once and applies the inner optimizer to the mean gradient."""
+    """Applies the inner optimizer to the window's gradient.
+
+    Returns `(params, opt_state, loss)`, with the mean loss.
+    """
+    loss = sums[0] / sums[1]
+    return *apply(inner, params, opt_state, mean_like(params, sums)), loss
+
+
+def mean_like(params: Any, sums: Any) -> Any:
+    """The window's gradient in the dtypes of the parameters."""
     _, num_tokens, gradients = sums
-    mean = jax.tree.map(
+    return jax.tree.map(
         lambda g, p: (g / num_tokens).astype(p.dtype), gradients, params
     )
-    return apply(inner, params, opt_state, mean)
 
 
 def apply(inner: Optimizer, params: Any, opt_state: Any, gradient: Any) -> Any:
@@ -141,7 +153,7 @@ def apply(inner: Optimizer, params: Any, opt_state: Any, gradient: Any) -> Any:
 
 
 def owned(tree: Any) -> Any:
-    """Copies a tree, so that donation does not delete another contender's arrays."""
+    """Copies a tree, so that donation does not delete another way's arrays."""
     return jax.tree.map(jnp.copy, tree)
 
 

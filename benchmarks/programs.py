@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from benchmarks.settings import ADAMW, Settings
-from benchmarks.ways import CONTENDERS
+from benchmarks.ways import WAYS
 from benchmarks.workloads import Workload, window_of
 
 BASE = "gradients alone"
@@ -30,7 +30,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     for name, make in settings.workloads.items():
         settings.say(f"programs of {name}")
         workload = make()
-        peaks = {way: _peaks(workload, way, settings.k) for way in CONTENDERS}
+        peaks = {way: _peaks(workload, way, settings.k) for way in WAYS}
         (least,) = peaks[BASE].values()
         rows += [
             {
@@ -66,7 +66,7 @@ def run_growing(settings: Settings) -> list[dict[str, Any]]:
 
 def _peaks(workload: Workload, way: str, k: int) -> dict[str, int]:
     """The peak of every program of a way."""
-    loop = CONTENDERS[way].build(workload, ADAMW, k)
+    loop = WAYS[way].build(workload, ADAMW, k)
     state = jax.eval_shape(loop.init, workload.params)
     programs = loop.lower(state, window_of(workload, k))
     return {name: program.peak() for name, program in programs.items()}

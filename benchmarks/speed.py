@@ -9,7 +9,7 @@ import optax
 
 from benchmarks.measure import Running, interleaved, ratios, relative_error, spread
 from benchmarks.settings import ADAMW, Settings
-from benchmarks.ways import CONTENDERS
+from benchmarks.ways import WAYS
 from benchmarks.workloads import Window, Workload, window_of
 
 BASE = "gradients + one step"
@@ -29,26 +29,28 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(name: str, workload: Workload, settings: Settings) -> list[dict[str, Any]]:
-    """Measures all contenders on one workload in interleaved rounds."""
+def measure(
+    workload_name: str, workload: Workload, settings: Settings
+) -> list[dict[str, Any]]:
+    """Measures all ways on one workload in interleaved rounds."""
     errors = check(workload, settings.k)
     window = window_of(workload, settings.k)
     running = {}
-    for way, contender in CONTENDERS.items():
-        loop = contender.build(workload, ADAMW, settings.k)
-        running[way] = Running(loop.run, loop.init(workload.params), window)
+    for name, way in WAYS.items():
+        loop = way.build(workload, ADAMW, settings.k)
+        running[name] = Running(loop.run, loop.init(workload.params), window)
     times = interleaved(running, rounds=settings.rounds, seconds=settings.seconds)
     over_base = ratios(times, BASE)
     rows = [
         {
-            "workload": name,
+            "workload": workload_name,
             "k": settings.k,
-            "way": way,
-            "kind": contender.kind,
-            "gradient error": errors.get(way),
-            "time": over_base[way],
+            "way": name,
+            "kind": way.kind,
+            "gradient error": errors.get(name),
+            "time": over_base[name],
         }
-        for way, contender in CONTENDERS.items()
+        for name, way in WAYS.items()
     ]
     if jax.default_backend() != "cpu":
         for row, seconds in zip(rows, times.values(), strict=True):
@@ -57,27 +59,27 @@ def measure(name: str, workload: Workload, settings: Settings) -> list[dict[str,
 
 
 def check(workload: Workload, k: int) -> dict[str, float]:
-    """The relative error of every contender's gradient of a window.
+    """The relative error of every way's gradient of a window.
 
     Raises:
-      AssertionError: an exact contender is wrong, or an inexact one is right.
+      AssertionError: an exact way is wrong, or an inexact one is right.
     """
     window = window_of(workload, k)
     exact = _gradient_in_float64(workload, window)
     # The update is far larger than the parameters, so none of it is rounded away.
     rate = 2.0**30
     errors = {}
-    for name, contender in CONTENDERS.items():
-        if contender.kind == "limit":
+    for name, way in WAYS.items():
+        if way.kind == "limit":
             continue
-        loop = contender.build(workload, optax.sgd(rate), k)
+        loop = way.build(workload, optax.sgd(rate), k)
         after, *_ = loop.run(loop.init(workload.params), window)
         moved = jax.tree.map(
             lambda a, b: (_wide(a) - _wide(b)) / rate, workload.params, after
         )
         errors[name] = error = relative_error(moved, exact)
         right = error < TOLERANCE[jnp.dtype(workload.dtype).name]
-        assert right == (contender.exact or k == 1), (name, k, error)
+        assert right == (way.exact or k == 1), (name, k, error)
     return errors
 
 

@@ -14,14 +14,15 @@ import optax
 
 import optax_tokenaccum
 from benchmarks.loops import (
-    Contender,
     Loop,
     Optimizer,
     Program,
+    Way,
     add,
     apply,
     apply_sums,
     empty_sums,
+    mean_like,
     one_by_one,
     one_program,
     optimizer_that_accumulates,
@@ -103,13 +104,19 @@ def scan_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """Sums in a scan over the window and divides after it, like MaxText."""
 
     def step(params: Any, opt_state: Any, micro_batches: Any, frozen: Any) -> Any:
-        def body(sums: Any, batch: Any) -> Any:
-            return add(sums, _gradient(workload, params, batch, frozen)), None
-
-        sums, _ = jax.lax.scan(body, empty_sums(params), micro_batches)
+        sums = _sums_by_hand(workload, params, micro_batches, frozen)
         return apply_sums(inner, params, opt_state, sums)
 
     return one_program(workload, inner.init, step, lambda window: [window.stacked])
+
+
+def _sums_by_hand(
+    workload: Workload, params: Any, micro_batches: Any, frozen: Any
+) -> Any:
+    def body(sums: Any, batch: Any) -> Any:
+        return add(sums, _gradient(workload, params, batch, frozen)), None
+
+    return jax.lax.scan(body, empty_sums(params), micro_batches)[0]
 
 
 def cond_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
@@ -126,10 +133,11 @@ def cond_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
             updated = apply_sums(inner, params, opt_state, sums)
             return *updated, jax.tree.map(jnp.zeros_like, sums)
 
-        params, opt_state, sums = jax.lax.cond(
-            index == k - 1, close, lambda: (params, opt_state, sums)
-        )
-        return params, (opt_state, sums, (index + 1) % k)
+        def leave() -> Any:
+            return params, opt_state, sums[0] / sums[1], sums
+
+        params, opt_state, loss, sums = jax.lax.cond(index == k - 1, close, leave)
+        return params, (opt_state, sums, (index + 1) % k), loss
 
     return one_program(workload, init, step, one_by_one, lambda carried: carried[1])
 
@@ -153,14 +161,18 @@ def pair_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
         params, opt_state, sums = state
         for batch in window.micro_batches:
             sums = accumulate(sums, params, batch, workload.frozen)
-        return close(params, opt_state, sums)
+        params, opt_state, _, sums = close(params, opt_state, sums)
+        return params, opt_state, sums
 
     def lower(state: Any, window: Window) -> Any:
         params, _, sums = state
         batch, held = window.micro_batches[0], size_in_bytes(sums)
         lowered = accumulate.lower(sums, params, batch, workload.frozen)
+        params_spread, opt_spread, sums_spread = shardings_of(state)
         spread = jax.jit(
-            close, donate_argnums=(0, 1, 2), out_shardings=shardings_of(state)
+            close,
+            donate_argnums=(0, 1, 2),
+            out_shardings=(params_spread, opt_spread, None, sums_spread),
         )
         return {
             "accumulate": Program(lowered, held),
@@ -180,7 +192,8 @@ def loop_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
         for batch in window.micro_batches:
             terms = gradient(state[0], batch, workload.frozen)
             sums = terms if sums is None else add(sums, terms)
-        return close(*state, sums)
+        *updated, _ = close(*state, sums)
+        return updated
 
     def lower(state: Any, window: Window) -> Any:
         batch, sums = window.micro_batches[0], jax.eval_shape(empty_sums, state[0])
@@ -262,18 +275,39 @@ def window_step(workload: Workload, inner: Optimizer, k: int, **options: Any) ->
     return _loop(workload, step, lambda window: [window.stacked], lower)
 
 
+def gradient_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """The scan by hand, which returns the gradient, and an update of its own."""
+
+    def gradient(params: Any, micro_batches: Any, frozen: Any) -> Any:
+        sums = _sums_by_hand(workload, params, micro_batches, frozen)
+        return (sums[0] / sums[1], sums[1]), mean_like(params, sums)
+
+    return _gradient_and_update(workload, inner, gradient)
+
+
 def window_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """`window_value_and_grad`, and an update in a program of its own."""
-    gradient = jax.jit(window_value_and_grad(workload.loss_fn))
+    of_window = window_value_and_grad(workload.loss_fn)
+
+    def gradient(params: Any, micro_batches: Any, frozen: Any) -> Any:
+        return of_window(params, micro_batches, frozen=frozen)
+
+    return _gradient_and_update(workload, inner, gradient)
+
+
+def _gradient_and_update(
+    workload: Workload, inner: Optimizer, gradient: Callable[..., Any]
+) -> Loop:
+    gradient = jax.jit(gradient)
     update = jax.jit(partial(apply, inner), donate_argnums=(0, 1))
 
     def run(state: Any, window: Window) -> Any:
-        _, mean = gradient(state[0], window.stacked, frozen=workload.frozen)
+        _, mean = gradient(state[0], window.stacked, workload.frozen)
         return update(*state, mean)
 
     def lower(state: Any, window: Window) -> Any:
         spread = jax.jit(gradient, out_shardings=(None, shardings_of(state[0])))
-        lowered = spread.lower(state[0], window.stacked, frozen=workload.frozen)
+        lowered = spread.lower(state[0], window.stacked, workload.frozen)
         held = size_in_bytes(state[0])
         return {
             "window": Program(lowered),
@@ -297,19 +331,20 @@ def _loop(
     return Loop(step.init, run, lower)
 
 
-CONTENDERS: dict[str, Contender] = {
-    "gradients alone": Contender("limit", gradients_alone, exact=False),
-    "gradients + one step": Contender("limit", gradients_and_step, exact=False),
-    "optax.MultiSteps": Contender("optax", optax_multi_steps, exact=False),
-    "optax.microbatching": Contender("optax", optax_microbatching),
-    "scan by hand": Contender("by hand", scan_by_hand),
-    "cond by hand": Contender("by hand", cond_by_hand),
-    "pair by hand": Contender("by hand", pair_by_hand),
-    "loop by hand": Contender("by hand", loop_by_hand),
-    "token_accumulation": Contender("ours", transformation),
-    "MultiSteps": Contender("ours", multi_steps),
-    "train step": Contender("ours", train_step),
-    "train step, one program": Contender("ours", train_step_in_one),
-    "window step": Contender("ours", window_step),
-    "window_value_and_grad": Contender("ours", window_gradient),
+WAYS: dict[str, Way] = {
+    "gradients alone": Way("limit", gradients_alone, exact=False),
+    "gradients + one step": Way("limit", gradients_and_step, exact=False),
+    "optax.MultiSteps": Way("optax", optax_multi_steps, exact=False),
+    "optax.microbatching": Way("optax", optax_microbatching),
+    "scan by hand": Way("by hand", scan_by_hand),
+    "cond by hand": Way("by hand", cond_by_hand),
+    "pair by hand": Way("by hand", pair_by_hand),
+    "loop by hand": Way("by hand", loop_by_hand),
+    "gradient by hand": Way("by hand", gradient_by_hand),
+    "token_accumulation": Way("ours", transformation),
+    "MultiSteps": Way("ours", multi_steps),
+    "train step": Way("ours", train_step),
+    "train step, one program": Way("ours", train_step_in_one),
+    "window step": Way("ours", window_step),
+    "window_value_and_grad": Way("ours", window_gradient),
 }

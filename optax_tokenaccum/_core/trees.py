@@ -1,5 +1,6 @@
 """Looks into trees of arrays and states, with errors that name the leaf."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -60,6 +61,12 @@ def as_varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
     if cast is None:  # jax 0.8
         return getattr(jax.lax, "pvary")(x, names)  # noqa: B009
     return cast(x, names, to="varying")
+
+
+def num_auto_devices(x: ArrayLike) -> int:
+    """The number of devices over which the compiler may spread `x`, if not 1."""
+    mesh = jax.typeof(x).sharding.mesh
+    return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
 
 
 def types_are_marked() -> bool:
