@@ -15,13 +15,24 @@ docs/performance.md` for its tables and `python -m benchmarks.picture` for its p
 import argparse
 from pathlib import Path
 
-from benchmarks import ahead, chips, host, programs, ragged, report, settings, speed
+from benchmarks import (
+    ahead,
+    chips,
+    compile_time,
+    host,
+    programs,
+    ragged,
+    report,
+    settings,
+    speed,
+)
 
 SUITES = {
     "speed": speed.run,
     "programs": programs.run,
     "memory": programs.run_growing,
     "host": host.run,
+    "compile": compile_time.run,
     "ragged": ragged.run,
 }
 ONLY_IF_NAMED = {"ahead": ahead.run}

@@ -83,7 +83,8 @@ def one_program(
 
     def run(state: Any, window: Window) -> Any:
         for batch in batches(window):
-            *state, _ = jitted(*state, batch, workload.frozen)
+            params, opt_state, *_ = jitted(*state, batch, workload.frozen)
+            state = params, opt_state
         return state
 
     def lower(state: Any, window: Window) -> Any:

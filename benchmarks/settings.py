@@ -22,6 +22,8 @@ class Settings(NamedTuple):
       memory_ks: the values of k in the memory suite.
       host_leaves: the numbers of leaves in the host suite.
       host_variables: the numbers of variables of nnx models in the host suite.
+      compiled_leaves: the numbers of leaves in the compile suite.
+      compiled_rounds: how often the compile suite compiles each program.
       sequences: the number of sequences in a window of the ragged suite.
       windows: the number of windows of real dialogue in the ragged suite.
       max_length: the maximum length of a sequence in the ragged suite, in tokens.
@@ -39,6 +41,8 @@ class Settings(NamedTuple):
     memory_ks: tuple[int, ...] = (1, 2, 4, 8, 16)
     host_leaves: tuple[int, ...] = (10, 300, 3000)
     host_variables: tuple[int, ...] = (10, 100, 1000)
+    compiled_leaves: tuple[int, ...] = (300, 1000)
+    compiled_rounds: int = 3
     sequences: int = 128
     windows: int = 7
     max_length: int = 512
@@ -59,6 +63,8 @@ QUICK = Settings(
     memory_ks=(1, 2),
     host_leaves=(3,),
     host_variables=(3,),
+    compiled_leaves=(3,),
+    compiled_rounds=1,
     sequences=16,
     windows=1,
     max_length=64,

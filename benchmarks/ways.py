@@ -104,13 +104,13 @@ def scan_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """Sums in a scan over the window and divides after it, like MaxText."""
 
     def step(params: Any, opt_state: Any, micro_batches: Any, frozen: Any) -> Any:
-        sums = _sums_by_hand(workload, params, micro_batches, frozen)
+        sums = sums_by_hand(workload, params, micro_batches, frozen)
         return apply_sums(inner, params, opt_state, sums)
 
     return one_program(workload, inner.init, step, lambda window: [window.stacked])
 
 
-def _sums_by_hand(
+def sums_by_hand(
     workload: Workload, params: Any, micro_batches: Any, frozen: Any
 ) -> Any:
     def body(sums: Any, batch: Any) -> Any:
@@ -279,7 +279,7 @@ def gradient_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """The scan by hand, which returns the gradient, and an update of its own."""
 
     def gradient(params: Any, micro_batches: Any, frozen: Any) -> Any:
-        sums = _sums_by_hand(workload, params, micro_batches, frozen)
+        sums = sums_by_hand(workload, params, micro_batches, frozen)
         return (sums[0] / sums[1], sums[1]), mean_like(params, sums)
 
     return _gradient_and_update(workload, inner, gradient)
