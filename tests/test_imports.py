@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ BELOW = {
 }
 # What needs an extra, and the public modules that may import it.
 EXTRAS = {"nnx": "flax", "_nnx": "flax", "linen": "flax", "grain": "grain"}
+# Those of version 0.2.0 that are in the table of the changelog.
+TABLE = (ROOT / "CHANGELOG.md").read_text().partition("you come from 0.2.0")[2]
+OLD_NAMES = [
+    name.rpartition(".")[2]
+    for row in TABLE.splitlines()[:12]
+    if row.endswith(("optax_tokenaccum.ragged` |", "optax_tokenaccum.compiled` |"))
+    for name in re.findall(r"`([\w.]+)`", row.rpartition(" | ")[0])
+]
 
 
 def name_of(path: Path) -> str:
@@ -92,14 +101,16 @@ def test_the_core_knows_no_devices_and_compiles_nothing():
 
 
 def test_names_that_moved_say_where_they_are():
+    assert {*OLD_NAMES} == {*sum(optax_tokenaccum._MOVED.values(), ())}
     for module, names in optax_tokenaccum._MOVED.items():
         public = importlib.import_module(f"{PACKAGE}.{module}")
         assert {*names} <= {*public.__all__}
         for name in names:
             with pytest.warns(DeprecationWarning, match=rf"{module}\.{name} now"):
                 assert getattr(optax_tokenaccum, name) is getattr(public, name)
-    with pytest.warns(DeprecationWarning):
-        from optax_tokenaccum import pad_window
-    assert optax_tokenaccum.ragged.pad_window is pad_window
+            given: dict[str, object] = {}
+            with pytest.warns(DeprecationWarning, match=rf"{module}\.{name} now"):
+                exec(f"from {PACKAGE} import {name}", given)
+            assert given[name] is getattr(public, name)
     with pytest.raises(AttributeError, match="no attribute 'no_name'"):
         optax_tokenaccum.no_name  # noqa: B018
