@@ -210,7 +210,12 @@ def not_wrapped(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return params
 
 
-@broken("updates discarded", "drops the one update that is not zero", Verdict.DISCARDED)
+@broken(
+    "updates discarded",
+    "drops the one update that is not zero",
+    Verdict.DISCARDED,
+    "the parameters did not move: no call closes the window",
+)
 def updates_discarded(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     """The loop of optax issue 1567: its counter is one ahead of `mini_step`."""
     optimizer = optax.MultiSteps(optimizer, K)

@@ -111,7 +111,9 @@ def audit(
         )
     limit = _default_rtol(params) if rtol is None else rtol
     second, readings = window.second(), window.readings()
-    evidences = [Evidence(g, window.tokens, x, second, limit) for g, x in readings]
+    evidences = [
+        Evidence(g, window.tokens, x, second, limit, window.drifts) for g, x in readings
+    ]
     errors = [min(evidence.candidates().values()) for evidence in evidences]
     place = int(np.argmin(errors))
     evidence = evidences[place]

@@ -1,6 +1,6 @@
 """Checks that a loss counts exactly the tokens that it sums over."""
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,47 +13,68 @@ RTOL = 1e-4  # relative error of a float32 loss
 MOST_ROWS = 32
 
 
+class CountCheck(NamedTuple):
+    """What a check of the count found."""
+
+    how: str | None  # `None` if the count was not checked
+    findings: list[str]
+    note: str | None = None  # why it was not, or what the check leaves open
+
+
 def check_count(
     measures: list[Measure],
     batch: Batch,
     batches: list[Batch],
     dims: set[int],
     rtol: float,
-) -> tuple[str | None, list[str]]:
-    """How the count was checked, or `None` if it could not be; and the findings.
+) -> CountCheck:
+    """Checks a count of tokens.
 
     `measures` are of the loss at the parameters, at zero parameters, and at others.
     `batch` is the one of `batches` with the most tokens. `dims` are the sizes of the
     parameters' axes, including the number of classes.
     """
-    how, found, is_sure = _check_masks(measures, batch, rtol)
-    if is_sure and not found:
-        return how, found
-    how_rows, found_in_rows = _check_uniform(measures[1], batches, dims)
-    if how_rows and not (found and found_in_rows):
+    by_entry = _check_masks(measures, batch, rtol)
+    if by_entry.how and not by_entry.findings and not by_entry.note:
+        return by_entry
+    by_row = _check_uniform(measures[1], batches, dims)
+    if by_row.how and not (by_entry.findings and by_row.findings):
         # Rows are never split, so it is enough that the count of each row is right.
-        return how_rows, found_in_rows
-    return how, found
+        return by_row
+    return by_entry
 
 
-def _check_masks(
-    measures: list[Measure], batch: Batch, rtol: float
-) -> tuple[str | None, list[str], bool]:
+def _check_masks(measures: list[Measure], batch: Batch, rtol: float) -> CountCheck:
     """Removes entries of likely masks: loss and count must change together."""
     likely = [(mask, *mask.gates(measures, batch, rtol)) for mask in masks_in(batch)]
     has_both = any(of_loss and of_count for _, of_loss, of_count in likely)
-    paths, found, are_sums = [], [], []
+    checked, unchanged, found, are_sums = [], [], [], []
     for mask, of_loss, of_count in likely:
         adds_up = all(_adds_up(mask, measure, batch, rtol) for measure in measures)
         # Without weights, rewards or one-hot labels the loss is zero too. So a leaf
         # that removes only the loss counts as a mask only if no leaf removes both.
         alone = of_count or of_loss and adds_up and not has_both
         if of_loss and of_count or mask.is_mask and alone:
-            paths.append(mask.path)
+            changes, findings = _findings(mask, measures, batch, adds_up, rtol)
+            (checked if changes or findings else unchanged).append(mask.path)
             are_sums.append(adds_up)
-            found += _findings(mask, measures, batch, adds_up, rtol)
-    how = f"entry by entry of {', '.join(paths)}" if paths else None
-    return how, found, bool(paths) and all(are_sums)
+            found += findings
+    note = None
+    if not checked:
+        what = "no leaf looks like a mask"
+        if unchanged:
+            what = f"no single entry of {', '.join(unchanged)} changes it"
+        note = f"{what}, and the loss is not uniform at parameters of zero."
+        if unchanged:
+            note += ' If it is one of sequences, give check_loss_fn per="sequence".'
+    elif not all(are_sums) and not found:
+        note = (
+            "Without one entry, the loss of others changes: attention does that, and a "
+            "mean over sequences. If the loss is such a mean, give check_loss_fn "
+            'per="sequence", because a count of tokens passes here.'
+        )
+    how = f"entry by entry of {', '.join(checked)}" if checked else None
+    return CountCheck(how, found, note)
 
 
 def _adds_up(mask: Mask, measure: Measure, batch: Batch, rtol: float) -> bool:
@@ -68,12 +89,13 @@ def _adds_up(mask: Mask, measure: Measure, batch: Batch, rtol: float) -> bool:
 
 def _findings(
     mask: Mask, measures: list[Measure], batch: Batch, adds_up: bool, rtol: float
-) -> Iterator[str]:
-    """Yields a finding for entries that change only the count or only the loss.
+) -> tuple[bool, list[str]]:
+    """Whether any entry changes the count, and the findings.
 
-    Another finding is a count that holds more or less than its entries.
+    There is one for entries that change only the count or only the loss, and one for a
+    count that holds more or less than its entries.
     """
-    only_loss, only_count, entries = 0, 0, 0
+    only_loss, only_count, both, entries = 0, 0, False, 0
 
     def changes(measure: Measure, row: Batch, without: Batch) -> bool:
         before, after = measure(row)[0], measure(without)[0]
@@ -89,35 +111,38 @@ def _findings(
                 )
             else:
                 # The token's loss may be zero for these parameters or values only.
-                only_count += not any(
+                is_lost = not any(
                     changes(measure, *(_moved(x, mask, far) for x in (row, without)))
                     for far in (None, 0, 100)
                     for measure in measures
                 )
+                only_count, both = only_count + is_lost, both or not is_lost
+    found = []
     if only_count:
-        yield (
+        found.append(
             f"the count takes in what the loss leaves out: {only_count} of {entries} "
             f"entries of {mask.path} change the count alone. Is it taken from labels "
             "before their shift, or with padding? Count with the mask that the loss is "
             "multiplied by."
         )
     if only_loss:
-        yield (
+        found.append(
             f"the loss takes in what the count leaves out: {only_loss} of {entries} "
             f"entries of {mask.path} change the loss alone. Is it one per sequence, or "
             "a constant? Count with the mask that the loss is multiplied by; or, if "
             'the loss is a mean over sequences, give check_loss_fn per="sequence".'
         )
-    if only_count or only_loss or not adds_up:
-        return
+    if found or not adds_up:
+        return both, found
     whole, first, second = (count for _, count in mask.in_halves(measures[0], batch))
     more = first + second - whole
     if abs(more) > 1 + rtol * whole:  # maximum(count, 1) may hold 1 more
-        yield (
+        found.append(
             f"the count is {whole:g} where the entries of {mask.path} add up to "
             f"{whole - more:g}. Is it taken from labels before their shift? Count with "
             "the mask that the loss is multiplied by."
         )
+    return both, found
 
 
 def _moved(batch: Batch, mask: Mask, far: float | None) -> Batch:
@@ -137,7 +162,7 @@ def _moved(batch: Batch, mask: Mask, far: float | None) -> Batch:
 
 def _check_uniform(
     measure_at_zero: Measure, batches: list[Batch], dims: set[int]
-) -> tuple[str | None, list[str]]:
+) -> CountCheck:
     """Checks the count with equal logits, where the loss is proportional to it."""
     rows = [
         rows_of(batch, i, i + 1)
@@ -147,24 +172,26 @@ def _check_uniform(
     losses, counts = np.array([measure_at_zero(row) for row in rows]).T
     slack = RTOL * abs(losses).max()
     if not np.isfinite(losses).all() or np.ptp(losses) <= slack:
-        return None, []  # rows of equal length tell nothing
-    how = "at parameters of zero, where every token costs the same"
+        return CountCheck(None, [])  # rows of equal length tell nothing
+    at_zero = "at parameters of zero, where"
     ratio = losses.sum() / counts.sum() if counts.sum() else np.inf
     if (abs(losses - ratio * counts) <= slack).all():
-        return how, []
+        how = f"{at_zero} the loss of a row is proportional to its count"
+        return CountCheck(how, [])
     for classes in dims - {1}:
         # With equal logits, a token costs the log of the number of classes.
         exact = losses / np.log(classes)
         tokens = np.round(exact)
         is_whole = (abs(exact - tokens) <= RTOL * np.maximum(tokens, 1)).all()
         if is_whole and (what := _name(counts, tokens)):
-            return how, [
+            finding = (
                 f"the count is not that of the loss but {what}. Rows with "
                 f"{' to '.join(f'{n:g}' for n in tokens[:4])} loss tokens were counted "
                 f"as {counts[:4].tolist()}. Count with the mask that the loss is "
                 "multiplied by."
-            ]
-    return None, []
+            )
+            return CountCheck(f"{at_zero} every token costs the same", [finding])
+    return CountCheck(None, [])
 
 
 def _name(counts: np.ndarray, tokens: np.ndarray) -> str:

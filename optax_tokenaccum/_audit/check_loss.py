@@ -26,7 +26,9 @@ class LossReport:
 
     Attributes:
       findings: a message for each problem; empty if there are none.
-      count_checked: how the count was checked; `None` if it could not be checked.
+      count_checked: how the count was checked; `None` if it was not.
+      note: why the count was not checked, or what the check leaves open; `None` if it
+        leaves nothing open.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,6 +44,7 @@ class LossReport:
 
     findings: tuple[str, ...]
     count_checked: str | None
+    note: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -57,12 +60,10 @@ class LossReport:
         lines = [f"WRONG: {finding}" for finding in self.findings]
         if self.passed:
             lines.append("OK: the loss and its count are sums over rows.")
-        lines.append(
-            f"The count was checked {self.count_checked}."
-            if self.count_checked
-            else "Whether the count is the loss's own was not checked: no leaf looks "
-            "like a mask, and the loss is not uniform at parameters of zero."
-        )
+        how = "Whether the count is the loss's own was not checked:"
+        if self.count_checked:
+            how = f"The count was checked {self.count_checked}."
+        lines.append(f"{how} {self.note}" if self.note else how)
         return "\n".join(lines)
 
 
@@ -89,13 +90,15 @@ def check_loss_fn(
     1e-4 of the loss (1e-2 if the loss computes in 16 bits). It also does not detect a
     count that leaves out a leaf of float zeros and ones that scales the loss, because
     the leaf may be a reward. If the check cannot tell whether the count is right,
-    `count_checked` is `None`.
+    `count_checked` is `None`, and `note` says why.
 
-    With `per="sequence"`, it checks a loss that is a mean over sequences: a sum of the
-    sequences' losses, and their number, as `reduce_loss` returns. The count must be
-    whole, must not change with every token, and must not leave out a row that has a
-    loss. What the check cannot know is whether a constant that sums are divided by is
-    one of the run, or the padded length.
+    If the loss is a mean over sequences, as GRPO's is, give `per="sequence"`. Without
+    it, such a loss passes with a count of tokens, which is wrong. With it, the loss
+    must be a sum of the sequences' losses, and the count their number, as `reduce_loss`
+    returns them: whole, not changed by every token, and without a row that has a loss
+    and a count of 0. The check cannot know whether a constant that sums are divided by
+    is one of the run, or the padded length. Nor does it see a term that is a sum over
+    tokens, such as a KL term, in a loss that is counted in sequences.
 
     Args:
       loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`.
@@ -161,17 +164,17 @@ def check_loss_fn(
     rtol = 1e-2 if re.search(r"\b(b?f16|f8_\w+)\[", program) else RTOL
     findings = [*_findings_on_sums(measure, batch, rtol)]
     if findings:
-        return LossReport(tuple(findings), None)
+        return LossReport(tuple(findings), None, "correct the above first.")
     params = jax.tree.map(jnp.asarray, params)
     zeros, negative = (jax.tree.map(f, params) for f in (jnp.zeros_like, _negative))
     measures = [measure, at(zeros), at(negative)]
     batch = max(batches, key=lambda batch: measure(batch)[1])
     if per == "token":
         dims = {size for x in jax.tree.leaves(params) for size in x.shape}
-        how, findings = check_count(measures, batch, batches, dims, rtol)
+        how, findings, note = check_count(measures, batch, batches, dims, rtol)
     else:
-        how, findings = check_sequences(measures, batch, rtol)
-    return LossReport(tuple(findings), how)
+        how, findings, note = check_sequences(measures, batch, rtol)
+    return LossReport(tuple(findings), how, note)
 
 
 def _negative(x: jax.Array) -> jax.Array:

@@ -54,9 +54,9 @@ class Mask(NamedTuple):
 
     def rows_without_one(self, batch: Batch) -> Iterator[tuple[Batch, list[Batch]]]:
         """Some rows, each also without one of its entries: the first, the last, ..."""
-        rows = _some(len(self.there), MOST_ROWS)
-        for i in rows:
-            row, there = rows_of(batch, i, i + 1), self.there[i : i + 1]
+        rows = [*some_rows(batch, len(self.there))]
+        for i, row in rows:
+            there = self.there[i : i + 1]
             places = np.argwhere(there)
             without = []
             for j in _some(len(places), max(3, MOST_ENTRIES // len(rows))):
@@ -90,6 +90,11 @@ def masks_in(batch: Batch) -> list[Mask]:
 
 def rows_of(batch: Batch, start: int, stop: int | None) -> Batch:
     return jax.tree.map(lambda x: x[start:stop], batch)
+
+
+def some_rows(batch: Batch, n: int) -> Iterator[tuple[int, Batch]]:
+    """Some of the `n` rows of a batch, with their places."""
+    return ((int(i), rows_of(batch, i, i + 1)) for i in _some(n, MOST_ROWS))
 
 
 def _some(n: int, most: int) -> np.ndarray:

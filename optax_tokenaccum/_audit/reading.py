@@ -59,6 +59,10 @@ class Window:
         """The parameters after the loop without any update, which may drift."""
         return self.after(NO_UPDATE)
 
+    @property
+    def drifts(self) -> bool:
+        return bool((flat(self.still) != flat(self.params)).any())
+
     @cached_property
     def scale(self) -> float:
         """A power of 2 that makes the update larger than the parameters.

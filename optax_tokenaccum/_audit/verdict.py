@@ -8,7 +8,7 @@ from optax_tokenaccum._audit.report import AuditReport, Parameter, Verdict
 from optax_tokenaccum._audit.weights import Weights, estimate_weights
 
 EXPLANATIONS = {
-    Verdict.EXACT: "the loop applies the token mean of the whole window.",
+    Verdict.EXACT: "the loop applies the exact mean of the window, by loss_fn's count.",
     Verdict.MEAN_OF_MEANS: (
         "the loop averages the means of its micro-batches, so a token counts for less "
         "the longer its micro-batch. Use optax_tokenaccum.MultiSteps, and give each "
@@ -38,12 +38,18 @@ EXPLANATIONS = {
         "token_accumulation, or use make_train_step, so that it takes one a window."
     ),
 }
+MOVED_BY_ANOTHER = (
+    "the parameters move, but not by the optimizer that run is given: run takes its "
+    "step with another one, such as a global optimizer (build the step inside run, "
+    "from the one that it is given). Or something else moves them, such as weight "
+    "decay by hand, and the update is thrown away."
+)
 NOT_A_SUM = (
     "the applied gradient is not a sum of these micro-batches' gradients. Possible "
-    "reasons: a window left open by earlier calls (end it with close_window); another "
-    "loss; dropout; means that devices take of their own rows; parameters that run "
-    "keeps frozen (also stop their gradient in loss_fn); or weight decay or a "
-    "rescaling by parameter before the given optimizer."
+    "reasons: a window left open by earlier calls (end it with close_window); padding "
+    "that the loss counts; another loss; dropout; means that devices take of their own "
+    "rows; parameters that run keeps frozen (also stop their gradient in loss_fn); or "
+    "weight decay or a rescaling by parameter before the given optimizer."
 )
 
 # Relative error of a step on one micro-batch; for a step on a window it is larger.
@@ -59,6 +65,7 @@ class Evidence(NamedTuple):
     first: np.ndarray  # the gradient of the loop's first update, [parameters]
     second: np.ndarray  # of its second update; zeros if there was none
     rtol: float  # the relative error up to which a gradient counts as right
+    drifts: bool = False  # whether the loop moves parameters without any update
     noise: float = 0.0  # measured rounding error if `rtol` is derived from it, relative
 
     @property
@@ -120,12 +127,14 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
 
 def judge(evidence: Evidence, parameters: list[Parameter]) -> AuditReport:
     """The report on the evidence."""
-    gradients, tokens, applied, _, rtol, noise = evidence
+    gradients, tokens, applied, _, rtol, _, noise = evidence
     exact = evidence.exact
     weights = estimate_weights(gradients, tokens, applied, rtol)
     found = _conclude(evidence, weights)
     verdict = found if isinstance(found, Verdict) else Verdict.UNKNOWN
     explanation = EXPLANATIONS[found] if isinstance(found, Verdict) else found
+    if found is Verdict.DISCARDED and evidence.drifts:
+        explanation = MOVED_BY_ANOTHER
     if noise and not explanation.startswith("cannot tell"):
         explanation += f" Rounding noise of {noise:.1e} was measured and is tolerated."
     candidates, factor = evidence.candidates(), evidence.factor_of(exact)

@@ -26,6 +26,15 @@ class Weights(NamedTuple):
                 'MultiSteps gradients="sum", or divide the loss by its tokens. Or the '
                 "loop is right, and loss_fn returns a mean: check_loss_fn tells."
             )
+        if (
+            min(self.tokens[self.tokens > 0]) < 1
+            and self.are_near(np.minimum(self.tokens, 1)).all()
+        ):
+            return (
+                "micro-batches are divided by 1 where loss_fn counts less, as a mean "
+                "over max(n, 1) is, so they count for too little. Divide by n wherever "
+                "it is positive: loss_sum / jnp.where(n > 0, n, 1)."
+            )
         told, k = self.errors < 0.5, len(self.tokens)
         lost, twice = (np.sum(told & self.are_near(times)) for times in (0, 2))
         if lost:

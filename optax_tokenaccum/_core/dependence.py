@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import Any, NamedTuple
@@ -283,27 +283,40 @@ def opened(traced: Any) -> Any:
     return getattr(traced, "jaxpr", traced)
 
 
-def used_twice(traced: Traced, names: list[int | None]) -> set[int]:
+Names = Sequence[int | None]  # of the last inputs of a function
+
+
+def used_twice(traced: Traced, names: Names) -> set[int]:
     """The names of inputs that some operation takes twice.
 
-    Args:
-      traced: the trace of a function.
-      names: of its last inputs, the only ones to look at. An input of an inner function
-        whose own inputs cannot be told counts as taken twice.
+    An input of an inner function whose own inputs cannot be told counts as taken twice.
     """
+    uses = [taken for _, taken in _uses(traced, names)]
+    return {x for taken in uses for x in taken if x is not None and taken.count(x) > 1}
+
+
+def looked_up(traced: Traced, names: Names) -> set[int | None]:
+    """The names of inputs in which an operation looks up rows."""
+    return {taken[0] for name, taken in _uses(traced, names) if name == "gather"}
+
+
+def _uses(traced: Traced, names: Names) -> Iterator[tuple[str, list[int | None]]]:
+    """Yields what operations take, in called functions too."""
     jaxpr = opened(traced)
     inputs = jaxpr.invars[len(jaxpr.invars) - len(names) :]
     name_of = dict(zip(inputs, names, strict=True))
-    found: set[int] = set()
     for x in jaxpr.eqns:
         taken = [None if isinstance(y, Literal) else name_of.get(y) for y in x.invars]
-        named = {name for name in taken if name is not None}
-        found |= {name for name in named if taken.count(name) > 1}
+        named = [name for name in taken if name is not None]
+        if named:
+            yield x.primitive.name, taken
         for inner in functions_in(x) if named else ():
             # A conditional has a predicate, which its branches do not take.
             skip = len(taken) - len(opened(inner).invars)
-            found |= used_twice(inner, taken[skip:]) if skip in (0, 1) else named
-    return found
+            if skip in (0, 1):
+                yield from _uses(inner, taken[skip:])
+            else:
+                yield x.primitive.name, [*named, *named]
 
 
 class Scan(NamedTuple):

@@ -66,7 +66,7 @@ def as_varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
 def num_auto_devices(x: ArrayLike) -> int:
     """The number of devices over which the compiler may spread `x`, if not 1."""
     mesh = jax.typeof(x).sharding.mesh
-    return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
+    return math.prod(mesh.shape[name] for name in {*mesh.shape} - {*mesh.manual_axes})
 
 
 def types_are_marked() -> bool:

@@ -71,12 +71,18 @@ def spread_rows(
 
 
 def _check_process(devices: DataParallel, batch: Batch) -> None:
-    """Raises if an array belongs to only one of several processes."""
+    """Raises if an array is of this process alone, and some devices are not."""
     if devices.sharding().is_fully_addressable:
         return
     for x in jax.tree.leaves(batch):
         is_local = hasattr(x, "__array__") and trees.is_concrete(x)
         if is_local and not _is_on_a_mesh(x):
+            if jax.process_count() == 1:
+                raise ValueError(
+                    "A batch for devices that are not there must be made of shapes: "
+                    f"got an array of shape {jnp.shape(x)}. Give lower, compile and "
+                    "largest_micro_batch a jax.ShapeDtypeStruct in its place."
+                )
             raise ValueError(
                 "A batch for the devices of several processes must be made of "
                 "arrays over all of them: got one of this process alone, of shape "

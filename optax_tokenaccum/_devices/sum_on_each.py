@@ -1,5 +1,6 @@
 """A sum on each device, reduced once, at the close: `reduce_every="window"`."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class SumOnEach(OnMesh):
                 f"device keeps whole float32 sums of their gradients: {gathered:,} "
                 'bytes. reduce_every="micro_batch" spreads the sums too (FSDP); '
                 'reduce_every="window" keeps them whole without this warning.',
-                stacklevel=4,
+                stacklevel=_level_of_caller(),
             )
         return super().init(init, params)
 
@@ -129,6 +130,18 @@ class SumOnEach(OnMesh):
             )(opt_state, micro_batch._replace(rows=rows.batch), *others)
 
         return mapped
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` of the call into this package, for the caller of this function.
+
+    `skip_file_prefixes` does the same from Python 3.12 on.
+    """
+    package, _, _ = __name__.partition(".")
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _innermost(names: tuple[str, ...], spec: list[Entry]) -> list[Entry]:

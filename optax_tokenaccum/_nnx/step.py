@@ -56,7 +56,8 @@ class ModelStep(abc.ABC):
         Args:
           model: if the step has a mesh, arrays on that mesh stay where they are, and
             other arrays are copied to all its devices.
-          optimizer: its moments are placed like the parameters they belong to.
+          optimizer: its moments are placed like the parameters they belong to, except
+            moments that are spread over the mesh already: these stay where they are.
 
         Raises:
           TypeError: the step cannot use this optimizer.

@@ -81,10 +81,15 @@ def plan_window(
     longest_bucket = shapes[-1][1]
     too_long = np.flatnonzero(tokens > longest_bucket)
     if too_long.size:
+        advice = f"bucket has {longest_bucket}. Cut it, leave it out, or add a bucket."
+        if length_buckets is None:
+            advice = (
+                f"default bucket has {longest_bucket}, the largest power of two that "
+                f"max_tokens allows. {_more_room(tokens, max_tokens, batch_multiple)}"
+            )
         raise ValueError(
             "Every sequence must fit into a bucket: got one of "
-            f"{tokens[too_long[0]]} tokens at index {too_long[0]}, the longest bucket "
-            f"has {longest_bucket}. Cut it, leave it out, or add a bucket."
+            f"{tokens[too_long[0]]} tokens at index {too_long[0]}, the longest {advice}"
         )
     order = np.argsort(-tokens, kind="stable")
     choice = _cheapest(tokens[order].tolist(), shapes, cost or mul)
@@ -149,12 +154,24 @@ def choose_length_buckets(
     return tuple(reversed(chosen))
 
 
+def _more_room(tokens: np.ndarray, max_tokens: int, batch_multiple: int) -> str:
+    """What to do if a sequence is longer than all default buckets."""
+    longest = int(tokens.max())
+    power_of_two = 1 << (longest - 1).bit_length()
+    fits = longest * batch_multiple <= max_tokens
+    return f"Raise max_tokens to {power_of_two * batch_multiple}" + (
+        ", or pass length_buckets." if fits else "."
+    )
+
+
 def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     tokens = np.asarray(lengths)
-    if tokens.ndim != 1 or not tokens.size:
+    if tokens.shape == (0,):
+        raise ValueError("There must be at least one sequence: got no lengths.")
+    if tokens.ndim != 1:
         raise ValueError(
-            "lengths must be a list of at least one sequence's tokens: got shape "
-            f"{tokens.shape}."
+            "lengths must be the number of tokens of each sequence, a list of "
+            f"integers: got shape {tokens.shape}."
         )
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"lengths must be integers: got {tokens.dtype}.")

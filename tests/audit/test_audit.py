@@ -32,8 +32,9 @@ from audited_loops import (
 )
 from helpers import cut, init_params, loss_mean_fn, ragged_batch, slow
 from helpers import loss_sum_fn as loss_fn
+from ragged_windows import PADS, planned, ragged_window
 
-from optax_tokenaccum import Verdict, audit
+from optax_tokenaccum import Verdict, audit, make_train_step
 
 PRECISIONS = ["float32", slow("bfloat16")]
 
@@ -145,6 +146,47 @@ def test_counts_that_are_off_are_named_and_shown():
     assert f"a count of {wrong.sum()} tokens where loss_fn counts" in text
 
 
+def test_a_mean_that_is_divided_by_at_least_1_is_named():
+    """Weights of tokens may add up to less than 1."""
+
+    def mean_by_1(params: Any, batch: Any) -> Any:
+        grads, n = gradient_of(loss_fn)(params, batch)
+        return scale(grads, 1 / jnp.maximum(n, 1))
+
+    run = with_counts(mean_by_1, lambda batch: batch["mask"].sum())
+    for below_1 in ([3], [1, 4], range(K)):
+        weights = np.where(np.isin(np.arange(K), below_1), 0.002, 1)
+        micro_batches = [
+            batch | {"mask": np.float32(batch["mask"] * weight)}
+            for batch, weight in zip(MICRO_BATCHES, weights, strict=True)
+        ]
+        report = audit(run, loss_fn, init_params(0), micro_batches)
+        assert report.verdict is Verdict.UNKNOWN
+        assert "divided by 1 where loss_fn counts less" in report.explanation
+
+
+def test_a_loop_that_plans_its_own_micro_batches_is_given_sequences():
+    _, sequences = ragged_window(0, rows=4)
+
+    def of_sequence(params: Any, sequence: Any) -> Any:
+        return loss_fn(params, jax.tree.map(lambda x: x[None], sequence))
+
+    def with_pads(pads: Any) -> Any:
+        def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+            step = make_train_step(loss_fn, optimizer)
+            state = step.init(params)
+            for batch in planned(micro_batches, pads):
+                state, _ = step.accumulate(state, batch)
+            return step.close_window(state)[0].params
+
+        return audit(run, of_sequence, init_params(0), sequences)
+
+    with_pads(PADS).assert_exact()
+    report = with_pads(PADS | {"mask": True})
+    assert report.verdict is Verdict.UNKNOWN
+    assert "padding that the loss counts" in report.explanation
+
+
 def test_small_gradients_of_large_parameters_are_read():
     """Gradients of 1e-4, too small for `sgd(1.0)` to move bfloat16 parameters of 1."""
 
@@ -238,7 +280,7 @@ def with_frozen_embedding(optimizer: Any, params: Any, micro_batches: Any) -> An
     ("run", "given", "verdict", "says"),
     [
         (two_windows, loss_fn, Verdict.UNKNOWN, "run must be one window"),
-        (with_adam, loss_fn, Verdict.DISCARDED, "another optimizer than the one that"),
+        (with_adam, loss_fn, Verdict.DISCARDED, "move, but not by the optimizer that"),
         (with_frozen_embedding, loss_fn, Verdict.UNKNOWN, "also stop their gradient"),
         (by_transformation, loss_mean_fn, Verdict.UNKNOWN, "loss_fn returns a mean"),
     ],

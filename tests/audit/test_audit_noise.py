@@ -41,7 +41,7 @@ TWICE[5] = 2
     [
         (LOST, "2 of the 8 micro-batches count for nothing"),
         (TWICE, "1 of the 8 micro-batches counts twice"),
-        (EXACT, "the token mean of the whole window"),
+        (EXACT, "the exact mean of the window, by loss_fn's count"),
     ],
     ids=["two lost", "one twice", "right"],
 )

@@ -141,6 +141,14 @@ def dropout_with_keys_of_rows(p: Any, b: Any) -> Any:
     return masked(losses, b["mask"])
 
 
+def attending(p: Any, b: Any) -> Any:
+    """The mask is also that of an attention: a token changes the losses of others."""
+    x = p["embed"][b["ids"]]
+    scores = jnp.where(b["mask"][:, None, :], x @ x.mT, -1e9)
+    logits = jnp.tanh(jax.nn.softmax(scores) @ x @ p["hidden"]) @ p["out"]
+    return softmax_cross_entropy_sum(logits, b["labels"], b["mask"])
+
+
 BY_ENTRY, BY_MASK = "entry by entry", r"entry by entry of \['mask'\]"
 # Right losses, and how their counts are checked. By default the first five run.
 RIGHT: dict[str, tuple[Loss, str]] = {
@@ -169,6 +177,7 @@ RIGHT: dict[str, tuple[Loss, str]] = {
         lambda p, b: masked(errors(p, b, "zero_or_one") ** 2, b["mask_ints"]),
         r"entry by entry of \['mask_ints'\]",
     ),
+    "attention": (attending, "parameters of zero"),
 }
 
 
@@ -301,7 +310,9 @@ def test_what_cannot_be_checked_says_so():
 
     report = check_loss_fn(loss_fn, PARAMS, [jnp.arange(6.0)])
     assert report.passed and report.count_checked is None
-    assert "was not checked" in str(report)
+    assert "was not checked: no leaf looks like a mask" in str(report)
+    report = check_loss_fn(lambda p, b: (jnp.mean(b), 1), PARAMS, [jnp.arange(6.0)])
+    assert "was not checked: correct the above first" in str(report)
     for error, message, given, batch in (
         (ValueError, "at least two rows", loss_fn, jnp.ones(1)),
         (ValueError, "leading axis", loss_fn, jnp.ones(())),

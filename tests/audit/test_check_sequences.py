@@ -1,5 +1,6 @@
 """`check_loss_fn(per="sequence")`: means over sequences, and wrong counts."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,9 +72,48 @@ def test_a_count_of_sequences_is_not_one_of_tokens():
     assert 'per="sequence"' in findings[-1]
 
 
-def tokens(params: Any, batch: Any) -> Any:
-    loss_sum, _ = SUM(params, batch)
+def tokens(params: Any, batch: Any, loss_fn: Any = SUM) -> Any:
+    loss_sum, _ = loss_fn(params, batch)
     return loss_sum, jnp.sum(batch["mask"])
+
+
+def unmasked(params: Any, batch: Any) -> Any:
+    """The mean over all of a row, with padding; rows without tokens do not count."""
+    losses = jnp.mean((params["w"] * batch["x"] - 1) ** 2, axis=1)
+    return jnp.sum(losses), jnp.sum(jnp.any(batch["mask"], axis=1))
+
+
+@pytest.mark.parametrize("loss_fn", [MEAN, unmasked], ids=["right", "unmasked"])
+def test_a_count_that_no_single_token_changes_was_not_checked_as_one_of_tokens(
+    loss_fn: Any,
+):
+    batch = {name: x[:-1] for name, x in make_batch(False).items()}  # all have tokens
+    report = check_loss_fn(loss_fn, PARAMS, [batch])
+    assert report.passed and report.count_checked is None
+    assert "not checked: no single entry of ['mask'] changes it" in str(report)
+    assert 'per="sequence"' in str(report)
+
+
+def test_a_mean_over_sequences_that_is_counted_in_tokens_is_told_to_ask_again():
+    loss_fn = functools.partial(tokens, loss_fn=MEAN)
+    report = check_loss_fn(loss_fn, PARAMS, [make_batch(False)])
+    assert report.passed and 'give check_loss_fn per="sequence"' in str(report)
+    assert not check_loss_fn(loss_fn, PARAMS, [make_batch(False)], "sequence").passed
+    # No such doubt where tokens add up.
+    token_mean = reduced("token-mean")
+    report = check_loss_fn(token_mean, PARAMS, [make_batch(False)])
+    assert str(report).endswith("entry by entry of ['mask'].")
+
+
+def test_a_row_without_tokens_may_be_nan_at_other_parameters():
+    """Where the check sets the parameters to zero, 0/0 is masked by a product."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        is_there = jnp.any(batch["mask"], axis=1)
+        losses = jnp.mean(batch["x"] * params["w"], axis=1) / params["w"]
+        return jnp.sum(losses * is_there), jnp.sum(is_there)
+
+    check_loss_fn(loss_fn, PARAMS, [make_batch(False)], "sequence").assert_exact()
 
 
 def long_sequences(params: Any, batch: Any) -> Any:
@@ -91,6 +131,7 @@ def mean_of_sequences(params: Any, batch: Any) -> Any:
     [
         (tokens, "changes with every entry of"),
         (long_sequences, "sequences that the count leaves out"),
+        (unmasked, "1 of 6 rows have a loss and a count of 0"),
         (mean_of_sequences, "already a mean"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

@@ -75,6 +75,19 @@ def test_two_processes():
     assert "float32[8, 5], and process 1 did not in 2 s" in said[0]["alone"]
 
 
+def test_an_array_for_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = make_train_step(loss_fn, optax.sgd(1.0), 1, mesh=mesh, data_axes="data")
+    state = step.init(jax.ShapeDtypeStruct((), np.float32))
+    # As on a mesh of `jax.experimental.topologies`, which a CPU has none of.
+    monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
+    with pytest.raises(ValueError, match="not there") as raised:
+        step.accumulate.lower(state, np.ones((8, 2), np.float32))
+    assert "shape (8, 2)" in str(raised.value)
+    assert "jax.ShapeDtypeStruct" in str(raised.value)
+    step.accumulate.lower(state, jax.ShapeDtypeStruct((8, 2), np.float32))
+
+
 def rows(numbers: np.ndarray, mesh: Any, *, micro_batches: int = 0) -> jax.Array:
     """Return a global array, of which `numbers` is this process's half."""
     spec = P(None, "data") if micro_batches else P("data")

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import operator
+import re
 from typing import Any
 
 import grain
@@ -139,7 +140,8 @@ plan = functools.partial(plan_window, max_tokens=64)
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (ValueError, "at least one sequence", lambda: plan([])),
+        (ValueError, "at least one sequence: got no lengths", lambda: plan([])),
+        (ValueError, r"a list of integers: got shape \(1, 2\)", lambda: plan([[3, 4]])),
         (ValueError, "got 0 at index 2", lambda: plan([3, 1, 0])),
         (TypeError, "must be integers", lambda: plan([1.5])),
         (ValueError, "max_tokens", lambda: plan_window([1], max_tokens=0)),
@@ -147,8 +149,47 @@ plan = functools.partial(plan_window, max_tokens=64)
         (ValueError, "got -1 at index 0", lambda: choose_length_buckets([-1], 2)),
         (ValueError, "n must be", lambda: choose_length_buckets([1], 0)),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "advice"),
+    [
+        (
+            {"max_tokens": 500},
+            "at index 1, the longest default bucket has 256, the largest power of two",
+            "Raise max_tokens to 512, or pass length_buckets.",
+        ),
+        (
+            {"max_tokens": 1000, "batch_multiple": 2},
+            "the longest default bucket has 256",
+            "Raise max_tokens to 1024, or pass length_buckets.",
+        ),
+        (
+            {"max_tokens": 300},
+            "the longest default bucket has 256",
+            "Raise max_tokens to 512.",
+        ),
+        (
+            {"max_tokens": 500, "length_buckets": [64, 256]},
+            "at index 1, the longest bucket has 256.",
+            "Cut it, leave it out, or add a bucket.",
+        ),
+    ],
+    ids=["default buckets", "of two devices", "more than max_tokens", "buckets"],
+)
+def test_a_sequence_without_a_bucket_is_told_what_makes_room(
+    options: Any, message: str, advice: str
+):
+    with pytest.raises(ValueError, match=message) as raised:
+        plan_window([9, 384], **options)
+    assert str(raised.value).endswith(advice)
+    tokens = re.search(r"max_tokens to (\d+)", advice)
+    if tokens:
+        plan_window([9, 384], **options | {"max_tokens": int(tokens[1])})
+    if "length_buckets" in advice:
+        plan_window([9, 384], **options, length_buckets=[384])

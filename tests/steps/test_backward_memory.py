@@ -85,3 +85,29 @@ def test_whole_gradients_need_more(
     """The test above can fail."""
     monkeypatch.setattr(BackwardPass, "is_supported", False)
     assert ratio(way, over_8, *stacked_layers()) > 1.4
+
+
+def unrolled_bfloat16_layers() -> Any:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = batch["x"].astype(jnp.bfloat16)
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        losses = jnp.sum(x.astype(jnp.float32) ** 2, -1)
+        return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+    return loss_fn, {"layers": [np.zeros((WIDTH, WIDTH), jnp.bfloat16)] * 12}
+
+
+@pytest.mark.parametrize("way", ["two programs", "nnx two programs"])
+def test_unrolled_bfloat16_layers_need_what_they_need_by_hand(way: str):
+    loss_fn, params = unrolled_bfloat16_layers()
+
+    def add(sums: Any, params: Any, batch: Any) -> Any:
+        terms = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        return jax.tree.map(jnp.add, sums, terms)
+
+    sums = jax.eval_shape(lambda: ((0.0, 0.0), jax.tree.map(jnp.float32, params)))
+    by_hand = net_bytes(jax.jit(add, donate_argnums=0).lower(sums, params, batch_of(8)))
+    step = make_step(way, optax.sgd(0.1), None, loss_fn=loss_fn, data_axes=None)
+    lowered = step.accumulate.lower(step.init(params), batch_of(8))
+    assert net_bytes(lowered) <= 1.01 * by_hand
