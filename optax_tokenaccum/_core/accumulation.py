@@ -14,7 +14,12 @@ from jax.typing import ArrayLike
 from optax import Params
 
 from optax_tokenaccum._core import arrays, checks, overwritten, sums, trees
-from optax_tokenaccum._core.backward import BackwardPass, CannotAdd, Returned
+from optax_tokenaccum._core.backward import (
+    BackwardPass,
+    CannotAdd,
+    Returned,
+    report_loss,
+)
 from optax_tokenaccum._core.contribution import (
     Contribution,
     SkipFn,
@@ -170,6 +175,7 @@ class Accumulation:
           params: the parameters.
           others: what gradients are returned of, and not added to the sums.
         """
+        report_loss(loss)
         try:
             return self._add_within(loss, state, params, others)
         except CannotAdd as error:

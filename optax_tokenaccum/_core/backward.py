@@ -40,16 +40,29 @@ Returned = tuple[jax.Array, tuple[ArrayLike | None, A]]
 # A loss, `aux`, and the gradients that are returned, by their inputs' indices.
 Differentiated = tuple[jax.Array, Any, dict[int, jax.Array]]
 
-_collected: ContextVar[dict[str, str] | None] = ContextVar("reasons", default=None)
+
+class Collected(NamedTuple):
+    """What backward passes report, by the paths of parameters.
+
+    Attributes:
+      reasons: why gradients exist as a whole next to their sums.
+      by_layer: shapes of parameters, scanned axis first, whose gradients are added
+        layer by layer on devices over which the compiler may spread them.
+      losses: those that were differentiated.
+    """
+
+    reasons: dict[str, str]
+    by_layer: dict[str, tuple[int, ...]]
+    losses: list[Any]
+
+
+_collected: ContextVar[Collected | None] = ContextVar("collected", default=None)
 
 
 @contextlib.contextmanager
-def collect_reasons() -> Iterator[dict[str, str]]:
-    """Collects why gradients are whole, in what is traced inside the block.
-
-    By the path of each parameter whose gradient exists next to its sum.
-    """
-    collected: dict[str, str] = {}
+def collect() -> Iterator[Collected]:
+    """Collects the reports of what is traced inside the block."""
+    collected = Collected({}, {}, [])
     token = _collected.set(collected)
     try:
         yield collected
@@ -58,10 +71,19 @@ def collect_reasons() -> Iterator[dict[str, str]]:
 
 
 def report(reasons: dict[str, str]) -> None:
-    """Adds to what `collect_reasons` collects, if it does."""
-    collected = _collected.get()
-    if collected is not None:
-        collected |= reasons
+    """Adds to what `collect` collects, if it does."""
+    if collected := _collected.get():
+        collected.reasons.update(reasons)
+
+
+def report_layers(by_layer: dict[str, tuple[int, ...]]) -> None:
+    if collected := _collected.get():
+        collected.by_layer.update(by_layer)
+
+
+def report_loss(loss: Any) -> None:
+    if collected := _collected.get():
+        collected.losses.append(loss)
 
 
 class CannotAdd(Exception):
@@ -168,6 +190,9 @@ class BackwardPass:
                     self._whole.add(i)
                 else:
                     self._decide(i, x, total, is_unsharded[i], scans.get(i, []))
+        by_layer = self._stand_ins.intersection(scans)
+        spread = [i for i in by_layer if trees.num_auto_devices(inputs[i]) > 1]
+        report_layers({self._names[i]: jnp.shape(inputs[i]) for i in spread})
         if self._reasons and self._stand_ins.isdisjoint(scans):
             # Nothing is gained, and a conditional may cost copies.
             raise CannotAdd(self._named(self._reasons))

@@ -2,11 +2,32 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Concatenate
 
+import jax
+from optax import Params
+
+from optax_tokenaccum._core import overwritten
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers
 from optax_tokenaccum._core.loss import Output
 from optax_tokenaccum._core.trees import Batch, M, ParamShardings, T
+from optax_tokenaccum._devices.shardings import is_whole
+
+
+@dataclass(frozen=True)
+class PlacedSums(Layout):
+    """Sums that lie like parameters whose shardings are known."""
+
+    shardings: ParamShardings
+
+    def has_whole_axes(self, sums: list[jax.Array], axes: list[int]) -> list[bool]:
+        shardings = jax.tree.leaves(self.shardings)
+        return [*map(is_whole, shardings, axes)]
+
+    def split(self, params: Params) -> tuple[Layout, Layout]:
+        trained, values = overwritten.split(self.shardings, params)
+        return replace(self, shardings=trained), replace(self, shardings=values)
 
 
 class OneDevice:
@@ -35,7 +56,7 @@ class OneDevice:
 
     def layout(self, shardings: ParamShardings = None) -> Layout:
         """Where the sums live, outside of `on_rows`."""
-        return Layout()
+        return Layout() if shardings is None else PlacedSums(shardings)
 
     def on_rows(
         self,
@@ -51,7 +72,7 @@ class OneDevice:
         gets all of `others`. What devices return as `aux` is concatenated along the
         axis of the rows.
         """
-        return functools.partial(f, on(Layout(), ALONE))
+        return functools.partial(f, on(self.layout(shardings), ALONE))
 
     def auto(
         self, f: Callable[..., Output], shardings: ParamShardings, axis: int = 0

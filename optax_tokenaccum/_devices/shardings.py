@@ -50,6 +50,13 @@ def entries_of(sharding: NamedSharding | Unknown, ndim: int) -> list[Entry]:
     return given + [None] * (ndim - len(given))
 
 
+def is_whole(sharding: NamedSharding | Unknown, axis: int) -> bool:
+    """Whether an axis is not known to be spread over devices."""
+    if isinstance(sharding, Unknown) or axis >= len(sharding.spec):
+        return True
+    return all(sharding.mesh.shape[n] == 1 for n in names_in(sharding.spec[axis]))
+
+
 def names_in(entry: Entry) -> tuple[str, ...]:
     if entry is None:
         return ()

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import NamedSharding
 
-from optax_tokenaccum._core.backward import collect_reasons
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.backward import collect
 
 _numbers = itertools.count()
 
@@ -29,8 +32,12 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     Returns:
       The reason by the path of each such parameter; `{}` where every gradient is added
-      as it is made, and for a function that takes gradients from elsewhere, as
-      `token_accumulation` does.
+      as it is made. In a `jit` without the `mesh` of a step, only the shardings of
+      `args` tell whether the stacked axis of a parameter is spread over devices.
+
+    Raises:
+      ValueError: nothing in `f` gives this library a loss, as in a loop by hand or with
+        `token_accumulation`, which receive whole gradients.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -51,6 +58,29 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     lower = getattr(step, "lower", None) or jax.jit(f).lower
     # What jax has traced before it would not trace again: give it another context.
     context = set_xla_metadata(whole_gradients=str(next(_numbers)))
-    with context, collect_reasons() as reasons:
+    with context, collect() as found:
         lower(*args, **kwargs)
-    return reasons
+    if not found.losses:
+        raise ValueError(
+            "f must give this library a loss, through a step or window_value_and_grad: "
+            "got a function whose gradients come from elsewhere, as a whole."
+        )
+    given = trees.named_leaves((args, kwargs))
+    spread = {
+        name: "its stacked axis is spread over devices: spread another axis"
+        for name, shape in found.by_layer.items()
+        if any(path.endswith(name) and _spreads(x, shape) for path, x in given)
+    }
+    return spread | found.reasons
+
+
+def _spreads(x: Any, shape: tuple[int, ...]) -> bool:
+    """Whether `x`, which has this shape with one axis moved first, is spread there."""
+    sharding, ndim = getattr(x, "sharding", None), jnp.ndim(x)
+    if not isinstance(sharding, NamedSharding) or ndim != len(shape):
+        return False
+    size = jnp.shape(x)
+    for axis in range(ndim):
+        if (size[axis], *size[:axis], *size[axis + 1 :]) == shape:
+            return sharding.shard_shape(size)[axis] < size[axis]
+    return False

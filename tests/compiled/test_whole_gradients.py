@@ -178,7 +178,28 @@ def test_every_way_in_after_it_was_traced_and_from_shapes():
         assert all(reasons == found[0] for reasons in found)
     # Asking leaves nothing behind: the next call runs the program that is there.
     np.testing.assert_array_equal(own(PARAMS, xs)[0][0], own(PARAMS, xs)[0][0])
-    assert whole_gradients(lambda x: x, X) == {}
+    with pytest.raises(ValueError, match="must give this library a loss"):
+        whole_gradients(lambda x: x, X)
     own = jax.vmap(window_value_and_grad(loss_with(lambda w: w)), (None, 0))
     mapped = whole_gradients(own, PARAMS, jnp.stack([xs, xs]))
     assert [*mapped] == BOTH
+
+
+@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_stacked_axis_that_is_spread_is_named(axis: int):
+    """The types of a `jit` do not tell: the arguments do. A step looks at its state."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    loss_fn = loss_with(turned if axis else lambda w: w)
+    for spread in range(3):
+        spec = jax.sharding.PartitionSpec(*[None] * spread, "data")
+        shardings = {
+            "layers": jax.sharding.NamedSharding(mesh, spec),
+            "scale": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+        }
+        layers = jnp.moveaxis(PARAMS["layers"], 0, axis)
+        params = jax.device_put(PARAMS | {"layers": layers}, shardings)
+        xs, step = jnp.stack([X, X]), make_window_step(loss_fn, optax.sgd(0.1))
+        own = whole_gradients(jax.jit(window_value_and_grad(loss_fn)), params, xs)
+        of_step = whole_gradients(step, step.init(params), xs)
+        assert [*own] == [*of_step] == (["['layers']"] if spread == axis else [])
