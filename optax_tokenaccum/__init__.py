@@ -25,7 +25,7 @@ from optax_tokenaccum._transformation import (
 )
 from optax_tokenaccum._with_num_tokens import with_num_tokens
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AuditReport",
