@@ -27,7 +27,7 @@ extensions = [
 ]
 include_patterns = [
     "docs/**",
-    "notebooks/*.ipynb",
+    "notebooks/*",
     "benchmarks/results/**/*.md",
     "upstream/README.md",
     "CHANGELOG.md",
