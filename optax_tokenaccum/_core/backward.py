@@ -181,7 +181,7 @@ class BackwardPass:
         self._whole: set[int] = set()
         self._stand_ins: set[int] = set()
         scans = dependence.scans_over(closed)
-        tables = dependence.looked_up(closed, range(len(inputs)))
+        tables = dependence.looked_up(closed, range(len(inputs))) - scans.keys()
         for i, (x, total) in enumerate(zip(inputs, sums, strict=False)):
             if i in self._floats:
                 # Over devices, XLA would gather a table whose lookups are added to a
