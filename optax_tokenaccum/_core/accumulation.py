@@ -203,6 +203,7 @@ class Accumulation:
             others,
             so_far,
             self.layout.has_whole_axes(so_far, [0] * len(so_far)),
+            self.layout.axes_of_layers(so_far),
             state.acc_tokens.dtype,
             self.peers,
         )

@@ -46,13 +46,13 @@ class Collected(NamedTuple):
 
     Attributes:
       reasons: why gradients exist as a whole next to their sums.
-      by_layer: shapes of parameters, scanned axis first, whose gradients are added
-        layer by layer on devices over which the compiler may spread them.
+      by_layer: of parameters whose gradients are added layer by layer, and that the
+        compiler may spread: the axis of the layers, and the names of its mesh axes.
       losses: those that were differentiated.
     """
 
     reasons: dict[str, str]
-    by_layer: dict[str, tuple[int, ...]]
+    by_layer: dict[str, tuple[int, frozenset[str]]]
     losses: list[Any]
 
 
@@ -76,7 +76,7 @@ def report(reasons: dict[str, str]) -> None:
         collected.reasons.update(reasons)
 
 
-def report_layers(by_layer: dict[str, tuple[int, ...]]) -> None:
+def report_layers(by_layer: dict[str, tuple[int, frozenset[str]]]) -> None:
     if collected := _collected.get():
         collected.by_layer.update(by_layer)
 
@@ -130,6 +130,7 @@ class BackwardPass:
       sums: those that the gradients of the parameters will be added to, leaf by leaf;
         only their shapes and dtypes matter.
       is_unsharded: of each sum, whether the first axis is not spread over devices.
+      axes: where the first axis of each sum lies in the parameter that a user gave.
       count_dtype: the dtype of the number of tokens.
       peers: the other devices.
 
@@ -149,6 +150,7 @@ class BackwardPass:
         others: list[jax.Array],
         sums: list[jax.Array],
         is_unsharded: list[bool],
+        axes: list[int],
         count_dtype: DType,
         peers: Peers,
     ):
@@ -181,18 +183,13 @@ class BackwardPass:
         self._whole: set[int] = set()
         self._stand_ins: set[int] = set()
         scans = dependence.scans_over(closed)
-        tables = dependence.looked_up(closed, range(len(inputs))) - scans.keys()
+        tables = dependence.looked_up(closed, range(len(inputs)))
         for i, (x, total) in enumerate(zip(inputs, sums, strict=False)):
             if i in self._floats:
-                # Over devices, XLA would gather a table whose lookups are added to a
-                # spread sum: in a small model, 1.7 times the bytes.
-                if i in tables and trees.num_auto_devices(x) > 1:
-                    self._whole.add(i)
-                else:
-                    self._decide(i, x, total, is_unsharded[i], scans.get(i, []))
-        by_layer = self._stand_ins.intersection(scans)
-        spread = [i for i in by_layer if trees.num_auto_devices(inputs[i]) > 1]
-        report_layers({self._names[i]: jnp.shape(inputs[i]) for i in spread})
+                own = scans.get(i, [])
+                self._decide(i, x, total, is_unsharded[i], own, i in tables)
+        layers = [(i, trees.auto_axes(inputs[i])) for i in self._stand_ins & {*scans}]
+        report_layers({self._names[i]: (axes[i], auto) for i, auto in layers if auto})
         if self._reasons and self._stand_ins.isdisjoint(scans):
             # Nothing is gained, and a conditional may cost copies.
             raise CannotAdd(self._named(self._reasons))
@@ -204,6 +201,7 @@ class BackwardPass:
         total: jax.Array,
         is_unsharded: bool,
         scans: list[dependence.Scan],
+        is_table: bool,
     ) -> None:
         """How the gradient of a parameter is added to its sum."""
         dtype = jnp.result_type(x)
@@ -223,7 +221,9 @@ class BackwardPass:
             for reason in filter(None, why):
                 self._reasons[i] = reason
             (self._whole if all(why) else self._stand_ins).add(i)
-        elif scans:
+        elif scans or is_table and trees.auto_axes(x):
+            # Over devices, XLA would gather a table whose lookups are added to a spread
+            # sum: in a small model, 1.7 times the bytes.
             self._whole.add(i)
         elif dtype != total.dtype:
             self._stand_ins.add(i)
@@ -374,7 +374,9 @@ class BackwardPass:
             if i not in refs:
                 ref[...] = add_to(ref[...], gradients[i])
         returned = [i for i in twins if i in self._whole or i >= len(sums)]
-        return loss_sum, aux, {i: gradients[i] for i in returned}
+        # A `custom_vjp` may return another dtype than that of its input.
+        dtypes = {i: jnp.result_type(inputs[i]) for i in returned}
+        return loss_sum, aux, {i: gradients[i].astype(dtypes[i]) for i in returned}
 
     def _add_after(self, given: Given) -> Passed:
         """The same with whole gradients, which JAX can map."""

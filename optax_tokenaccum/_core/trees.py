@@ -1,6 +1,5 @@
 """Looks into trees of arrays and states, with errors that name the leaf."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -63,10 +62,11 @@ def as_varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
     return cast(x, names, to="varying")
 
 
-def num_auto_devices(x: ArrayLike) -> int:
-    """The number of devices over which the compiler may spread `x`, if not 1."""
+def auto_axes(x: ArrayLike) -> frozenset[str]:
+    """The mesh axes over which the compiler may spread `x`."""
     mesh = jax.typeof(x).sharding.mesh
-    return math.prod(mesh.shape[name] for name in {*mesh.shape} - {*mesh.manual_axes})
+    names = (name for name, size in mesh.shape.items() if size > 1)
+    return frozenset(names) - {*mesh.manual_axes}
 
 
 def types_are_marked() -> bool:

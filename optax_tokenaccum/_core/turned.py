@@ -64,9 +64,12 @@ class Turned(Layout):
         return self.take(self.hand_over(sums))
 
     def has_whole_axes(self, sums: list[jax.Array], axes: list[int]) -> list[bool]:
-        own = [axis.index for axis in jax.tree.leaves(self.axes)]
+        own = self.axes_of_layers(sums)
         back = [_move(x, 0, axis) for x, axis in zip(sums, own, strict=True)]
         return self.layout.has_whole_axes(back, own)
+
+    def axes_of_layers(self, sums: list[jax.Array]) -> list[int]:
+        return [axis.index for axis in jax.tree.leaves(self.axes)]
 
     def split(self, params: Params) -> tuple[Layout, Layout]:
         trained, values = self.layout.split(params)

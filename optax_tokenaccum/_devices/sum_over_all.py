@@ -20,6 +20,7 @@ from optax_tokenaccum._devices.shardings import (
     Unknown,
     entries_of,
     is_explicit,
+    is_whole,
     put,
     sharding_of,
 )
@@ -40,8 +41,8 @@ class ShardedSums(SumsOnMesh):
 
     def has_whole_axes(self, sums: list[jax.Array], axes: list[int]) -> list[bool]:
         specs = map(self.devices.spread, sums, self._known_shardings(sums))
-        pairs = zip(specs, axes, strict=True)
-        return [not (spec and spec[axis]) for spec, axis in pairs]
+        shardings = [self.devices.sharding(*spec) for spec in specs]
+        return [*map(is_whole, shardings, axes)]
 
     def place(self, params: T) -> T:
         """Updated parameters in their own shardings, gathered only when updated."""

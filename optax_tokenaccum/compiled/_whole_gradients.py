@@ -1,11 +1,11 @@
 """Tells which gradients exist as a whole next to their sums."""
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 
@@ -63,24 +63,39 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     if not found.losses:
         raise ValueError(
             "f must give this library a loss, through a step or window_value_and_grad: "
-            "got a function whose gradients come from elsewhere, as a whole."
+            "got a function that has none, or gets whole gradients from elsewhere."
         )
-    given = trees.named_leaves((args, kwargs))
-    spread = {
-        name: "its stacked axis is spread over devices: spread another axis"
-        for name, shape in found.by_layer.items()
-        if any(path.endswith(name) and _spreads(x, shape) for path, x in given)
-    }
-    return spread | found.reasons
+    spread = _spread(found.by_layer, trees.named_leaves((args, kwargs)))
+    reason = "its stacked axis is spread over devices: spread another axis"
+    return dict.fromkeys(spread, reason) | found.reasons
 
 
-def _spreads(x: Any, shape: tuple[int, ...]) -> bool:
-    """Whether `x`, which has this shape with one axis moved first, is spread there."""
-    sharding, ndim = getattr(x, "sharding", None), jnp.ndim(x)
-    if not isinstance(sharding, NamedSharding) or ndim != len(shape):
+def _spread(
+    by_layer: dict[str, tuple[int, frozenset[str]]], given: list[tuple[str, Any]]
+) -> list[str]:
+    """The parameters whose stacked axis is spread over devices.
+
+    They are the first arguments with these paths; moments may have the same paths.
+    """
+    arguments = {_keys(path): x for path, x in given}
+    for path in arguments:
+        for end in range(len(path) + 1):
+            own = {name: arguments.get(path[:end] + _keys(name)) for name in by_layer}
+            if all(x is not None for x in own.values()):
+                return [n for n, x in own.items() if _is_spread(x, *by_layer[n])]
+    return []
+
+
+def _keys(path: str) -> tuple[str, ...]:
+    """The keys of a path; those of NNX end with the variable's own."""
+    if path == "the root":
+        return ()
+    keys = re.findall(r"\w+", path)
+    return tuple(key for key in keys if key not in ("value", "raw_value"))
+
+
+def _is_spread(x: Any, axis: int, auto: frozenset[str]) -> bool:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or axis >= len(sharding.spec):
         return False
-    size = jnp.shape(x)
-    for axis in range(ndim):
-        if (size[axis], *size[:axis], *size[axis + 1 :]) == shape:
-            return sharding.shard_shape(size)[axis] < size[axis]
-    return False
+    return not auto.isdisjoint(jax.tree.leaves(sharding.spec[axis]))

@@ -203,3 +203,28 @@ def test_a_stacked_axis_that_is_spread_is_named(axis: int):
         own = whole_gradients(jax.jit(window_value_and_grad(loss_fn)), params, xs)
         of_step = whole_gradients(step, step.init(params), xs)
         assert [*own] == [*of_step] == (["['layers']"] if spread == axis else [])
+
+
+@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+def test_other_arrays_of_the_same_name_are_not_taken_for_parameters():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread, whole = (
+        jax.device_put(jnp.ones((LAYERS, 8, 8)), jax.sharding.NamedSharding(mesh, spec))
+        for spec in (jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec())
+    )
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        for layers in jax.tree.leaves(params):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+        return jnp.sum(x), x.size
+
+    def step(params: Any, moments: Any, xs: Any) -> Any:
+        _, gradient = window_value_and_grad(loss_fn)(params, xs)
+        return jax.tree.map(jnp.add, moments, gradient)
+
+    xs = jnp.ones((2, 4, 8))
+    params = {"w": whole, "a": {"w": spread}}
+    assert [*whole_gradients(jax.jit(step), params, params, xs)] == ["['a']['w']"]
+    moments, params = {"w": spread}, {"w": whole}
+    assert whole_gradients(jax.jit(step), params, moments, xs) == {}
+    assert [*whole_gradients(jax.jit(step), moments, params, xs)] == ["['w']"]
