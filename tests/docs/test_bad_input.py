@@ -498,7 +498,8 @@ def test_a_mistake_raises_what_the_page_shows_and_loses_nothing(
     program: str, code: str, seen: str
 ):
     takes = "donated" in seen or "deleted" in seen
-    names = (names_after.__wrapped__ if takes else names_after)(program)
+    # A copy: a row may set names that another row uses.
+    names = dict((names_after.__wrapped__ if takes else names_after)(program))
     with pytest.raises(Exception) as raised:
         exec(code, names)
     message = f"{raised.type.__name__}: {raised.value}"
