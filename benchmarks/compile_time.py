@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.loops import Optimizer, apply_sums, one_program
+from benchmarks.loops import Loop, Optimizer, apply_sums, one_program
 from benchmarks.measure import interleaved, ratio
 from benchmarks.settings import ADAMW, Settings
 from benchmarks.ways import sums_by_hand, window_step
@@ -25,9 +25,10 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         settings.say(f"compile time of {leaves} leaves")
         workload = square_layers(width=8, layers=leaves)
         window = window_of(workload, settings.k)
+        loops = [f(workload, ADAMW, settings.k) for f in (window_step, _scan_with_norm)]
         ours, by_hand = (
-            partial(_compile, build(workload, ADAMW, settings.k), workload, window)
-            for build in (window_step, _scan_with_norm)
+            partial(_compile, loop, loop.init(workload.params), window)
+            for loop in loops
         )
         times = interleaved(
             {"ours": ours, "by hand": by_hand},
@@ -39,12 +40,12 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def _compile(loop: Any, workload: Workload, window: Window) -> None:
+def _compile(loop: Loop, state: Any, window: Window) -> None:
     jax.clear_caches()  # of traces
-    loop.lower(loop.init(workload.params), window)["step"].lowered.compile()
+    loop.lower(state, window)["step"].lowered.compile()
 
 
-def _scan_with_norm(workload: Workload, inner: Optimizer, k: int) -> Any:
+def _scan_with_norm(workload: Workload, inner: Optimizer, k: int) -> Loop:
     def step(params: Any, opt_state: Any, micro_batches: Any, frozen: Any) -> Any:
         sums = sums_by_hand(workload, params, micro_batches, frozen)
         updated = apply_sums(inner, params, opt_state, sums)

@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     host_leaves: tuple[int, ...] = (10, 300, 3000)
     host_variables: tuple[int, ...] = (10, 100, 1000)
     compiled_leaves: tuple[int, ...] = (300, 1000)
-    compiled_rounds: int = 3
+    compiled_rounds: int = 5
     sequences: int = 128
     windows: int = 7
     max_length: int = 512
