@@ -203,6 +203,8 @@ def test_a_stacked_axis_that_is_spread_is_named(axis: int):
         own = whole_gradients(jax.jit(window_value_and_grad(loss_fn)), params, xs)
         of_step = whole_gradients(step, step.init(params), xs)
         assert [*own] == [*of_step] == (["['layers']"] if spread == axis else [])
+        # The step adds these gradients whole, as by hand, and so gathers no sum.
+        assert all("first axis" in reason for reason in of_step.values())
 
 
 @pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
@@ -228,3 +230,21 @@ def test_other_arrays_of_the_same_name_are_not_taken_for_parameters():
     moments, params = {"w": spread}, {"w": whole}
     assert whole_gradients(jax.jit(step), params, moments, xs) == {}
     assert [*whole_gradients(jax.jit(step), moments, params, xs)] == ["['w']"]
+
+
+@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+def test_parameters_that_a_step_gathers_are_not_named():
+    """In the step's map every device has whole parameters, and a whole sum."""
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    spec = jax.sharding.PartitionSpec("data")
+    layers = jnp.ones((LAYERS, 8, 8))
+    params = {"w": jax.device_put(layers, jax.sharding.NamedSharding(mesh, spec))}
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.sum(y), x.size
+
+    over = {"mesh": mesh, "data_axes": "data", "reduce_every": "window"}
+    step = make_train_step(loss_fn, optax.sgd(0.1), 2, **over)
+    assert whole_gradients(step, step.init(params), jnp.ones((8, 8))) == {}
