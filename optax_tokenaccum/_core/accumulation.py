@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,14 @@ from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBo
 
 A = TypeVar("A")
 
+Norm = Callable[[], jax.Array]
 
-class OnlyIf(Protocol):
-    """`branch`, or `trees.at_most_once`."""
-
-    def __call__(self, runs: TracedBool, body: Callable[[T], T], carry: T, /) -> T: ...
+# What an update may overwrite. A conditional holds what it is given until it ends: the
+# sums would lie next to all that the optimizer computes. A loop of zero or one trips
+# can let go of the "sums"; or, in a program that closes a window in every call, of
+# their "totals" over all devices, once it has their norm. JAX cannot differentiate such
+# a loop in reverse.
+Consumed = Literal["nothing", "sums", "totals"]
 
 
 class Added(NamedTuple, Generic[A]):
@@ -300,11 +303,10 @@ class Accumulation:
         state: TokenAccumulationState,
         closes: TracedBool,
         like: Gradients,
-        update: Callable[
-            [Gradients, TokenAccumulationState, T, OptState], tuple[T, OptState]
-        ],
+        update: Callable[[Gradients, Norm, T, OptState], tuple[T, OptState]],
         otherwise: T,
-        only_if: OnlyIf = branch,
+        *,
+        consumes: Consumed = "nothing",
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -312,31 +314,42 @@ class Accumulation:
           state: as `add` left it.
           closes: whether the window ends now.
           like: the window's gradient has the dtypes of this tree.
-          update: `update(gradient, total, otherwise, inner_opt_state)` runs the inner
+          update: `update(gradient, norm, otherwise, inner_opt_state)` runs the inner
             optimizer on the window's gradient; it returns a result and the optimizer's
-            state. `total` is the state with the sums over all devices.
+            state. `norm()` is the gradient's global norm.
           otherwise: the result if there is no update.
-          only_if: `branch`, or `trees.at_most_once`, which takes less memory on a TPU,
-            but cannot be differentiated in reverse.
+          consumes: what the update may overwrite; the sums are zeros after it.
 
         Returns:
           The result and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
+        acc, norm = state.acc_grads, None
+        if consumes == "totals":
+            acc = jax.lax.optimization_barrier(self.layout.total(acc))
+            norm = self.gradient_norm(state._replace(acc_grads=acc))
 
-        def on_update(held: tuple[T, OptState]) -> tuple[T, OptState]:
-            total = state._replace(acc_grads=self.layout.total(state.acc_grads))
-            gradient = self.window_gradient(total, like)
-            result, inner_opt_state = update(gradient, total, *held)
+        def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
+            total = acc if consumes == "totals" else self.layout.total(acc)
+            window = state._replace(acc_grads=total)
+            result, inner_opt_state = update(
+                self.window_gradient(window, like),
+                lambda: self.gradient_norm(window) if norm is None else norm,
+                *held,
+            )
             return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
 
-        result, inner_opt_state = only_if(
-            due, on_update, (otherwise, state.inner_opt_state)
-        )
+        held = otherwise, state.inner_opt_state
+        if consumes == "nothing":
+            held = branch(due, functools.partial(run, acc), held)
+        else:
+            held, acc = trees.consumed(due, run, acc, held)
+        result, inner_opt_state = held
         return result, state._replace(
             mini_step=jnp.where(closes, 0, state.mini_step),
             gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
             inner_opt_state=inner_opt_state,
+            acc_grads=acc,
             has_updated=jnp.asarray(due),
         )
 

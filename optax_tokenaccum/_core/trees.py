@@ -101,6 +101,25 @@ def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
     return jax.lax.while_loop(lambda so_far: so_far[0], trip, so_far)[1]
 
 
+def consumed(
+    runs: TracedBool, body: Callable[[M, T], T], consumes: M, carry: T
+) -> tuple[T, M]:
+    """`body(consumes, carry)` if `runs`, in the memory of both; else both unchanged.
+
+    After the body, `consumes` is zeros, which do not exist before it has ended.
+    """
+
+    def trip(so_far: tuple[T, M]) -> tuple[T, M]:
+        carry, source = so_far
+        carry = body(source, carry)
+        zero, _ = jax.lax.optimization_barrier((jnp.zeros(()), carry))
+        return carry, jax.tree.map(
+            lambda x: jnp.zeros_like(x) + zero.astype(x.dtype), source
+        )
+
+    return at_most_once(runs, trip, (carry, consumes))
+
+
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Every leaf of `tree` as `(path, leaf)`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, overwritten
-from optax_tokenaccum._core.accumulation import Accumulation, OnlyIf, branch
+from optax_tokenaccum._core.accumulation import Accumulation, Consumed, Norm
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
@@ -142,7 +142,7 @@ class Step(abc.ABC, Generic[P]):
         shardings: P | None,
         closes: TracedBool,
         state: S,
-        only_if: OnlyIf = branch,
+        consumes: Consumed = "nothing",
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         accumulation = self._accumulation.on(self._mode.layout(shardings))
@@ -157,7 +157,7 @@ class Step(abc.ABC, Generic[P]):
 
         def update(
             gradient: Gradients,
-            total: TokenAccumulationState,
+            norm: Norm,
             otherwise: tuple[optax.Params, jax.Array],
             inner_opt_state: OptState,
         ) -> tuple[tuple[optax.Params, jax.Array], OptState]:
@@ -168,11 +168,10 @@ class Step(abc.ABC, Generic[P]):
                 params,
                 value=metrics.loss,
             )
-            norm = accumulation.gradient_norm(total)
             moved, values = overwritten.split(jax.tree.map(_applied, params, updates))
             largest = arrays.cast_like(of_values.largest(maxima), values)
             applied = layout.place(overwritten.join(moved, largest, params))
-            return (applied, norm), inner_opt_state
+            return (applied, norm()), inner_opt_state
 
         try:
             (params, grad_norm), closed = accumulation.on(of_trained).close(
@@ -181,7 +180,7 @@ class Step(abc.ABC, Generic[P]):
                 trained,
                 update,
                 otherwise=(params, metrics.grad_norm),
-                only_if=only_if,
+                consumes=consumes,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
@@ -198,7 +197,8 @@ class Step(abc.ABC, Generic[P]):
             mini_step=closed.mini_step,
             gradient_step=closed.gradient_step,
         )
-        opt_state = closed._replace(acc_grads=opt_state.acc_grads)
+        acc_grads = overwritten.join(closed.acc_grads, maxima, params)
+        opt_state = closed._replace(acc_grads=acc_grads)
         return state._replace(params=params, opt_state=opt_state), metrics
 
 

@@ -192,7 +192,8 @@ class WindowStep(Step[P]):
         )
         window = window._replace(inner_opt_state=old.inner_opt_state)
         state = with_parts(state, window, model_state)
-        state, metrics = self._update(shardings, window.mini_step > 0, state)
+        closes = window.mini_step > 0
+        state, metrics = self._update(shardings, closes, state, "totals")
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),

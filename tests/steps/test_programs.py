@@ -14,7 +14,10 @@ from helpers import net_bytes
 from jax._src.array import ArrayImpl
 
 from benchmarks.chips import CHIPS
+from benchmarks.ways import WAYS
+from benchmarks.workloads import square_layers, window_of
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
+from optax_tokenaccum._core.backward import BackwardPass
 
 WIDTH, DEPTH = 128, 4
 
@@ -33,6 +36,8 @@ GRADIENT_BYTES = 4 * DEPTH * WIDTH**2
 BATCH = np.ones((2, WIDTH), np.float32)
 WINDOW = np.ones((8, *BATCH.shape), np.float32)
 ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+MUON = optax.contrib.muon(1e-3)
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "int k": ({"every_k_schedule": np.int64(3)}, 2),
@@ -108,18 +113,18 @@ def gradients_alone() -> int:
     return net_bytes(gradients.lower(new_params(), BATCH))
 
 
-def optimizer_alone() -> int:
+def optimizer_alone(optimizer: optax.GradientTransformation = ADAMW) -> int:
     """Of a donating optimizer step on given sums, without a window around it."""
 
     def apply(params: Any, inner_opt_state: Any, sums: Any, n: Any) -> Any:
         norm = optax.tree.norm(sums) / n
         gradient = jax.tree.map(lambda x: x / n, sums)
-        updates, inner_opt_state = ADAMW.update(gradient, inner_opt_state, params)
+        updates, inner_opt_state = optimizer.update(gradient, inner_opt_state, params)
         return optax.apply_updates(params, updates), inner_opt_state, norm
 
     params = new_params()
     jitted = jax.jit(apply, donate_argnums=(0, 1))
-    return net_bytes(jitted.lower(params, ADAMW.init(params), params, 1.0))
+    return net_bytes(jitted.lower(params, optimizer.init(params), params, 1.0))
 
 
 def test_accumulate_needs_no_gradient_sized_temporary():
@@ -161,7 +166,35 @@ def test_close_works_in_place():
     assert net_bytes(lowered) <= optimizer_alone() + 1024
     lines = lowered.compile().as_text().splitlines()
     matrix = f"f32[{WIDTH},{WIDTH}]"
-    assert not [line for line in lines if " copy(" in line and matrix in line]
+    copies = [line for line in lines if " copy(" in line and matrix in line]
+    assert not [line for line in copies if "copy(%wrapped_broadcast" not in line]
+
+
+def test_an_update_may_take_the_memory_of_the_sums():
+    """Muon computes matrices; a conditional would keep the sums next to all of them."""
+    step = make_train_step(loss_fn, MUON, 4)
+    lowered = step.close_window.lower(step.init(new_params()))
+    assert net_bytes(lowered) < optimizer_alone(MUON) - GRADIENT_BYTES / 2
+
+
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [(ADAMW, jnp.bfloat16), (CLIPPED, jnp.bfloat16), (MUON, jnp.float32)],
+    ids=["AdamW, bfloat16", "clipped, bfloat16", "Muon"],
+)
+def test_a_window_step_needs_no_more_memory_than_a_scan_by_hand(
+    optimizer: optax.GradientTransformation, dtype: Any
+):
+    workload = square_layers(WIDTH, 6, 4, dtype)
+    window = window_of(workload, 4)
+
+    def peak(way: str) -> int:
+        loop = WAYS[way].build(workload, optimizer, 4)
+        [program] = loop.lower(loop.init(workload.params), window).values()
+        return program.peak()
+
+    assert peak("window step") <= 1.01 * peak("scan by hand")
 
 
 def test_lower_takes_shapes_and_accumulate_leaves_the_inner_optimizer_out():
