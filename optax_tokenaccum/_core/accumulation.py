@@ -37,12 +37,9 @@ A = TypeVar("A")
 
 Norm = Callable[[], jax.Array]
 
-# What an update may overwrite. A conditional holds what it is given until it ends: the
-# sums would lie next to all that the optimizer computes. A loop of zero or one trips
-# can let go of the "sums"; or, in a program that closes a window in every call, of
-# their "totals" over all devices, once it has their norm. JAX cannot differentiate such
-# a loop in reverse.
-Consumed = Literal["nothing", "sums", "totals"]
+# XLA compiles a loop that holds smaller arrays alone as one function on a CPU: for 300
+# of them that takes 20 s, where a conditional takes 1 s.
+_WORTH_A_LOOP = 2**14  # bytes
 
 
 class Added(NamedTuple, Generic[A]):
@@ -306,7 +303,7 @@ class Accumulation:
         update: Callable[[Gradients, Norm, T, OptState], tuple[T, OptState]],
         otherwise: T,
         *,
-        consumes: Consumed = "nothing",
+        may_loop: bool = False,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -318,32 +315,29 @@ class Accumulation:
             optimizer on the window's gradient; it returns a result and the optimizer's
             state. `norm()` is the gradient's global norm.
           otherwise: the result if there is no update.
-          consumes: what the update may overwrite; the sums are zeros after it.
+          may_loop: whether a loop of zero or one trips may let go of the sums, so that
+            they are zeros after the update. A conditional, which JAX can differentiate
+            in reverse, holds them until it ends, next to all that is computed.
 
         Returns:
           The result and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
-        acc, norm = state.acc_grads, None
-        if consumes == "totals":
-            acc = jax.lax.optimization_barrier(self.layout.total(acc))
-            norm = self.gradient_norm(state._replace(acc_grads=acc))
+        acc = state.acc_grads
 
         def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
-            total = acc if consumes == "totals" else self.layout.total(acc)
-            window = state._replace(acc_grads=total)
-            result, inner_opt_state = update(
-                self.window_gradient(window, like),
-                lambda: self.gradient_norm(window) if norm is None else norm,
-                *held,
-            )
+            total = state._replace(acc_grads=self.layout.total(acc))
+            gradient = self.window_gradient(total, like)
+            norm = functools.partial(self.gradient_norm, total)
+            result, inner_opt_state = update(gradient, norm, *held)
             return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
 
         held = otherwise, state.inner_opt_state
-        if consumes == "nothing":
-            held = branch(due, functools.partial(run, acc), held)
-        else:
+        largest = max((x.nbytes for x in jax.tree.leaves(acc)), default=0)
+        if may_loop and largest >= _WORTH_A_LOOP:
             held, acc = trees.consumed(due, run, acc, held)
+        else:
+            held = branch(due, functools.partial(run, acc), held)
         result, inner_opt_state = held
         return result, state._replace(
             mini_step=jnp.where(closes, 0, state.mini_step),

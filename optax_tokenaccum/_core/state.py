@@ -15,9 +15,8 @@ class TokenAccumulationState(NamedTuple):
     exception: if the optimizer has state whose shape matches no parameter, your own
     `jax.jit` over several devices needs `out_shardings` to keep the placement.
 
-    The three `acc_*` fields are valid only while `mini_step > 0`. When a window closes,
-    they are not reset to zero and may hold the window's updates; the first micro-batch
-    of the next window overwrites them.
+    The three `acc_*` fields are valid only while `mini_step > 0`. What they hold after
+    a window closes means nothing; the first micro-batch of the next one overwrites it.
 
     Attributes:
       mini_step: micro-batches accumulated so far in the open window.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import arrays, checks, overwritten
-from optax_tokenaccum._core.accumulation import Accumulation, Consumed, Norm
+from optax_tokenaccum._core.accumulation import Accumulation, Norm
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
@@ -142,7 +142,8 @@ class Step(abc.ABC, Generic[P]):
         shardings: P | None,
         closes: TracedBool,
         state: S,
-        consumes: Consumed = "nothing",
+        *,
+        may_loop: bool = False,
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         accumulation = self._accumulation.on(self._mode.layout(shardings))
@@ -180,7 +181,7 @@ class Step(abc.ABC, Generic[P]):
                 trained,
                 update,
                 otherwise=(params, metrics.grad_norm),
-                consumes=consumes,
+                may_loop=may_loop,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -240,7 +240,7 @@ class TrainStep(Step[P]):
         """The program for every update."""
         self._mode.layout().check(state.opt_state.acc_grads, state.params)
         closes = state.opt_state.mini_step > 0
-        return Output(*self._update(shardings, closes, state, "sums"))
+        return Output(*self._update(shardings, closes, state, may_loop=True))
 
     def _whole(
         self, shardings: P | None, state: S, _: tuple[()], micro_batch: MicroBatch

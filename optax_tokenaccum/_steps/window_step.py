@@ -10,6 +10,7 @@ import optax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import make_accumulation
+from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import LossFn, MicroBatch, Output, make_loss
 from optax_tokenaccum._core.schedule import make_schedule
@@ -193,7 +194,9 @@ class WindowStep(Step[P]):
         window = window._replace(inner_opt_state=old.inner_opt_state)
         state = with_parts(state, window, model_state)
         closes = window.mini_step > 0
-        state, metrics = self._update(shardings, closes, state, "totals")
+        # Reverse-mode derivatives are lost where the backward pass adds.
+        may_loop = BackwardPass.is_supported
+        state, metrics = self._update(shardings, closes, state, may_loop=may_loop)
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),

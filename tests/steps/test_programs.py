@@ -197,6 +197,55 @@ def test_a_window_step_needs_no_more_memory_than_a_scan_by_hand(
     assert peak("window step") <= 1.01 * peak("scan by hand")
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [CLIPPED, MUON, optax.adafactor(0.1), optax.contrib.schedule_free_adamw(0.1)],
+    ids=["clipped", "Muon", "Adafactor", "schedule-free"],
+)
+@pytest.mark.parametrize("make", [make_train_step, make_window_step])
+def test_updates_that_overwrite_the_sums_are_those_of_optax(
+    make: Any, optimizer: optax.GradientTransformation, dtype: Any
+):
+    """Also after a window without tokens, which changes nothing."""
+    rng = np.random.default_rng(0)
+    draws = [rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5 for _ in range(2)]
+    params = [jnp.asarray(x, dtype) for x in draws]
+    rows = jnp.asarray(rng.normal(size=(2, 4, WIDTH)), dtype)
+    counts = jnp.asarray([1, 3])
+
+    def masked(params: Any, batch: Any) -> Any:
+        x, n = batch
+        y = jnp.sum(jnp.tanh(x @ params[0]) @ params[1] ** 2, -1)
+        return jnp.sum(jnp.where(jnp.arange(4) < n, y.astype(jnp.float32), 0)), n
+
+    @jax.jit
+    def by_hand(params: Any, inner: Any) -> Any:
+        sums = [jnp.zeros(x.shape) for x in params]
+        for batch in zip(rows, counts, strict=True):
+            gradient, _ = jax.grad(masked, has_aux=True)(params, batch)
+            sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradient)
+        mean = jax.tree.map(lambda a, p: (a / 4).astype(p.dtype), sums, params)
+        updates, inner = optimizer.update(mean, inner, params)
+        return optax.apply_updates(params, updates), inner
+
+    expected, _ = by_hand(*by_hand(params, optimizer.init(params)))
+    step = (
+        make(masked, optimizer, 2)
+        if make is make_train_step
+        else make(masked, optimizer)
+    )
+    state = step.init(params)
+    for is_empty in (False, True, False):
+        window = (rows * jnp.nan, counts * 0) if is_empty else (rows, counts)
+        windows = [window] if make is make_window_step else zip(*window, strict=True)
+        for batch in windows:
+            state, metrics = step(state, batch)
+        assert metrics.updated == (not is_empty)
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+    chex.assert_trees_all_close(state.params, expected, rtol=tolerance, atol=tolerance)
+
+
 def test_lower_takes_shapes_and_accumulate_leaves_the_inner_optimizer_out():
     step = make_train_step(loss_fn, ADAMW, 4)
     state = jax.eval_shape(step.init, new_params())
