@@ -334,10 +334,12 @@ class Accumulation:
 
         held = otherwise, state.inner_opt_state
         largest = max((x.nbytes for x in jax.tree.leaves(acc)), default=0)
-        if may_loop and largest >= _WORTH_A_LOOP:
-            held, acc = trees.consumed(due, run, acc, held)
-        else:
+        if not may_loop or largest < _WORTH_A_LOOP:
             held = branch(due, functools.partial(run, acc), held)
+        elif not BackwardPass.is_supported:  # older XLA would copy the sums
+            held = trees.at_most_once(due, functools.partial(run, acc), held)
+        else:
+            held, acc = trees.consumed(due, run, acc, held)
         result, inner_opt_state = held
         return result, state._replace(
             mini_step=jnp.where(closes, 0, state.mini_step),
