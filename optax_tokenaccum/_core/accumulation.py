@@ -304,6 +304,7 @@ class Accumulation:
         otherwise: T,
         *,
         may_loop: bool = False,
+        consumes: bool = False,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -315,9 +316,10 @@ class Accumulation:
             optimizer on the window's gradient; it returns a result and the optimizer's
             state. `norm()` is the gradient's global norm.
           otherwise: the result if there is no update.
-          may_loop: whether a loop of zero or one trips may let go of the sums, so that
-            they are zeros after the update. A conditional, which JAX can differentiate
-            in reverse, holds them until it ends, next to all that is computed.
+          may_loop: whether to update in a loop of zero or one trips, which JAX cannot
+            differentiate in reverse, and not in a conditional.
+          consumes: whether the loop may let go of the sums, which are then zeros, and do
+            not lie next to all that the optimizer computes.
 
         Returns:
           The result and the new state.
@@ -336,7 +338,7 @@ class Accumulation:
         largest = max((x.nbytes for x in jax.tree.leaves(acc)), default=0)
         if not may_loop or largest < _WORTH_A_LOOP:
             held = branch(due, functools.partial(run, acc), held)
-        elif not BackwardPass.is_supported:  # older XLA would copy the sums
+        elif not consumes:
             held = trees.at_most_once(due, functools.partial(run, acc), held)
         else:
             held, acc = trees.consumed(due, run, acc, held)

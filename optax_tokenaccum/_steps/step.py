@@ -144,6 +144,7 @@ class Step(abc.ABC, Generic[P]):
         state: S,
         *,
         may_loop: bool = False,
+        consumes: bool = False,
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         accumulation = self._accumulation.on(self._mode.layout(shardings))
@@ -182,6 +183,7 @@ class Step(abc.ABC, Generic[P]):
                 update,
                 otherwise=(params, metrics.grad_norm),
                 may_loop=may_loop,
+                consumes=consumes,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -196,7 +196,9 @@ class WindowStep(Step[P]):
         closes = window.mini_step > 0
         # Reverse-mode derivatives are lost where the backward pass adds.
         may_loop = BackwardPass.is_supported
-        state, metrics = self._update(shardings, closes, state, may_loop=may_loop)
+        state, metrics = self._update(
+            shardings, closes, state, may_loop=may_loop, consumes=True
+        )
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),

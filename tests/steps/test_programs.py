@@ -170,14 +170,6 @@ def test_close_works_in_place():
     assert not [line for line in copies if "copy(%wrapped_broadcast" not in line]
 
 
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="they are only read")
-def test_an_update_may_take_the_memory_of_the_sums():
-    """Muon computes matrices; a conditional would keep the sums next to all of them."""
-    step = make_train_step(loss_fn, MUON, 4)
-    lowered = step.close_window.lower(step.init(new_params()))
-    assert net_bytes(lowered) < optimizer_alone(MUON) - GRADIENT_BYTES / 2
-
-
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
