@@ -318,7 +318,7 @@ class Accumulation:
           otherwise: the result if there is no update.
           may_loop: whether to update in a loop of zero or one trips, which JAX cannot
             differentiate in reverse, and not in a conditional.
-          consumes: whether the loop may let go of the sums, which are then zeros, and do
+          consumes: whether the loop may let go of the sums, which are then zeros and do
             not lie next to all that the optimizer computes.
 
         Returns:
