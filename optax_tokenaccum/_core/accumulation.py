@@ -29,6 +29,7 @@ from optax_tokenaccum._core.contribution import (
     usable_tokens,
 )
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers, Reduced
+from optax_tokenaccum._core.once import OnlyIf, at_most_once, in_conditional
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBool
@@ -36,10 +37,6 @@ from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBo
 A = TypeVar("A")
 
 Norm = Callable[[], jax.Array]
-
-# XLA compiles a loop that holds smaller arrays alone as one function on a CPU: for 300
-# of them that takes 20 s, where a conditional takes 1 s.
-_WORTH_A_LOOP = 2**14  # bytes
 
 
 class Added(NamedTuple, Generic[A]):
@@ -50,16 +47,6 @@ class Added(NamedTuple, Generic[A]):
     counts: jax.Array  # whether any device added something
     aux: A
     gradients: list[jax.Array]  # of what is differentiated, but not summed
-
-
-def branch(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
-    """`body(carry)` if `runs`, else `carry`: `jax.lax.cond`, or a plain `if`.
-
-    An eager `cond` would compile in every call.
-    """
-    if trees.is_concrete(runs):
-        return body(carry) if runs else carry
-    return jax.lax.cond(runs, body, lambda carry: carry, carry)
 
 
 @dataclass(frozen=True)
@@ -223,7 +210,7 @@ class Accumulation:
         def empty(so_far: list[jax.Array]) -> list[jax.Array]:
             return [*map(jnp.zeros_like, so_far)]
 
-        return trees.at_most_once(state.mini_step == 0, empty, so_far)
+        return at_most_once(state.mini_step == 0, empty, so_far)
 
     def _contribution(
         self,
@@ -302,9 +289,7 @@ class Accumulation:
         like: Gradients,
         update: Callable[[Gradients, Norm, T, OptState], tuple[T, OptState]],
         otherwise: T,
-        *,
-        may_loop: bool = False,
-        consumes: bool = False,
+        only_if: OnlyIf = in_conditional,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -316,16 +301,12 @@ class Accumulation:
             optimizer on the window's gradient; it returns a result and the optimizer's
             state. `norm()` is the gradient's global norm.
           otherwise: the result if there is no update.
-          may_loop: whether to update in a loop of zero or one trips, which JAX cannot
-            differentiate in reverse, and not in a conditional.
-          consumes: whether the loop may let go of the sums, which are then zeros and do
-            not lie next to all that the optimizer computes.
+          only_if: how to run the update, which is given the sums.
 
         Returns:
           The result and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
-        acc = state.acc_grads
 
         def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
             total = state._replace(acc_grads=self.layout.total(acc))
@@ -334,14 +315,9 @@ class Accumulation:
             result, inner_opt_state = update(gradient, norm, *held)
             return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
 
-        held = otherwise, state.inner_opt_state
-        largest = max((x.nbytes for x in jax.tree.leaves(acc)), default=0)
-        if not may_loop or largest < _WORTH_A_LOOP:
-            held = branch(due, functools.partial(run, acc), held)
-        elif not consumes:
-            held = trees.at_most_once(due, functools.partial(run, acc), held)
-        else:
-            held, acc = trees.consumed(due, run, acc, held)
+        held, acc = only_if(
+            due, run, state.acc_grads, (otherwise, state.inner_opt_state)
+        )
         result, inner_opt_state = held
         return result, state._replace(
             mini_step=jnp.where(closes, 0, state.mini_step),
@@ -400,7 +376,7 @@ class Accumulation:
         def divide(acc: Gradients) -> Gradients:
             return self.window_gradient(state._replace(acc_grads=acc), like=acc)
 
-        return _as_like(trees.at_most_once(has_tokens, divide, acc), like)
+        return _as_like(at_most_once(has_tokens, divide, acc), like)
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.

@@ -1,6 +1,6 @@
 """Looks into trees of arrays and states, with errors that name the leaf."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -73,51 +73,6 @@ def types_are_marked() -> bool:
     """Whether types say along which axes of a map values differ."""
     names = jax.sharding.get_abstract_mesh().manual_axes
     return any(varying_axes(jax.lax.axis_index(name)) for name in names)
-
-
-def as_returned(body: Callable[[T], T], carry: T) -> T:
-    """The first carry of a loop, with the types that `body` returns."""
-    if not types_are_marked():
-        return carry
-    return jax.tree.map(
-        lambda x, y: as_varying(jnp.asarray(x), varying_axes(y)),
-        carry,
-        jax.eval_shape(body, carry),
-    )
-
-
-def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
-    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
-
-    It is a loop of zero or one trips, because a GPU copies what a conditional passes on
-    in one branch and replaces in the other. JAX cannot differentiate it in reverse.
-    """
-
-    def trip(so_far: tuple[TracedBool, T]) -> tuple[TracedBool, T]:
-        runs, carry = so_far
-        return runs & False, body(carry)
-
-    so_far = as_returned(trip, (runs, carry))
-    return jax.lax.while_loop(lambda so_far: so_far[0], trip, so_far)[1]
-
-
-def consumed(
-    runs: TracedBool, body: Callable[[M, T], T], consumes: M, carry: T
-) -> tuple[T, M]:
-    """`body(consumes, carry)` if `runs`, in the memory of both; else both unchanged.
-
-    After the body, `consumes` is zeros, which do not exist before it has ended.
-    """
-
-    def trip(so_far: tuple[T, M]) -> tuple[T, M]:
-        carry, source = so_far
-        carry = body(source, carry)
-        zero, _ = jax.lax.optimization_barrier((jnp.zeros(()), carry))
-        return carry, jax.tree.map(
-            lambda x: jnp.zeros_like(x) + zero.astype(x.dtype), source
-        )
-
-    return at_most_once(runs, trip, (carry, consumes))
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

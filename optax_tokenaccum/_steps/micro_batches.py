@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import checks, trees
+from optax_tokenaccum._core.once import as_returned
 from optax_tokenaccum._core.trees import Batch
 
 Carry = TypeVar("Carry")  # what a loop hands on
@@ -176,7 +177,7 @@ def loop(
     """Runs `body(pick, i, carry) -> carry` for each micro-batch."""
     for group in groups:
         own = functools.partial(body, group.pick)
-        carry = trees.as_returned(functools.partial(own, 0), carry)
+        carry = as_returned(functools.partial(own, 0), carry)
         carry = jax.lax.fori_loop(group.start, group.stop, own, carry)
     return carry
 

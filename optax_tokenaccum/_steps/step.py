@@ -11,6 +11,7 @@ import optax
 from optax_tokenaccum._core import arrays, checks, overwritten
 from optax_tokenaccum._core.accumulation import Accumulation, Norm
 from optax_tokenaccum._core.loss import Loss
+from optax_tokenaccum._core.once import OnlyIf, in_conditional
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
@@ -142,9 +143,7 @@ class Step(abc.ABC, Generic[P]):
         shardings: P | None,
         closes: TracedBool,
         state: S,
-        *,
-        may_loop: bool = False,
-        consumes: bool = False,
+        only_if: OnlyIf = in_conditional,
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         accumulation = self._accumulation.on(self._mode.layout(shardings))
@@ -182,8 +181,7 @@ class Step(abc.ABC, Generic[P]):
                 trained,
                 update,
                 otherwise=(params, metrics.grad_norm),
-                may_loop=may_loop,
-                consumes=consumes,
+                only_if=only_if,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -12,6 +12,7 @@ from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.body import add_micro_batch
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import Loss, LossFn, MicroBatch, Output, make_loss
+from optax_tokenaccum._core.once import in_loop
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType, Gradients, is_concrete
@@ -245,7 +246,7 @@ class TrainStep(Step[P]):
         self._mode.layout().check(acc_grads, state.params)
         state = _with_sums(state, acc_grads)
         closes = state.opt_state.mini_step > 0
-        state, metrics = self._update(shardings, closes, state, may_loop=True)
+        state, metrics = self._update(shardings, closes, state, in_loop)
         return Output(_with_sums(state, None), metrics)
 
     def _whole(

@@ -13,6 +13,7 @@ from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import LossFn, MicroBatch, Output, make_loss
+from optax_tokenaccum._core.once import in_conditional, in_consuming_loop
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType
@@ -195,10 +196,8 @@ class WindowStep(Step[P]):
         state = with_parts(state, window, model_state)
         closes = window.mini_step > 0
         # Reverse-mode derivatives are lost where the backward pass adds.
-        may_loop = BackwardPass.is_supported
-        state, metrics = self._update(
-            shardings, closes, state, may_loop=may_loop, consumes=True
-        )
+        only_if = in_consuming_loop if BackwardPass.is_supported else in_conditional
+        state, metrics = self._update(shardings, closes, state, only_if)
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),

@@ -1,0 +1,111 @@
+"""Runs a function once or not at all, as a traced value says."""
+
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from optax_tokenaccum._core.trees import (
+    M,
+    T,
+    TracedBool,
+    as_varying,
+    is_concrete,
+    types_are_marked,
+    varying_axes,
+)
+
+# XLA compiles a loop that holds smaller arrays alone as one function on a CPU: for 300
+# of them that takes 20 s, where a conditional takes 1 s.
+_WORTH_A_LOOP = 2**14  # bytes
+
+
+class OnlyIf(Protocol):
+    """A way to run `carry = body(given, carry)`, only if `runs`.
+
+    It returns the carry, and what is left of what the body was given.
+    """
+
+    def __call__(
+        self, runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T, /
+    ) -> tuple[T, M]: ...
+
+
+def in_conditional(
+    runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
+) -> tuple[T, M]:
+    """In a `jax.lax.cond`, which JAX can differentiate in reverse, or a plain `if`.
+
+    An eager `cond` would compile in every call. A compiled one holds what it is given
+    until it ends, next to all that the body computes.
+    """
+    if is_concrete(runs):
+        return (body(given, carry) if runs else carry), given
+    run = functools.partial(body, given)
+    return jax.lax.cond(runs, run, lambda carry: carry, carry), given
+
+
+def in_loop(
+    runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
+) -> tuple[T, M]:
+    """In a loop, which works in place on a TPU whatever layout the arrays have there.
+
+    Tiny arrays are left to a conditional, which compiles faster.
+    """
+    if _is_tiny(given):
+        return in_conditional(runs, body, given, carry)
+    return at_most_once(runs, functools.partial(body, given), carry), given
+
+
+def in_consuming_loop(
+    runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
+) -> tuple[T, M]:
+    """In a loop that may overwrite what the body is given, and leaves zeros of it.
+
+    The zeros do not exist before the body has ended: until then their memory is free
+    for what it computes.
+    """
+    if _is_tiny(given):
+        return in_conditional(runs, body, given, carry)
+
+    def trip(so_far: tuple[T, M]) -> tuple[T, M]:
+        carry, given = so_far
+        carry = body(given, carry)
+        zero, _ = jax.lax.optimization_barrier((jnp.zeros(()), carry))
+        return carry, jax.tree.map(
+            lambda x: jnp.zeros_like(x) + zero.astype(x.dtype), given
+        )
+
+    return at_most_once(runs, trip, (carry, given))
+
+
+def _is_tiny(given: object) -> bool:
+    return all(x.nbytes < _WORTH_A_LOOP for x in jax.tree.leaves(given))
+
+
+def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
+    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
+
+    It is a loop of zero or one trips, because a GPU copies what a conditional passes on
+    in one branch and replaces in the other. JAX cannot differentiate it in reverse.
+    """
+
+    def trip(so_far: tuple[TracedBool, T]) -> tuple[TracedBool, T]:
+        runs, carry = so_far
+        return runs & False, body(carry)
+
+    so_far = as_returned(trip, (runs, carry))
+    return jax.lax.while_loop(lambda so_far: so_far[0], trip, so_far)[1]
+
+
+def as_returned(body: Callable[[T], T], carry: T) -> T:
+    """The first carry of a loop, with the types that `body` returns."""
+    if not types_are_marked():
+        return carry
+    return jax.tree.map(
+        lambda x, y: as_varying(jnp.asarray(x), varying_axes(y)),
+        carry,
+        jax.eval_shape(body, carry),
+    )
