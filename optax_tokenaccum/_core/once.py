@@ -50,22 +50,9 @@ def in_conditional(
 def in_loop(
     runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
 ) -> tuple[T, M]:
-    """In a loop, which works in place on a TPU whatever layout the arrays have there.
-
-    Tiny arrays are left to a conditional, which compiles faster.
-    """
-    if _is_tiny(given):
-        return in_conditional(runs, body, given, carry)
-    return at_most_once(runs, functools.partial(body, given), carry), given
-
-
-def in_consuming_loop(
-    runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
-) -> tuple[T, M]:
     """In a loop that may overwrite what the body is given, and leaves zeros of it.
 
-    The zeros do not exist before the body has ended: until then their memory is free
-    for what it computes.
+    Tiny arrays are left to a conditional, which compiles faster.
     """
     if _is_tiny(given):
         return in_conditional(runs, body, given, carry)
@@ -73,12 +60,28 @@ def in_consuming_loop(
     def trip(so_far: tuple[T, M]) -> tuple[T, M]:
         carry, given = so_far
         carry = body(given, carry)
-        zero, _ = jax.lax.optimization_barrier((jnp.zeros(()), carry))
+        # The zeros do not exist before the body has ended: until then their memory is
+        # free for what it computes. Of a shared zero, XLA would fill one and copy it.
+        zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), given)
+        zeros, _ = jax.lax.optimization_barrier((zeros, carry))
         return carry, jax.tree.map(
-            lambda x: jnp.zeros_like(x) + zero.astype(x.dtype), given
+            lambda x, zero: jnp.zeros_like(x) + zero, given, zeros
         )
 
     return at_most_once(runs, trip, (carry, given))
+
+
+def in_selection(
+    runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
+) -> tuple[T, M]:
+    """Always, and the old carry stays unless `runs`; leaves zeros of what is given.
+
+    XLA then schedules the body with all around it, and frees every array that is given
+    after its last use.
+    """
+    new = body(given, carry)
+    kept = jax.tree.map(functools.partial(jnp.where, runs), new, carry)
+    return kept, jax.tree.map(jnp.zeros_like, given)
 
 
 def _is_tiny(given: object) -> bool:

@@ -10,13 +10,15 @@ import optax
 
 from optax_tokenaccum._core import arrays, checks, overwritten
 from optax_tokenaccum._core.accumulation import Accumulation, Norm
+from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.loss import Loss
-from optax_tokenaccum._core.once import OnlyIf, in_conditional
+from optax_tokenaccum._core.once import in_conditional
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._steps import abstract
 from optax_tokenaccum._steps.compile_ahead import Programs
+from optax_tokenaccum._steps.in_place import in_place
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -143,9 +145,13 @@ class Step(abc.ABC, Generic[P]):
         shardings: P | None,
         closes: TracedBool,
         state: S,
-        only_if: OnlyIf = in_conditional,
+        *,
+        may_overwrite: bool = False,
     ) -> tuple[S, StepMetrics]:
-        """If the window `closes`, applies its update to the parameters."""
+        """If the window `closes`, applies its update to the parameters.
+
+        If `may_overwrite`, the sums are lost with it, and can hold what it computes.
+        """
         accumulation = self._accumulation.on(self._mode.layout(shardings))
         inner, layout = accumulation.inner, accumulation.layout
         params: Any = state.params
@@ -155,6 +161,12 @@ class Step(abc.ABC, Generic[P]):
         of_trained, of_values = layout.split(params)
         trained, _ = overwritten.split(params)
         sums, maxima = overwritten.split(opt_state.acc_grads)
+        only_if = in_conditional
+        # Reverse-mode derivatives are lost where the backward pass adds.
+        if may_overwrite and BackwardPass.is_supported:
+            both = zip(*map(jax.tree.leaves, (trained, sums)), strict=True)
+            narrows = any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
+            only_if = in_place(narrows=narrows)
 
         def update(
             gradient: Gradients,

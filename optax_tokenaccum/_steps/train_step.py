@@ -12,10 +12,9 @@ from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.body import add_micro_batch
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import Loss, LossFn, MicroBatch, Output, make_loss
-from optax_tokenaccum._core.once import in_loop
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import Batch, DType, Gradients, is_concrete
+from optax_tokenaccum._core.trees import Batch, DType, is_concrete
 from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
 from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.keywords import Keywords
@@ -77,7 +76,7 @@ class TrainStep(Step[P]):
             **options,
         )
         self.close_window = Program(
-            self._close, self._nothing, _split_sums, self._begin_count, **options
+            self._close, self._nothing, after=self._begin_count, **options
         )
         self._accumulate_and_close = Program(
             self._whole, self._micro_batch, agree=self._agree, **options
@@ -237,17 +236,11 @@ class TrainStep(Step[P]):
         metrics = self._metrics(opt_state)._replace(skipped=skipped)
         return Output(with_parts(state, opt_state, model_state), metrics, aux)
 
-    def _close(self, shardings: P | None, state: S, acc_grads: Gradients) -> Output:
-        """The program for every update; it only reads the sums.
-
-        In a program that does nothing else, a conditional would cost a TPU copies of
-        the parameters and the optimizer's state, in the layout that it prefers.
-        """
-        self._mode.layout().check(acc_grads, state.params)
-        state = _with_sums(state, acc_grads)
+    def _close(self, shardings: P | None, state: S, _: tuple[()]) -> Output:
+        """The program for every update, which empties the sums."""
+        self._mode.layout().check(state.opt_state.acc_grads, state.params)
         closes = state.opt_state.mini_step > 0
-        state, metrics = self._update(shardings, closes, state, in_loop)
-        return Output(_with_sums(state, None), metrics)
+        return Output(*self._update(shardings, closes, state, may_overwrite=True))
 
     def _whole(
         self, shardings: P | None, state: S, _: tuple[()], micro_batch: MicroBatch
@@ -389,13 +382,3 @@ def _split_window(state: S) -> tuple[S, Any]:
     """What every micro-batch changes, and the parameters, which it only reads."""
     opt_state = state.opt_state._replace(inner_opt_state=None)
     return state._replace(params=None, opt_state=opt_state), state.params
-
-
-def _split_sums(state: S) -> tuple[S, Gradients]:
-    """What an update changes, and the sums, which it only reads."""
-    rest = with_parts(state, state.opt_state, None)
-    return _with_sums(rest, None), state.opt_state.acc_grads
-
-
-def _with_sums(state: S, acc_grads: Gradients | None) -> S:
-    return state._replace(opt_state=state.opt_state._replace(acc_grads=acc_grads))

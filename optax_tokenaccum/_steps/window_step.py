@@ -10,10 +10,8 @@ import optax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import LossFn, MicroBatch, Output, make_loss
-from optax_tokenaccum._core.once import in_conditional, in_consuming_loop
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType
@@ -195,9 +193,7 @@ class WindowStep(Step[P]):
         window = window._replace(inner_opt_state=old.inner_opt_state)
         state = with_parts(state, window, model_state)
         closes = window.mini_step > 0
-        # Reverse-mode derivatives are lost where the backward pass adds.
-        only_if = in_consuming_loop if BackwardPass.is_supported else in_conditional
-        state, metrics = self._update(shardings, closes, state, only_if)
+        state, metrics = self._update(shardings, closes, state, may_overwrite=True)
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),
