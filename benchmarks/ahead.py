@@ -121,6 +121,7 @@ def models(settings: Settings) -> dict[str, partial[Workload]]:
         "bfloat16": partial(large, stored=jnp.bfloat16),
         "tied embedding": partial(large, vocabulary=vocabulary),
         "along axis 1": partial(large, axis=1),
+        "unrolled": partial(large, scanned=False),
         "LoRA": partial(large, rank=16),
         "many words": partial(
             half, 512, 8, length=4 * length, vocabulary=32_000, tied=False
@@ -215,8 +216,12 @@ class Case:
 
         axis = self._make.keywords.get("axis", 0)
         layout = self._layout or Layout(())
+
+        def place(path: Any, x: Any) -> Any:
+            return self._place(x, layout.spec(path[0].key, x.ndim, axis))
+
         params, frozen = (
-            {n: self._place(x, layout.spec(n, x.ndim, axis)) for n, x in shapes.items()}
+            jax.tree_util.tree_map_with_path(place, shapes)
             for shapes in jax.eval_shape(arrays)
         )
         return made[0]._replace(params=params, frozen=frozen)

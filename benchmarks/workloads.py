@@ -86,6 +86,7 @@ def stacked_layers(
     stored: Any = jnp.float32,
     tied: bool = True,
     axis: int = 0,
+    scanned: bool = True,
     rank: int = 0,
     spread: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Workload:
@@ -102,15 +103,18 @@ def stacked_layers(
       stored: the dtype of the parameters.
       tied: whether the embedding also predicts.
       axis: along which the layers are stacked.
+      scanned: whether they are stacked; otherwise, every layer has arrays of its own.
       rank: of the adapters that are trained instead of the layers, if not 0.
       spread: called with the activations, to spread them over devices.
     """
-    keys = iter(jax.random.split(jax.random.key(0), 6))
+    keys = iter(jax.random.split(jax.random.key(0), 6 if scanned else 2 * layers + 2))
 
     def normal(*shape: int) -> jax.Array:
         return shape[-2] ** -0.5 * jax.random.normal(next(keys), shape, stored)
 
-    def of_layers(*shape: int) -> jax.Array:
+    def of_layers(*shape: int) -> Any:
+        if not scanned:
+            return [normal(*shape) for _ in range(layers)]
         return jnp.moveaxis(normal(layers, *shape), 0, axis)
 
     params = {"up": of_layers(width, 4 * width), "down": of_layers(4 * width, width)}
@@ -134,8 +138,14 @@ def stacked_layers(
         if vocabulary:
             x = params["embedding"][x]
         weights = {n: w for n, w in (params | frozen).items() if n not in ends}
-        weights = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), weights)
-        x = _scanned(layer, spread(x.astype(dtype)), weights, dtype)
+        x = spread(x.astype(dtype))
+        if scanned:
+            weights = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), weights)
+            x = _scanned(layer, x, weights, dtype)
+        else:
+            body = _of_layer(layer, dtype)
+            for i in range(layers):
+                x, _ = body(x, {name: own[i] for name, own in weights.items()})
         if vocabulary:
             head = params["embedding"].T if tied else params["head"]
             logits = x @ head.astype(dtype)
@@ -159,14 +169,19 @@ def stacked_layers(
 def _scanned(
     layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, stack: Any, dtype: Any
 ) -> jax.Array:
-    """Runs stacked layers in a scan; computing in another dtype than float32, remat."""
+    """Runs stacked layers in a scan."""
+    return jax.lax.scan(_of_layer(layer, dtype), x, stack)[0]
+
+
+def _of_layer(
+    layer: Callable[[jax.Array, Any], jax.Array], dtype: Any
+) -> Callable[[jax.Array, Any], tuple[jax.Array, None]]:
+    """The body of a scan over layers; computing in another dtype than float32, remat"""
 
     def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
         return layer(x, jax.tree.map(lambda w: w.astype(dtype), weights)), None
 
-    if dtype != jnp.float32:
-        body = jax.checkpoint(body)
-    return jax.lax.scan(body, x, stack)[0]
+    return body if dtype == jnp.float32 else jax.checkpoint(body)
 
 
 def transformer_of(
