@@ -18,6 +18,8 @@ from benchmarks.ways import WAYS
 from benchmarks.workloads import square_layers, window_of
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum._core.once import OnlyIf, in_loop, in_selection
+from optax_tokenaccum._steps import in_place
 
 WIDTH, DEPTH = 128, 4
 
@@ -38,6 +40,9 @@ WINDOW = np.ones((8, *BATCH.shape), np.float32)
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 MUON = optax.contrib.muon(1e-3)
+NEEDS_LIBTPU = pytest.mark.skipif(
+    bool(CHIPS["v5e"].missing()), reason="needs libtpu, to compile"
+)
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "int k": ({"every_k_schedule": np.int64(3)}, 2),
@@ -99,7 +104,7 @@ def test_restored_state_is_read_once(reads: list[int]):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(CHIPS["v5e"].missing()), reason="needs libtpu, to compile")
+@NEEDS_LIBTPU
 def test_a_tpu_closes_a_window_without_copies():
     """It lays out `params` transposed, because 2752 is no multiple of 128."""
     chip = jax.sharding.SingleDeviceSharding(CHIPS["v5e"].devices()[0])
@@ -171,19 +176,35 @@ def test_close_works_in_place():
 
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
 @pytest.mark.parametrize(
-    ("optimizer", "dtype"),
-    [(ADAMW, jnp.bfloat16), (CLIPPED, jnp.bfloat16), (MUON, jnp.float32)],
-    ids=["AdamW, bfloat16", "clipped, bfloat16", "Muon"],
+    ("optimizer", "dtype", "width", "chip"),
+    [
+        (ADAMW, jnp.bfloat16, WIDTH, None),
+        (CLIPPED, jnp.bfloat16, WIDTH, None),
+        (MUON, jnp.float32, WIDTH, None),
+        pytest.param(
+            MUON, jnp.float32, 4096, "v5e", marks=[pytest.mark.slow, NEEDS_LIBTPU]
+        ),
+    ],
+    ids=["AdamW, bfloat16", "clipped, bfloat16", "Muon", "Muon, v5e"],
 )
 def test_a_window_step_needs_no_more_memory_than_a_scan_by_hand(
-    optimizer: optax.GradientTransformation, dtype: Any
+    optimizer: optax.GradientTransformation, dtype: Any, width: int, chip: str | None
 ):
-    workload = square_layers(WIDTH, 6, 4, dtype)
-    window = window_of(workload, 4)
+    device = CHIPS[chip].devices()[0] if chip else jax.devices()[0]
+    where = jax.sharding.SingleDeviceSharding(device)
+
+    def shapes(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+        )
+
+    workload = square_layers(width, 6, 4, dtype)
+    params, window = shapes(workload.params), shapes(window_of(workload, 4))
 
     def peak(way: str) -> int:
         loop = WAYS[way].build(workload, optimizer, 4)
-        [program] = loop.lower(loop.init(workload.params), window).values()
+        state = shapes(jax.eval_shape(loop.init, params))
+        [program] = loop.lower(state, window).values()
         return program.peak()
 
     assert peak("window step") <= 1.01 * peak("scan by hand")
@@ -205,10 +226,16 @@ def test_only_tiny_parameters_are_updated_in_a_conditional(width: int, loops: bo
     ids=["clipped", "Muon", "Adafactor", "schedule-free"],
 )
 @pytest.mark.parametrize("make", [make_train_step, make_window_step])
+@pytest.mark.parametrize("way", [in_loop, in_selection])
 def test_updates_that_overwrite_the_sums_are_those_of_optax(
-    make: Any, optimizer: optax.GradientTransformation, dtype: Any
+    way: OnlyIf,
+    make: Any,
+    optimizer: optax.GradientTransformation,
+    dtype: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Also after a window without tokens, which changes nothing."""
+    monkeypatch.setattr(in_place, "in_loop", way)  # what a CPU takes
     rng = np.random.default_rng(0)
     draws = [rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5 for _ in range(2)]
     params = [jnp.asarray(x, dtype) for x in draws]
