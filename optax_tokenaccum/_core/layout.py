@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ class Layout:
 
     The layouts over several devices override these methods.
     """
+
+    gathers: ClassVar[bool] = False  # what is updated, into the parameters
 
     @property
     def leading_axes(self) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ from optax_tokenaccum._devices.shardings import (
 class ShardedSums(SumsOnMesh):
     """One sum per parameter, spread over the devices if they divide one of its axes."""
 
+    gathers = True
+
     def _spec(self, p: jax.Array) -> list[Entry]:
         return self.devices.spread(p, sharding_of(p))
 

@@ -8,12 +8,13 @@ from optax_tokenaccum._core.once import OnlyIf, in_conditional, in_loop, in_sele
 from optax_tokenaccum._core.trees import M, T, TracedBool, is_concrete
 
 
-def in_place(*, narrows: bool) -> OnlyIf:
+def in_place(*, narrows: bool, gathers: bool) -> OnlyIf:
     """A way to run an update that may overwrite the sums.
 
     In a selection, XLA frees each sum after its last use, where a loop holds all of
-    them. But with a selection a CPU copies, and so does a TPU if the update `narrows`
-    the sums, for example to bfloat16.
+    them. But with a selection a CPU copies; so does a TPU if the update `narrows` the
+    sums, for example to bfloat16, and a GPU if it `gathers` what it spread over
+    devices.
     """
 
     def only_if(
@@ -33,7 +34,7 @@ def in_place(*, narrows: bool) -> OnlyIf:
             carry,
             cpu=loop,
             tpu=loop if narrows else selection,
-            default=selection,
+            default=loop if gathers else selection,
         )
 
     return only_if

@@ -166,7 +166,7 @@ class Step(abc.ABC, Generic[P]):
         if may_overwrite and BackwardPass.is_supported:
             both = zip(*map(jax.tree.leaves, (trained, sums)), strict=True)
             narrows = any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
-            only_if = in_place(narrows=narrows)
+            only_if = in_place(narrows=narrows, gathers=layout.gathers)
 
         def update(
             gradient: Gradients,
