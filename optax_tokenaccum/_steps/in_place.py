@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.once import OnlyIf, in_conditional, in_loop, in_selection
 from optax_tokenaccum._core.trees import M, T, TracedBool, is_concrete
 
@@ -27,7 +28,9 @@ def in_place(*, narrows: bool, gathers: bool) -> OnlyIf:
         def way(only_if: OnlyIf) -> Callable[[TracedBool, M, T], tuple[T, M]]:
             return lambda runs, given, carry: only_if(runs, traced_once, given, carry)
 
-        loop, selection = way(in_loop), way(in_selection)
+        # Where the backward pass adds, reverse-mode derivatives are lost already.
+        loop = way(in_loop if BackwardPass.is_supported else in_conditional)
+        selection = way(in_selection)
         return jax.lax.platform_dependent(
             runs,
             given,

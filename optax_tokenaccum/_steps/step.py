@@ -10,7 +10,6 @@ import optax
 
 from optax_tokenaccum._core import arrays, checks, overwritten
 from optax_tokenaccum._core.accumulation import Accumulation, Norm
-from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.once import in_conditional
 from optax_tokenaccum._core.state import TokenAccumulationState
@@ -162,8 +161,7 @@ class Step(abc.ABC, Generic[P]):
         trained, _ = overwritten.split(params)
         sums, maxima = overwritten.split(opt_state.acc_grads)
         only_if = in_conditional
-        # Reverse-mode derivatives are lost where the backward pass adds.
-        if may_overwrite and BackwardPass.is_supported:
+        if may_overwrite:
             both = zip(*map(jax.tree.leaves, (trained, sums)), strict=True)
             narrows = any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
             only_if = in_place(narrows=narrows, gathers=layout.gathers)
