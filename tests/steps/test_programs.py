@@ -185,7 +185,7 @@ def test_close_works_in_place():
             MUON, jnp.float32, 4096, "v5e", marks=[pytest.mark.slow, NEEDS_LIBTPU]
         ),
     ],
-    ids=["AdamW, bfloat16", "clipped, bfloat16", "Muon", "Muon, v5e"],
+    ids=["AdamW, bfloat16", "clipped, bfloat16", "Muon", "Muon, on a TPU"],
 )
 def test_a_window_step_needs_no_more_memory_than_a_scan_by_hand(
     optimizer: optax.GradientTransformation, dtype: Any, width: int, chip: str | None
