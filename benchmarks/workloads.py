@@ -107,7 +107,7 @@ def stacked_layers(
       rank: of the adapters that are trained instead of the layers, if not 0.
       spread: called with the activations, to spread them over devices.
     """
-    keys = iter(jax.random.split(jax.random.key(0), 6 if scanned else 2 * layers + 2))
+    keys = iter(jax.random.split(jax.random.key(0), 6 if scanned else 4 * layers + 2))
 
     def normal(*shape: int) -> jax.Array:
         return shape[-2] ** -0.5 * jax.random.normal(next(keys), shape, stored)
@@ -176,7 +176,7 @@ def _scanned(
 def _of_layer(
     layer: Callable[[jax.Array, Any], jax.Array], dtype: Any
 ) -> Callable[[jax.Array, Any], tuple[jax.Array, None]]:
-    """The body of a scan over layers; computing in another dtype than float32, remat"""
+    """The body of a scan; computing in another dtype than float32, with remat."""
 
     def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
         return layer(x, jax.tree.map(lambda w: w.astype(dtype), weights)), None

@@ -20,7 +20,8 @@ class Layout:
     The layouts over several devices override these methods.
     """
 
-    gathers: ClassVar[bool] = False  # what is updated, into the parameters
+    # Whether parameters may be gathered after their update.
+    gathers: ClassVar[bool] = False
 
     @property
     def leading_axes(self) -> tuple[int, ...]:

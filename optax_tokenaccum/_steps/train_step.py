@@ -76,7 +76,7 @@ class TrainStep(Step[P]):
             **options,
         )
         self.close_window = Program(
-            self._close, self._nothing, after=self._begin_count, **options
+            self._close, self._nothing, _split_update, self._begin_count, **options
         )
         self._accumulate_and_close = Program(
             self._whole, self._micro_batch, agree=self._agree, **options
@@ -382,3 +382,8 @@ def _split_window(state: S) -> tuple[S, Any]:
     """What every micro-batch changes, and the parameters, which it only reads."""
     opt_state = state.opt_state._replace(inner_opt_state=None)
     return state._replace(params=None, opt_state=opt_state), state.params
+
+
+def _split_update(state: S) -> tuple[S, tuple[()]]:
+    """What an update changes: all but the model state."""
+    return with_parts(state, state.opt_state, None), ()
