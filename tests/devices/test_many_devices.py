@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import GRADIENT, K
 
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum.compiled import collectives
 
 # The state of this optimizer is not shaped like its parameters, so the compiler would
@@ -147,3 +149,19 @@ def test_what_is_sent_and_what_a_device_holds(
         assert held <= memory.alias_size_in_bytes < held + 64  # and scalars
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         assert outputs < GRADIENT / 8
+
+
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a loop")
+@pytest.mark.parametrize(
+    ("reduce_every", "loops"), [("window", False), ("micro_batch", True)]
+)
+def test_a_gpu_updates_in_a_loop_if_parameters_are_gathered(
+    reduce_every: str, loops: bool
+):
+    mesh = meshes.make_mesh((8,), "auto")
+    options = {"data_axes": "data", "reduce_every": reduce_every}
+    step = make_train_step(helpers.loss_sum_fn, optax.adamw(1e-3), mesh=mesh, **options)
+    state = step.init(np.ones((128, 128), np.float32))
+    traced = jax.jit(lambda state: step.close_window(state)).trace(state)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.while" in text) == loops
