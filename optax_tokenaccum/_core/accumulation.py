@@ -194,23 +194,12 @@ class Accumulation:
             state.acc_tokens.dtype,
             self.peers,
         )
-        passed = backward_pass.add(self._emptied(so_far, state))
+        is_first = None if self.begins_empty else state.mini_step == 0
+        passed = backward_pass.add(so_far, is_first)
         new = self._contribution((), state, params, passed.num_tokens, passed.loss_sum)
         added = self._added(state, new, structure.unflatten(passed.sums))
         state, skipped, counts, *_ = added
         return Added(state, skipped, counts, passed.aux, passed.gradients)
-
-    def _emptied(
-        self, so_far: list[jax.Array], state: TokenAccumulationState
-    ) -> list[jax.Array]:
-        """The sums before the backward pass: zeros before a window's first one."""
-        if self.begins_empty:
-            return so_far
-
-        def empty(so_far: list[jax.Array]) -> list[jax.Array]:
-            return [*map(jnp.zeros_like, so_far)]
-
-        return at_most_once(state.mini_step == 0, empty, so_far)
 
     def _contribution(
         self,

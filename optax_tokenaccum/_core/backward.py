@@ -22,9 +22,10 @@ from jax.typing import ArrayLike
 from optax_tokenaccum._core import dependence, stand_ins, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
+from optax_tokenaccum._core.once import at_most_once
 from optax_tokenaccum._core.stand_ins import Operand, StandIn
 from optax_tokenaccum._core.sums import add as add_to
-from optax_tokenaccum._core.sums import add_if, at_least_float32
+from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
 from optax_tokenaccum._core.trees import DType
 
 # In place of a mutable array: the gradient is returned, not added.
@@ -105,6 +106,7 @@ class Given(NamedTuple):
     sums: list[jax.Array]  # of the gradients of the first inputs
     inputs: list[jax.Array]  # the parameters, and what gradients are returned of
     consts: list[jax.Array]  # what the loss closes over
+    is_first: jax.Array | None  # whether to empty the sums; `None` if they are empty
 
 
 class Passed(NamedTuple):
@@ -172,7 +174,7 @@ class BackwardPass:
         # What the loss closes over becomes an argument: custom_vmap maps only these.
         closed, self._shapes = jax.make_jaxpr(traced, return_shape=True)(inputs)
         # On the supported versions of JAX, the jaxpr would keep them too.
-        self._given = Given(sums, inputs, [*closed.consts])
+        self._given = Given(sums, inputs, [*closed.consts], None)
         self._jaxpr = closed.jaxpr.with_consts([None] * len(closed.consts))
         self._check_can_be_left_out(closed)
 
@@ -188,9 +190,13 @@ class BackwardPass:
             if i in self._floats:
                 own = scans.get(i, [])
                 self._decide(i, x, total, is_unsharded[i], own, i in tables)
-        layers = [(i, trees.auto_axes(inputs[i])) for i in self._stand_ins & {*scans}]
+        layered = self._stand_ins & {*scans}
+        self._has_loops = bool(layered) or dependence.are_looped_over(
+            closed, range(len(inputs))
+        )
+        layers = [(i, trees.auto_axes(inputs[i])) for i in layered]
         report_layers({self._names[i]: (axes[i], auto) for i, auto in layers if auto})
-        if self._reasons and self._stand_ins.isdisjoint(scans):
+        if self._reasons and not layered:
             # Nothing is gained, and a conditional may cost copies.
             raise CannotAdd(self._named(self._reasons))
 
@@ -263,18 +269,22 @@ class BackwardPass:
         if not self._peers.may_communicate:
             return False
         gradient = jax.grad(self._evaluate, has_aux=True, allow_int=True)
-        _, inputs, consts = self._given
+        _, inputs, consts, _ = self._given
         return any(dependence.exchanges(jax.make_jaxpr(gradient)(inputs, consts)))
 
-    def add(self, sums: list[jax.Array]) -> Passed:
+    def add(self, sums: list[jax.Array], is_first: jax.Array | None) -> Passed:
         """Adds the gradients to `sums`, and nothing for a micro-batch without tokens.
 
-        Without tokens, gradients may be NaN, and the backward pass does not run. Nor
-        does the forward pass, unless it is needed for `aux`.
+        Without tokens, gradients may be NaN: they are not added, and in most programs
+        the backward pass does not run, nor the forward pass, unless `aux` needs it.
+
+        Args:
+          sums: so far.
+          is_first: whether they are emptied; `None` if they are known to be empty.
         """
-        given = self._given._replace(sums=sums)
+        given = self._given._replace(sums=sums, is_first=is_first)
         del self._given  # so that its values do not leak into JAX's caches
-        passed = _unless_mapped(self._add_within, self._add_after)(given)
+        passed = _unless_mapped(self._add_in_place, self._add_mapped)(given)
         if self._known_tokens is not None:  # which int32 may not hold
             passed = passed._replace(num_tokens=self._known_tokens)
         return passed
@@ -299,8 +309,26 @@ class BackwardPass:
         [num_tokens] = jax.core.eval_jaxpr(jaxpr, given.consts, *inputs)
         return num_tokens
 
+    def _add_in_place(self, given: Given) -> Passed:
+        """As it needs the least memory.
+
+        If no loop reads a parameter, its gradient is one array anyway. Then a TPU needs
+        more where sums are emptied ahead, and GPUs over which the compiler may spread
+        parameters where there is a conditional. On a CPU, adding bfloat16 afterwards
+        takes several times as long.
+        """
+        if given.is_first is None or self._has_loops:
+            return self._add_within(given)
+        may_spread = any(map(trees.auto_axes, given.inputs))
+        return jax.lax.platform_dependent(
+            given,
+            cpu=self._add_within,
+            tpu=self._add_after,
+            default=self._add_after if may_spread else self._add_within,
+        )
+
     def _add_within(self, given: Given) -> Passed:
-        sums = [*given.sums]
+        sums = _emptied(given)
         others = [i for i in self._floats if i >= len(sums)]
         returned = [*self._whole, *others]
         refs = {i: jax.new_ref(sums[i]) for i in self._floats if i not in returned}
@@ -340,7 +368,7 @@ class BackwardPass:
 
     def _differentiate(self, to: dict[int, jax.Ref], given: Given) -> Differentiated:
         """Adds the gradients whose sums are in `to`."""
-        sums, inputs, consts = given
+        sums, inputs, consts, _ = given
         twins = {i: jnp.asarray(inputs[i]) for i in self._floats}
         casts = [i for i in self._stand_ins if twins[i].dtype != sums[i].dtype]
         twins |= {i: jnp.zeros_like(sums[i]) for i in casts}
@@ -379,17 +407,21 @@ class BackwardPass:
         return loss_sum, aux, {i: gradients[i].astype(dtypes[i]) for i in returned}
 
     def _add_after(self, given: Given) -> Passed:
-        """The same with whole gradients, which JAX can map."""
-        report(dict.fromkeys(self._names, "jax.vmap cannot map mutable arrays"))
+        """The same with whole gradients."""
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             self._evaluate, has_aux=True, allow_int=True
         )(given.inputs, given.consts)
         has_tokens, _ = self._counts(num_tokens)
+        is_first = False if given.is_first is None else given.is_first
         sums = [
-            add_if(has_tokens, x, g)
+            add_if(has_tokens, emptied(x, is_first), g)
             for x, g in zip(given.sums, gradients, strict=False)
         ]
         return Passed(sums, loss_sum, num_tokens, aux, gradients[len(sums) :])
+
+    def _add_mapped(self, given: Given) -> Passed:
+        report(dict.fromkeys(self._names, "jax.vmap cannot map mutable arrays"))
+        return self._add_after(given)
 
     def _counts(
         self, num_tokens: ArrayLike | None
@@ -401,6 +433,17 @@ class BackwardPass:
         tokens = usable_tokens(num_tokens, self._count_dtype)
         of_all, has_tokens = self._peers.sum(tokens), tokens > 0
         return has_tokens, has_tokens if of_all is tokens else of_all > 0
+
+
+def _emptied(given: Given) -> list[jax.Array]:
+    """The sums before the backward pass."""
+    if given.is_first is None:
+        return [*given.sums]
+
+    def empty(sums: list[jax.Array]) -> list[jax.Array]:
+        return [*map(jnp.zeros_like, sums)]
+
+    return at_most_once(given.is_first, empty, given.sums)
 
 
 def _zero_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

@@ -300,6 +300,11 @@ def looked_up(traced: Traced, names: Names) -> set[int | None]:
     return {taken[0] for name, taken in _uses(traced, names) if name == "gather"}
 
 
+def are_looped_over(traced: Traced, names: Names) -> bool:
+    """Whether a loop reads an input with a name."""
+    return any(name in ("scan", "while") for name, _ in _uses(traced, names))
+
+
 def _uses(traced: Traced, names: Names) -> Iterator[tuple[str, list[int | None]]]:
     """Yields what operations take, in called functions too."""
     jaxpr = opened(traced)

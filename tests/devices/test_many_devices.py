@@ -4,6 +4,7 @@ from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import meshes
 import numpy as np
 import optax
@@ -165,3 +166,23 @@ def test_a_gpu_updates_in_a_loop_if_parameters_are_gathered(
     traced = jax.jit(lambda state: step.close_window(state)).trace(state)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("stablehlo.while" in text) == loops
+
+
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="never emptied ahead")
+@pytest.mark.parametrize(
+    ("reduce_every", "empties_ahead"), [("window", True), ("micro_batch", False)]
+)
+def test_gpus_over_which_xla_may_spread_parameters_add_whole_gradients(
+    reduce_every: str, empties_ahead: bool
+):
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ w)), jnp.sum(x > 0)
+
+    mesh = meshes.make_mesh((8,), "auto")
+    options = {"data_axes": "data", "reduce_every": reduce_every}
+    step = make_train_step(loss_fn, optax.sgd(1e-3), mesh=mesh, **options)
+    state = step.init(np.ones((128, 128), np.float32))
+    x = np.ones((8, 128), np.float32)
+    traced = jax.jit(lambda state: step.accumulate(state, x)).trace(state)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.while" in text) == empties_ahead

@@ -232,6 +232,32 @@ def test_how_an_update_runs_depends_on_the_platform(
     assert ("stablehlo.while" in text) == loops
 
 
+def counted(params: Any, batch: Any) -> Any:
+    loss_sum, _ = loss_fn(params, batch)
+    return loss_sum, jnp.sum(batch > 0)
+
+
+def recurrent(params: Any, batch: Any) -> Any:
+    """Reads its parameters in a loop, though none is stacked."""
+    steps = jax.lax.scan(lambda x, _: (jnp.tanh(x @ params[0]), None), batch, length=3)
+    return jnp.sum(steps[0]), jnp.sum(batch > 0)
+
+
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="never emptied ahead")
+def test_how_gradients_are_added_depends_on_the_platform_and_on_loops():
+    def traced(loss_fn: Any) -> Any:
+        step = make_train_step(loss_fn, ADAMW, 4)
+        state = step.init(new_params())
+        return jax.jit(lambda state: step.accumulate(state, BATCH)).trace(state)
+
+    without_loops = traced(counted)
+    for platform, empties_ahead in (("cpu", True), ("tpu", False), ("cuda", True)):
+        text = without_loops.lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.while" in text) == empties_ahead
+    assert "platform_index" in str(without_loops.jaxpr)
+    assert "platform_index" not in str(traced(recurrent).jaxpr)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(
     "optimizer",
