@@ -284,7 +284,7 @@ class BackwardPass:
         """
         given = self._given._replace(sums=sums, is_first=is_first)
         del self._given  # so that its values do not leak into JAX's caches
-        passed = _unless_mapped(self._add_in_place, self._add_mapped)(given)
+        passed = _unless_mapped(self._add_by_platform, self._add_mapped)(given)
         if self._known_tokens is not None:  # which int32 may not hold
             passed = passed._replace(num_tokens=self._known_tokens)
         return passed
@@ -309,8 +309,8 @@ class BackwardPass:
         [num_tokens] = jax.core.eval_jaxpr(jaxpr, given.consts, *inputs)
         return num_tokens
 
-    def _add_in_place(self, given: Given) -> Passed:
-        """As it needs the least memory.
+    def _add_by_platform(self, given: Given) -> Passed:
+        """Adds in the way that needs the least memory on each platform.
 
         If no loop reads a parameter, its gradient is one array anyway. Then a TPU needs
         more where sums are emptied ahead, and GPUs over which the compiler may spread
@@ -407,7 +407,7 @@ class BackwardPass:
         return loss_sum, aux, {i: gradients[i].astype(dtypes[i]) for i in returned}
 
     def _add_after(self, given: Given) -> Passed:
-        """The same with whole gradients."""
+        """The same with whole gradients, in a backward pass that always runs."""
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             self._evaluate, has_aux=True, allow_int=True
         )(given.inputs, given.consts)
@@ -420,6 +420,7 @@ class BackwardPass:
         return Passed(sums, loss_sum, num_tokens, aux, gradients[len(sums) :])
 
     def _add_mapped(self, given: Given) -> Passed:
+        """The same under `jax.vmap`."""
         report(dict.fromkeys(self._names, "jax.vmap cannot map mutable arrays"))
         return self._add_after(given)
 

@@ -243,11 +243,19 @@ def recurrent(params: Any, batch: Any) -> Any:
     return jnp.sum(steps[0]), jnp.sum(batch > 0)
 
 
+def stacked(params: Any, batch: Any) -> Any:
+    """Scans over layers that it casts before, so that no loop reads the parameter."""
+    layers = params[0].astype(jnp.bfloat16)
+    x = batch.astype(jnp.bfloat16)
+    y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+    return jnp.sum(y.astype(jnp.float32)), jnp.sum(batch > 0)
+
+
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="never emptied ahead")
 def test_how_gradients_are_added_depends_on_the_platform_and_on_loops():
-    def traced(loss_fn: Any) -> Any:
+    def traced(loss_fn: Any, *shape: int) -> Any:
         step = make_train_step(loss_fn, ADAMW, 4)
-        state = step.init(new_params())
+        state = step.init([jnp.ones((*shape, WIDTH, WIDTH))] * DEPTH)
         return jax.jit(lambda state: step.accumulate(state, BATCH)).trace(state)
 
     without_loops = traced(counted)
@@ -256,6 +264,7 @@ def test_how_gradients_are_added_depends_on_the_platform_and_on_loops():
         assert ("stablehlo.while" in text) == empties_ahead
     assert "platform_index" in str(without_loops.jaxpr)
     assert "platform_index" not in str(traced(recurrent).jaxpr)
+    assert "platform_index" not in str(traced(stacked, 2).jaxpr)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
