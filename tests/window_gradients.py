@@ -84,9 +84,17 @@ def window_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
     return step(step.init(params), stack(batches))[0].opt_state.inner_opt_state
 
 
-WAYS = [value_and_grad, train_step, one_program, window_step]
-# One of the ways, and the others in the slow tests.
-every_way = pytest.mark.parametrize("way", [WAYS[0], *map(slow, WAYS[1:])])
+def with_aux(loss_fn: Any, params: Any, batches: Any) -> Any:
+    def with_own(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return loss_sum, (n, {"loss_sum": loss_sum})
+
+    return value_and_grad(with_own, params, batches, has_aux=True)
+
+
+WAYS = [value_and_grad, with_aux, train_step, one_program, window_step]
+# Two of the ways, and the others in the slow tests.
+every_way = pytest.mark.parametrize("way", [*WAYS[:2], *map(slow, WAYS[2:])])
 
 
 def by_hand(loss_fn: Any, params: Any, batches: Any) -> Any:

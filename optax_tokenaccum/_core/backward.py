@@ -122,8 +122,8 @@ class Passed(NamedTuple):
 class BackwardPass:
     """The loss of one micro-batch, ready to be differentiated once.
 
-    A backward pass that adds must not run without tokens, because what was added cannot
-    be taken back. Where it must run, all gradients are whole.
+    What was added cannot be taken back: without tokens, a backward pass that adds must
+    not run, or must add zeros. Where it can do neither, all gradients are whole.
 
     Args:
       loss: `loss(params, others) -> (loss_sum, (num_tokens, aux))`.
@@ -173,6 +173,7 @@ class BackwardPass:
 
         # What the loss closes over becomes an argument: custom_vmap maps only these.
         closed, self._shapes = jax.make_jaxpr(traced, return_shape=True)(inputs)
+        self._has_aux = bool(jax.tree.leaves(self._shapes[1][1]))
         # On the supported versions of JAX, the jaxpr would keep them too.
         self._given = Given(sums, inputs, [*closed.consts], None)
         self._jaxpr = closed.jaxpr.with_consts([None] * len(closed.consts))
@@ -190,13 +191,13 @@ class BackwardPass:
             if i in self._floats:
                 own = scans.get(i, [])
                 self._decide(i, x, total, is_unsharded[i], own, i in tables)
-        layered = self._stand_ins & {*scans}
-        self._has_loops = bool(layered) or dependence.are_looped_over(
+        self._layered = self._stand_ins & {*scans}
+        self._has_loops = bool(self._layered) or dependence.are_looped_over(
             closed, range(len(inputs))
         )
-        layers = [(i, trees.auto_axes(inputs[i])) for i in layered]
+        layers = [(i, trees.auto_axes(inputs[i])) for i in self._layered]
         report_layers({self._names[i]: (axes[i], auto) for i, auto in layers if auto})
-        if self._reasons and not layered:
+        if self._reasons and not self._layered:
             # Nothing is gained, and a conditional may cost copies.
             raise CannotAdd(self._named(self._reasons))
 
@@ -329,16 +330,31 @@ class BackwardPass:
 
     def _add_within(self, given: Given) -> Passed:
         sums = _emptied(given)
-        others = [i for i in self._floats if i >= len(sums)]
-        returned = [*self._whole, *others]
-        refs = {i: jax.new_ref(sums[i]) for i in self._floats if i not in returned}
+        params = [i for i in self._floats if i < len(sums)]
+        others = self._floats[len(params) :]
+        # With a count from inside a conditional, XLA would have to keep all that the
+        # backward pass needs of the forward pass, and could fuse nothing of both.
+        num_tokens = self._count(given)
+        has_tokens, any_tokens = self._counts(num_tokens)
+        # In a conditional, the forward pass would also run alone, for `aux`. Over
+        # devices, XLA may then gather weights in other ways, which need more memory.
+        selects = bool(
+            given.is_first is None
+            and self._has_aux
+            and self._layered
+            and not trees.is_concrete(has_tokens)
+        )
+        added = self._layered if selects else {*params} - self._whole
+        refs = {i: jax.new_ref(sums[i]) for i in params if i in added}
+        returned = [i for i in self._floats if i not in added]
 
         def add(to: dict[int, jax.Ref]) -> Differentiated:
-            return self._differentiate(to, given)
+            adds = jnp.asarray(has_tokens) if selects else None
+            return self._differentiate(to, returned, given, adds)
 
         def leave() -> Differentiated:
             loss_sum, (_, aux) = self._shapes
-            if jax.tree.leaves(aux):
+            if self._has_aux:
                 loss_sum, (_, aux) = self._evaluate(given.inputs, given.consts)
             else:
                 loss_sum = _zero_like(loss_sum)
@@ -347,11 +363,9 @@ class BackwardPass:
         def without_adding() -> Differentiated:
             return jax.lax.cond(any_tokens, lambda: add({}), leave)
 
-        # With a count from inside the conditional, XLA would have to keep all that the
-        # backward pass needs of the forward pass, and could fuse nothing of both.
-        num_tokens = self._count(given)
-        has_tokens, any_tokens = self._counts(num_tokens)
-        if trees.is_concrete(has_tokens):
+        if selects:
+            loss_sum, aux, gradients = add(refs)
+        elif trees.is_concrete(has_tokens):
             loss_sum, aux, gradients = add(refs) if has_tokens else leave()
         else:
             needs_values = others and any_tokens is not has_tokens
@@ -361,24 +375,34 @@ class BackwardPass:
                 without_adding if needs_values else leave,
             )
         # Outside of the conditional, which would lay out the sum like the gradient.
-        for i in self._whole:
+        for i in {*params} - added:
             sums[i] = add_if(has_tokens, sums[i], gradients[i])
         sums = [jax.freeze(refs[i]) if i in refs else x for i, x in enumerate(sums)]
         return Passed(sums, loss_sum, num_tokens, aux, [gradients[i] for i in others])
 
-    def _differentiate(self, to: dict[int, jax.Ref], given: Given) -> Differentiated:
-        """Adds the gradients whose sums are in `to`."""
+    def _differentiate(
+        self,
+        to: dict[int, jax.Ref],
+        returned: list[int],
+        given: Given,
+        adds: jax.Array | None,
+    ) -> Differentiated:
+        """Adds the gradients whose sums are in `to`, and computes the `returned`.
+
+        Unless `adds`, zeros are added; all of `to` must have stand-ins then.
+        """
         sums, inputs, consts, _ = given
         twins = {i: jnp.asarray(inputs[i]) for i in self._floats}
-        casts = [i for i in self._stand_ins if twins[i].dtype != sums[i].dtype]
+        own_stand_ins = self._stand_ins.difference(returned)
+        casts = [i for i in own_stand_ins if twins[i].dtype != sums[i].dtype]
         twins |= {i: jnp.zeros_like(sums[i]) for i in casts}
 
         def of_twins(twins: dict[int, jax.Array]) -> Returned[Any]:
             own: list[Operand] = [*map(jnp.asarray, inputs)]
             for i, x in twins.items():
                 own[i] = x
-                if i in self._stand_ins:
-                    own[i] = StandIn(inputs[i], x, tuple(range(x.ndim)))
+                if i in own_stand_ins:
+                    own[i] = StandIn(inputs[i], x, tuple(range(x.ndim)), adds)
             return self._evaluate(own, consts)
 
         vjp: Any = jax.vjp  # its type does not mention `with_refs`
@@ -391,8 +415,7 @@ class BackwardPass:
         twice = "one operation of loss_fn reads it twice"
         reasons = dict.fromkeys(used_twice - self._whole, twice) | self._reasons
         report(self._named(reasons))
-        whole = used_twice | self._whole
-        refs = {i: ref for i, ref in to.items() if i not in whole}
+        refs = {i: ref for i, ref in to.items() if i not in used_twice}
         try:
             add = backward.with_refs({i: refs.get(i, _RETURNED) for i in twins})
             [gradients] = add(jnp.ones_like(loss_sum))
@@ -401,7 +424,6 @@ class BackwardPass:
         for i, ref in to.items():
             if i not in refs:
                 ref[...] = add_to(ref[...], gradients[i])
-        returned = [i for i in twins if i in self._whole or i >= len(sums)]
         # A `custom_vjp` may return another dtype than that of its input.
         dtypes = {i: jnp.result_type(inputs[i]) for i in returned}
         return loss_sum, aux, {i: gradients[i].astype(dtypes[i]) for i in returned}

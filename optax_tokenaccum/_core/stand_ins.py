@@ -29,23 +29,33 @@ class StandIn:
       twin: what is differentiated in its place, whose gradient has its own dtype; the
         same values, if it has the dtype of `value`.
       axes: the axes of `twin`, in the order of those of `value`.
+      adds: whether the gradient counts, or else is zero; `None` if it always does. One
+        for each layer where layers are scanned over.
       is_layer: whether it is a part of the parameter.
     """
 
     value: jax.Array
     twin: jax.Array
     axes: tuple[int, ...] = field(metadata={"static": True})
+    adds: jax.Array | None = None
     is_layer: bool = field(default=False, metadata={"static": True})
 
     def array(self) -> jax.Array:
         """The value, as a function of the twin."""
         twin = jnp.transpose(self.twin, self.axes)
-        if twin.dtype == self.value.dtype and not self.is_layer:
+        is_whole = self.adds is None and not self.is_layer
+        if twin.dtype == self.value.dtype and is_whole:
             return twin  # JAX may add its gradient in place without a stand-in
-        return stand_in(self.value, twin)
+        return stand_in(self.value, twin, self.adds)
 
     def can_be_scanned(self) -> bool:
         return bool(self.axes) and self.axes[0] == 0
+
+    def scanned(self) -> "StandIn":
+        """What a scan over the first axis is given."""
+        if self.adds is None:
+            return self
+        return replace(self, adds=jnp.broadcast_to(self.adds, len(self.value)))
 
     def element(self) -> "StandIn":
         """What a scan over both gives to its body, which has one axis less."""
@@ -57,18 +67,25 @@ Operand = jax.Array | StandIn
 
 
 @jax.custom_jvp
-def stand_in(value: jax.Array, twin: jax.Array) -> jax.Array:
-    """`value`, as a function of `twin`, whose gradient then has the dtype of `twin`."""
+def stand_in(value: jax.Array, twin: jax.Array, adds: jax.Array | None) -> jax.Array:
+    """`value`, as a function of `twin`, whose gradient then has the dtype of `twin`.
+
+    Unless `adds`, the gradient is zero, even where it would be NaN.
+    """
     return value
 
 
 @stand_in.defjvp
 def _(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+    primals: tuple[jax.Array, jax.Array, jax.Array | None],
+    tangents: tuple[jax.Array, jax.Array, jax.Array | None],
 ) -> tuple[jax.Array, jax.Array]:
-    value, _ = primals
-    _, tangent = tangents
-    return value, _rounded(tangent).astype(value.dtype)
+    value, _, adds = primals
+    _, tangent, _ = tangents
+    tangent = _rounded(tangent)
+    if adds is not None:
+        tangent = jax.lax.select(adds, tangent, jnp.zeros_like(tangent))
+    return value, tangent.astype(value.dtype)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -194,7 +211,7 @@ def _remat(
     for i, (source, inner) in passed.items():
         value, given = outputs[i], args[source]
         assert isinstance(given, StandIn) and isinstance(value, jax.Array)
-        outputs[i] = replace(inner, value=value, twin=given.twin)
+        outputs[i] = replace(inner, value=value, twin=given.twin, adds=given.adds)
     return outputs
 
 
@@ -207,8 +224,8 @@ def _scan(x: JaxprEqn, look_up: Read, array: ReadArray) -> list[Operand]:
 
     def scanned(y: Var | Literal) -> Operand:
         operand = look_up(y)
-        is_slow = isinstance(operand, StandIn) and not operand.can_be_scanned()
-        return array(y) if is_slow else operand
+        can_be = isinstance(operand, StandIn) and operand.can_be_scanned()
+        return operand.scanned() if can_be else array(y)
 
     def iterate(
         carry: list[jax.Array], elements: list[Operand]

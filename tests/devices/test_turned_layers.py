@@ -41,6 +41,17 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jax.lax.scan(layer, x, layers)[0]
 
 
+def divided_by_tokens(params: Any, batch: Any) -> Any:
+    """The same; its gradients are NaN without tokens."""
+    loss_sum, n = loss_fn(params, batch)
+    return loss_sum / n * n, n
+
+
+def with_aux(params: Any, batch: Any) -> Any:
+    loss_sum, n = divided_by_tokens(params, batch)
+    return loss_sum, (n, {"loss_sum": loss_sum})
+
+
 LAYOUTS: dict[str, Any] = {
     "FSDP, no mesh": ("auto", P("data"), None),
     "FSDP": ("auto", P("data"), "micro_batch"),
@@ -51,12 +62,15 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("has_aux", [False, True], ids=["plain", "aux"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_over_devices(layout: str):
+def test_over_devices(layout: str, has_aux: bool):
     kind, spec, reduce_every = LAYOUTS[layout]
     mesh = make_mesh((8,), kind)
     options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
-    step = make_window_step(loss_fn, KEEPS, **(options if reduce_every else {}))
+    loss = with_aux if has_aux else divided_by_tokens
+    options = {"has_aux": has_aux} | (options if reduce_every else {})
+    step = make_window_step(loss, KEEPS, **options)
     placed = {"w": spec, "scale": P(*spec[:2]), "out": P()}
     shardings = {k: NamedSharding(mesh, spec) for k, spec in placed.items()}
     params = jax.device_put(PARAMS, shardings)

@@ -47,27 +47,51 @@ def check(
     chex.assert_trees_all_close(got, expected, rtol=rtol)
 
 
-def divides_by_tokens(params: Any, batch: Any) -> Any:
+def divides_by_tokens(network: Any) -> Any:
     """A loss whose value and gradients are NaN without tokens."""
-    y = through_layers(params, batch["x"]) + params["out"]
-    loss_sum, n = window_gradients.squares(y, batch)
-    return loss_sum / n * n, n
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y = network(params, batch["x"]) + params["out"]
+        loss_sum, n = window_gradients.squares(y, batch)
+        return loss_sum / n * n, n
+
+    return loss_fn
+
+
+def layers_also_read_outside(params: Any, x: Any) -> Any:
+    return through_layers(params, x) + jnp.sum(params["layers"] ** 2)
+
+
+def layers_read_twice(params: Any, x: Any) -> Any:
+    def layer(x: Any, both: Any) -> Any:
+        return jnp.tanh(x @ both[0] + jnp.sin(x @ both[1])), None
+
+    x = x.astype(params["layers"].dtype)
+    return jax.lax.scan(layer, x, (params["layers"],) * 2)[0]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtype"),
-    [((0, 8, 3), jnp.float32), ((8, 0, 3), jnp.bfloat16), slow((0,), jnp.float32)],
-    ids=["first", "middle", "only"],
+    ("network", "tokens", "dtype"),
+    [
+        (through_layers, (0, 8, 3), jnp.float32),
+        (through_layers, (8, 0, 3), jnp.bfloat16),
+        slow(through_layers, (0,), jnp.float32),
+        (layers_also_read_outside, (8, 0, 3), jnp.bfloat16),
+        (layers_also_read_outside, (0, 8, 3), jnp.float32),
+        (layers_read_twice, (8, 0, 3), jnp.float32),
+    ],
+    ids=["first", "middle", "only", "outside, middle", "outside, first", "twice"],
 )
 @every_way
-def test_nan_gradients_of_no_tokens_add_nothing(way: Any, tokens: Any, dtype: Any):
+def test_nan_gradients_of_no_tokens_add_nothing(
+    way: Any, network: Any, tokens: Any, dtype: Any
+):
     params, batches = params_of(dtype), window_of(*tokens)
-    alone, _ = jax.jit(jax.grad(divides_by_tokens, has_aux=True))(
-        params, batch_of(0, 0)
-    )
+    loss_fn = divides_by_tokens(network)
+    alone, _ = jax.jit(jax.grad(loss_fn, has_aux=True))(params, batch_of(0, 0))
     assert all(jnp.all(jnp.isnan(x)) for x in jax.tree.leaves(alone))
     rtol = 1e-2 if dtype == jnp.bfloat16 else 1e-5
-    check(way, divides_by_tokens, params, batches, rtol)
+    check(way, loss_fn, params, batches, rtol)
 
 
 def unrolled(params: Any, batch: Any) -> Any:
@@ -427,7 +451,8 @@ def random_loss(seed: int) -> Any:
             x = scan(params, x)
         if outside is not None:
             x = x + jnp.sin(x @ outside(params).astype(x.dtype))
-        return jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"])
+        n = jnp.sum(batch["mask"])
+        return jnp.sum(x**2 * batch["mask"][:, None]) / n * n, n  # NaN without tokens
 
     return loss_fn
 

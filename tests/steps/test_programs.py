@@ -1,5 +1,6 @@
 """What the train step compiles to: number of programs, memory, no blocking."""
 
+import re
 from typing import Any
 
 import chex
@@ -12,11 +13,18 @@ import optax
 import pytest
 from helpers import net_bytes
 from jax._src.array import ArrayImpl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.chips import CHIPS
 from benchmarks.ways import WAYS
 from benchmarks.workloads import square_layers, window_of
-from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+    window_value_and_grad,
+)
 from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.once import OnlyIf, in_loop, in_selection
 from optax_tokenaccum._steps import in_place
@@ -210,6 +218,54 @@ def test_a_window_step_needs_no_more_memory_than_a_scan_by_hand(
     assert peak("window step") <= 1.01 * peak("scan by hand")
 
 
+def many_words(params: Any, batch: Any) -> Any:
+    """A loss with `aux`, whose logits need more than everything else."""
+
+    @jax.checkpoint
+    def layer(x: Any, w: Any) -> Any:
+        return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("data")), None
+
+    embed, layers, head = (x.astype(jnp.bfloat16) for x in params)
+    x, _ = jax.lax.scan(layer, embed[batch["x"]], layers)
+    logits = (x @ head).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["y"], len(embed)))
+    loss_sum = jnp.sum(losses * batch["mask"])
+    return loss_sum, (jnp.sum(batch["mask"]), {"loss_sum": loss_sum})
+
+
+@pytest.mark.slow
+@NEEDS_LIBTPU
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
+def test_aux_over_tpus_needs_no_more_memory_than_by_hand():
+    """XLA gathers the head of a lone forward pass in a loop, and copies the logits."""
+    mesh = Mesh(CHIPS["v5e"].devices(), ("data",))
+
+    def spread(*shape: int, axis: int = 1, dtype: Any = jnp.float32) -> Any:
+        sharding = NamedSharding(mesh, P(*[None] * axis, "data"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    params = spread(32000, 256), spread(4, 256, 256), spread(256, 32000, axis=0)
+    dtypes = {"x": jnp.int32, "y": jnp.int32, "mask": jnp.float32}
+    window = {name: spread(4, 16, 1024, dtype=x) for name, x in dtypes.items()}
+
+    def by_hand(params: Any, window: Any) -> Any:
+        def add(carried: Any, batch: Any) -> Any:
+            gradient = jax.value_and_grad(many_words, has_aux=True)
+            (loss_sum, (n, aux)), new = gradient(params, batch)
+            return jax.tree.map(jnp.add, carried, (new, loss_sum, n)), aux
+
+        start = jax.tree.map(jnp.zeros_like, (params, 0.0, 0.0))
+        (sums, loss_sum, n), aux = jax.lax.scan(add, start, window)
+        return (loss_sum / n, (n, aux)), jax.tree.map(lambda x: x / n, sums)
+
+    def peak(f: Any) -> int:
+        with jax.set_mesh(mesh):
+            memory = jax.jit(f).lower(params, window).compile().memory_analysis()
+        return memory.peak_memory_in_bytes
+
+    assert peak(window_value_and_grad(many_words, has_aux=True)) <= peak(by_hand)
+
+
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a loop")
 @pytest.mark.parametrize(
     ("platform", "dtype", "width", "loops"),
@@ -265,6 +321,20 @@ def test_how_gradients_are_added_depends_on_the_platform_and_on_loops():
     assert "platform_index" in str(without_loops.jaxpr)
     assert "platform_index" not in str(traced(recurrent).jaxpr)
     assert "platform_index" not in str(traced(stacked, 2).jaxpr)
+
+
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
+@pytest.mark.parametrize("has_aux", [False, True], ids=["plain", "aux"])
+def test_the_forward_pass_of_a_window_is_never_run_alone(has_aux: bool):
+    def loss(params: Any, batch: Any) -> Any:
+        loss_sum, n = stacked(params, batch)
+        return loss_sum, ((n, {"loss_sum": loss_sum}) if has_aux else n)
+
+    step = make_window_step(loss, ADAMW, has_aux=has_aux)
+    state = step.init([jnp.ones((2, WIDTH, WIDTH))])
+    text = step.lower(state, WINDOW).as_text()
+    layers = f"stablehlo.tanh %[^ ]+ : tensor<{len(BATCH)}x{WIDTH}xbf16>"
+    assert len(re.findall(layers, text)) == 1
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
