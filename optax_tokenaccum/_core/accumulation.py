@@ -279,6 +279,7 @@ class Accumulation:
         update: Callable[[Gradients, Norm, T, OptState], tuple[T, OptState]],
         otherwise: T,
         only_if: OnlyIf = in_conditional,
+        norm_first: bool = False,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -291,6 +292,8 @@ class Accumulation:
             state. `norm()` is the gradient's global norm.
           otherwise: the result if there is no update.
           only_if: how to run the update, which is given the sums.
+          norm_first: whether `norm()` is computed before the update on a TPU, which
+            then does not keep the sums for it.
 
         Returns:
           The result and the new state.
@@ -299,8 +302,16 @@ class Accumulation:
 
         def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
             total = state._replace(acc_grads=self.layout.total(acc))
-            gradient = self.window_gradient(total, like)
             norm = functools.partial(self.gradient_norm, total)
+            if norm_first:
+                known, total = jax.lax.platform_dependent(
+                    norm(),
+                    total,
+                    tpu=lambda *both: jax.lax.optimization_barrier(both),
+                    default=lambda *both: both,
+                )
+                norm = lambda: known  # noqa: E731
+            gradient = self.window_gradient(total, like)
             result, inner_opt_state = update(gradient, norm, *held)
             return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
 

@@ -13,9 +13,9 @@ def in_place(*, narrows: bool, gathers: bool) -> OnlyIf:
     """A way to run an update that may overwrite the sums.
 
     In a selection, XLA frees each sum after its last use, where a loop holds all of
-    them. But with a selection a CPU copies; so does a TPU if the update `narrows` the
-    sums, for example to bfloat16, and a GPU if it `gathers` what it spread over
-    devices.
+    them. But with a selection a CPU copies; so does a TPU if the update `narrows` every
+    element of the sums by itself, for example to bfloat16, and a GPU if it `gathers`
+    what it spread over devices.
     """
 
     def only_if(

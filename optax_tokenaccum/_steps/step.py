@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import arrays, checks, overwritten
+from optax_tokenaccum._core import arrays, checks, dependence, overwritten
 from optax_tokenaccum._core.accumulation import Accumulation, Norm
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.once import in_conditional
@@ -160,11 +160,11 @@ class Step(abc.ABC, Generic[P]):
         of_trained, of_values = layout.split(params)
         trained, _ = overwritten.split(params)
         sums, maxima = overwritten.split(opt_state.acc_grads)
-        only_if = in_conditional
-        if may_overwrite:
-            both = zip(*map(jax.tree.leaves, (trained, sums)), strict=True)
-            narrows = any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
-            only_if = in_place(narrows=narrows, gathers=layout.gathers)
+
+        def update_of(
+            gradient: Gradients, inner_opt_state: OptState, params: optax.Params
+        ) -> tuple[optax.Updates, OptState]:
+            return inner.update(gradient, inner_opt_state, params, value=metrics.loss)
 
         def update(
             gradient: Gradients,
@@ -173,18 +173,24 @@ class Step(abc.ABC, Generic[P]):
             inner_opt_state: OptState,
         ) -> tuple[tuple[optax.Params, jax.Array], OptState]:
             params, _ = otherwise
-            updates, inner_opt_state = inner.update(
-                overwritten.with_zeros(gradient, params),
-                inner_opt_state,
-                params,
-                value=metrics.loss,
+            updates, inner_opt_state = update_of(
+                overwritten.with_zeros(gradient, params), inner_opt_state, params
             )
             moved, values = overwritten.split(jax.tree.map(_applied, params, updates))
             largest = arrays.cast_like(of_values.largest(maxima), values)
             applied = layout.place(overwritten.join(moved, largest, params))
             return (applied, norm()), inner_opt_state
 
+        both = zip(*map(jax.tree.leaves, (trained, sums)), strict=True)
+        narrows = any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
+        only_if = in_conditional
         try:
+            if may_overwrite:
+                if narrows:
+                    given = params, opt_state.inner_opt_state, params
+                    traced = jax.make_jaxpr(update_of)(*given)
+                    narrows = not dependence.mixes_elements(traced)
+                only_if = in_place(narrows=narrows, gathers=layout.gathers)
             (params, grad_norm), closed = accumulation.on(of_trained).close(
                 opt_state._replace(acc_grads=sums),
                 closes,
@@ -192,6 +198,7 @@ class Step(abc.ABC, Generic[P]):
                 update,
                 otherwise=(params, metrics.grad_norm),
                 only_if=only_if,
+                norm_first=may_overwrite and not narrows,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.chips import CHIPS
 from benchmarks.ways import WAYS
-from benchmarks.workloads import square_layers, window_of
+from benchmarks.workloads import square_layers, stacked_layers, window_of
 from optax_tokenaccum import (
     make_train_step,
     make_window_step,
@@ -182,22 +182,33 @@ def test_close_works_in_place():
     assert not [line for line in lines if " copy(" in line and matrix in line]
 
 
+def unrolled() -> Any:
+    return stacked_layers(512, 12, 1, 256, dtype=jnp.bfloat16, scanned=False)
+
+
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
 @pytest.mark.parametrize(
-    ("optimizer", "dtype", "width", "chip"),
+    ("optimizer", "make", "chip"),
     [
-        (ADAMW, jnp.bfloat16, WIDTH, None),
-        (CLIPPED, jnp.bfloat16, WIDTH, None),
-        (MUON, jnp.float32, WIDTH, None),
-        pytest.param(
-            MUON, jnp.float32, 4096, "v5e", marks=[pytest.mark.slow, NEEDS_LIBTPU]
-        ),
+        (ADAMW, lambda: square_layers(WIDTH, dtype=jnp.bfloat16), None),
+        (CLIPPED, lambda: square_layers(WIDTH, dtype=jnp.bfloat16), None),
+        (MUON, lambda: square_layers(WIDTH), None),
+        helpers.slow(MUON, lambda: square_layers(4096), "v5e"),
+        helpers.slow(MUON, unrolled, "v5e"),
     ],
-    ids=["AdamW, bfloat16", "clipped, bfloat16", "Muon", "Muon, on a TPU"],
+    ids=[
+        "AdamW, bfloat16",
+        "clipped, bfloat16",
+        "Muon",
+        "Muon, on a TPU",
+        "Muon, long rows, on a TPU",
+    ],
 )
-def test_a_window_step_needs_no_more_memory_than_a_scan_by_hand(
-    optimizer: optax.GradientTransformation, dtype: Any, width: int, chip: str | None
+def test_steps_need_no_more_memory_than_by_hand(
+    optimizer: optax.GradientTransformation, make: Any, chip: str | None
 ):
+    if chip and CHIPS[chip].missing():
+        pytest.skip("needs libtpu, to compile")
     device = CHIPS[chip].devices()[0] if chip else jax.devices()[0]
     where = jax.sharding.SingleDeviceSharding(device)
 
@@ -206,16 +217,17 @@ def test_a_window_step_needs_no_more_memory_than_a_scan_by_hand(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
         )
 
-    workload = square_layers(width, 6, 4, dtype)
+    workload = make()
     params, window = shapes(workload.params), shapes(window_of(workload, 4))
 
     def peak(way: str) -> int:
         loop = WAYS[way].build(workload, optimizer, 4)
         state = shapes(jax.eval_shape(loop.init, params))
-        [program] = loop.lower(state, window).values()
-        return program.peak()
+        return max(x.peak() for x in loop.lower(state, window).values())
 
     assert peak("window step") <= 1.01 * peak("scan by hand")
+    if not chip:  # a TPU's close may need one more matrix
+        assert peak("train step") <= 1.01 * peak("pair by hand")
 
 
 def many_words(params: Any, batch: Any) -> Any:
@@ -268,24 +280,33 @@ def test_aux_over_tpus_needs_no_more_memory_than_by_hand():
 
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a loop")
 @pytest.mark.parametrize(
-    ("platform", "dtype", "width", "loops"),
+    ("platform", "optimizer", "dtype", "width", "loops", "norm_first"),
     [
-        ("cpu", jnp.float32, 64, True),
-        ("cpu", jnp.float32, 32, False),  # tiny: compiling a loop would take minutes
-        ("tpu", jnp.float32, 64, False),
-        ("tpu", jnp.bfloat16, 128, True),
-        ("cuda", jnp.float32, 64, False),
-        ("cuda", jnp.bfloat16, 128, False),
+        ("cpu", ADAMW, jnp.float32, 64, True, False),
+        # Tiny: compiling a loop would take minutes.
+        ("cpu", ADAMW, jnp.float32, 32, False, False),
+        ("tpu", ADAMW, jnp.float32, 64, False, True),
+        ("tpu", ADAMW, jnp.bfloat16, 128, True, False),
+        ("tpu", CLIPPED, jnp.bfloat16, 128, False, True),
+        ("cuda", ADAMW, jnp.float32, 64, False, False),
+        ("cuda", CLIPPED, jnp.bfloat16, 128, False, False),
     ],
 )
 def test_how_an_update_runs_depends_on_the_platform(
-    platform: str, dtype: Any, width: int, loops: bool
+    platform: str,
+    optimizer: Any,
+    dtype: Any,
+    width: int,
+    loops: bool,
+    norm_first: bool,
 ):
-    step = make_train_step(loss_fn, ADAMW, 4)
+    step = make_train_step(loss_fn, optimizer, 4)
     state = step.init([jnp.ones((width, width), dtype)] * 3)
     traced = jax.jit(lambda state: step.close_window(state)).trace(state)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.while" in text) == loops
+    if not loops:
+        assert ("stablehlo.optimization_barrier" in text) == norm_first
 
 
 def counted(params: Any, batch: Any) -> Any:
