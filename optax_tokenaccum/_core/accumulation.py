@@ -18,7 +18,6 @@ from optax_tokenaccum._core.backward import (
     BackwardPass,
     CannotAdd,
     Returned,
-    report_loss,
 )
 from optax_tokenaccum._core.contribution import (
     Contribution,
@@ -30,6 +29,7 @@ from optax_tokenaccum._core.contribution import (
 )
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers, Reduced
 from optax_tokenaccum._core.once import OnlyIf, at_most_once, in_conditional
+from optax_tokenaccum._core.reports import report_loss
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBool
@@ -304,13 +304,8 @@ class Accumulation:
             total = state._replace(acc_grads=self.layout.total(acc))
             norm = functools.partial(self.gradient_norm, total)
             if norm_first:
-                known, total = jax.lax.platform_dependent(
-                    norm(),
-                    total,
-                    tpu=lambda *both: jax.lax.optimization_barrier(both),
-                    default=lambda *both: both,
-                )
-                norm = lambda: known  # noqa: E731
+                known, total = _first_on_a_tpu(norm(), total)
+                norm = functools.partial(jnp.asarray, known)
             gradient = self.window_gradient(total, like)
             result, inner_opt_state = update(gradient, norm, *held)
             return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
@@ -435,3 +430,13 @@ def make_accumulation(
 
 def _as_like(gradient: Gradients, like: Gradients) -> Gradients:
     return jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), gradient, like)
+
+
+def _first_on_a_tpu(x: jax.Array, others: T) -> tuple[jax.Array, T]:
+    """Both; a TPU computes `x` before anything that reads the others."""
+    return jax.lax.platform_dependent(
+        x,
+        others,
+        tpu=lambda *both: jax.lax.optimization_barrier(both),
+        default=lambda *both: both,
+    )

@@ -5,10 +5,8 @@ gradient of layers that are stacked for a scan is then added layer by layer. Oth
 it exists as a whole next to the sums, which costs a second buffer of its size.
 """
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,6 +21,7 @@ from optax_tokenaccum._core import dependence, stand_ins, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
 from optax_tokenaccum._core.once import at_most_once
+from optax_tokenaccum._core.reports import report, report_layers
 from optax_tokenaccum._core.stand_ins import Operand, StandIn
 from optax_tokenaccum._core.sums import add as add_to
 from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
@@ -40,51 +39,6 @@ A = TypeVar("A")
 Returned = tuple[jax.Array, tuple[ArrayLike | None, A]]
 # A loss, `aux`, and the gradients that are returned, by their inputs' indices.
 Differentiated = tuple[jax.Array, Any, dict[int, jax.Array]]
-
-
-class Collected(NamedTuple):
-    """What backward passes report, by the paths of parameters.
-
-    Attributes:
-      reasons: why gradients exist as a whole next to their sums.
-      by_layer: of parameters whose gradients are added layer by layer, and that the
-        compiler may spread: the axis of the layers, and the names of its mesh axes.
-      losses: those that were differentiated.
-    """
-
-    reasons: dict[str, str]
-    by_layer: dict[str, tuple[int, frozenset[str]]]
-    losses: list[Any]
-
-
-_collected: ContextVar[Collected | None] = ContextVar("collected", default=None)
-
-
-@contextlib.contextmanager
-def collect() -> Iterator[Collected]:
-    """Collects the reports of what is traced inside the block."""
-    collected = Collected({}, {}, [])
-    token = _collected.set(collected)
-    try:
-        yield collected
-    finally:
-        _collected.reset(token)
-
-
-def report(reasons: dict[str, str]) -> None:
-    """Adds to what `collect` collects, if it does."""
-    if collected := _collected.get():
-        collected.reasons.update(reasons)
-
-
-def report_layers(by_layer: dict[str, tuple[int, frozenset[str]]]) -> None:
-    if collected := _collected.get():
-        collected.by_layer.update(by_layer)
-
-
-def report_loss(loss: Any) -> None:
-    if collected := _collected.get():
-        collected.losses.append(loss)
 
 
 class CannotAdd(Exception):
@@ -285,7 +239,7 @@ class BackwardPass:
         """
         given = self._given._replace(sums=sums, is_first=is_first)
         del self._given  # so that its values do not leak into JAX's caches
-        passed = _unless_mapped(self._add_by_platform, self._add_mapped)(given)
+        passed = _unless_mapped(self._add_in_least_memory, self._add_mapped)(given)
         if self._known_tokens is not None:  # which int32 may not hold
             passed = passed._replace(num_tokens=self._known_tokens)
         return passed
@@ -310,15 +264,21 @@ class BackwardPass:
         [num_tokens] = jax.core.eval_jaxpr(jaxpr, given.consts, *inputs)
         return num_tokens
 
-    def _add_by_platform(self, given: Given) -> Passed:
-        """Adds in the way that needs the least memory on each platform.
+    def _add_in_least_memory(self, given: Given) -> Passed:
+        """Adds in the way that needs the least memory, as far as is known.
+
+        In a conditional, the forward pass of a window would also run alone, for `aux`.
+        Over devices, XLA may then gather weights in other ways, which need more.
 
         If no loop reads a parameter, its gradient is one array anyway. Then a TPU needs
         more where sums are emptied ahead, and GPUs over which the compiler may spread
         parameters where there is a conditional. On a CPU, adding bfloat16 afterwards
         takes several times as long.
         """
-        if given.is_first is None or self._has_loops:
+        if given.is_first is None:
+            has_choice = self._has_aux and self._layered and self._known_tokens is None
+            return (self._add_selected if has_choice else self._add_within)(given)
+        if self._has_loops:
             return self._add_within(given)
         may_spread = any(map(trees.auto_axes, given.inputs))
         return jax.lax.platform_dependent(
@@ -329,28 +289,14 @@ class BackwardPass:
         )
 
     def _add_within(self, given: Given) -> Passed:
+        """Does not run the backward pass without tokens."""
         sums = _emptied(given)
-        params = [i for i in self._floats if i < len(sums)]
-        others = self._floats[len(params) :]
-        # With a count from inside a conditional, XLA would have to keep all that the
-        # backward pass needs of the forward pass, and could fuse nothing of both.
-        num_tokens = self._count(given)
-        has_tokens, any_tokens = self._counts(num_tokens)
-        # In a conditional, the forward pass would also run alone, for `aux`. Over
-        # devices, XLA may then gather weights in other ways, which need more memory.
-        selects = bool(
-            given.is_first is None
-            and self._has_aux
-            and self._layered
-            and not trees.is_concrete(has_tokens)
-        )
-        added = self._layered if selects else {*params} - self._whole
-        refs = {i: jax.new_ref(sums[i]) for i in params if i in added}
-        returned = [i for i in self._floats if i not in added]
+        others = [i for i in self._floats if i >= len(sums)]
+        returned = [*self._whole, *others]
+        refs = {i: jax.new_ref(sums[i]) for i in self._floats if i not in returned}
 
         def add(to: dict[int, jax.Ref]) -> Differentiated:
-            adds = jnp.asarray(has_tokens) if selects else None
-            return self._differentiate(to, returned, given, adds)
+            return self._differentiate(to, returned, given)
 
         def leave() -> Differentiated:
             loss_sum, (_, aux) = self._shapes
@@ -363,29 +309,39 @@ class BackwardPass:
         def without_adding() -> Differentiated:
             return jax.lax.cond(any_tokens, lambda: add({}), leave)
 
-        if selects:
-            loss_sum, aux, gradients = add(refs)
-        elif trees.is_concrete(has_tokens):
-            loss_sum, aux, gradients = add(refs) if has_tokens else leave()
+        # With a count from inside the conditional, XLA would have to keep all that the
+        # backward pass needs of the forward pass, and could fuse nothing of both.
+        num_tokens = self._count(given)
+        has_tokens, any_tokens = self._counts(num_tokens)
+        if trees.is_concrete(has_tokens):
+            differentiated = add(refs) if has_tokens else leave()
         else:
             needs_values = others and any_tokens is not has_tokens
-            loss_sum, aux, gradients = jax.lax.cond(
+            differentiated = jax.lax.cond(
                 has_tokens,
                 lambda: add(refs),
                 without_adding if needs_values else leave,
             )
         # Outside of the conditional, which would lay out the sum like the gradient.
-        for i in {*params} - added:
-            sums[i] = add_if(has_tokens, sums[i], gradients[i])
-        sums = [jax.freeze(refs[i]) if i in refs else x for i, x in enumerate(sums)]
-        return Passed(sums, loss_sum, num_tokens, aux, [gradients[i] for i in others])
+        return _passed(sums, refs, num_tokens, has_tokens, differentiated)
+
+    def _add_selected(self, given: Given) -> Passed:
+        """Always runs the backward pass. Without tokens it adds zeros to each layer."""
+        num_tokens = self._count(given)
+        has_tokens, _ = self._counts(num_tokens)
+        sums = _emptied(given)
+        refs = {i: jax.new_ref(sums[i]) for i in self._layered}
+        returned = [i for i in self._floats if i not in refs]
+        adds = jnp.asarray(has_tokens)
+        differentiated = self._differentiate(refs, returned, given, adds)
+        return _passed(sums, refs, num_tokens, has_tokens, differentiated)
 
     def _differentiate(
         self,
         to: dict[int, jax.Ref],
         returned: list[int],
         given: Given,
-        adds: jax.Array | None,
+        adds: jax.Array | None = None,
     ) -> Differentiated:
         """Adds the gradients whose sums are in `to`, and computes the `returned`.
 
@@ -467,6 +423,25 @@ def _emptied(given: Given) -> list[jax.Array]:
         return [*map(jnp.zeros_like, sums)]
 
     return at_most_once(given.is_first, empty, given.sums)
+
+
+def _passed(
+    sums: list[jax.Array],
+    refs: dict[int, jax.Ref],
+    num_tokens: ArrayLike | None,
+    has_tokens: trees.TracedBool,
+    differentiated: Differentiated,
+) -> Passed:
+    """What is left when the gradients that were returned are added too."""
+    loss_sum, aux, gradients = differentiated
+    others = [x for i, x in gradients.items() if i >= len(sums)]
+    sums = [
+        add_if(has_tokens, x, gradients[i]) if i in gradients else x
+        for i, x in enumerate(sums)
+    ]
+    for i, ref in refs.items():
+        sums[i] = jax.freeze(ref)
+    return Passed(sums, loss_sum, num_tokens, aux, others)
 
 
 def _zero_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

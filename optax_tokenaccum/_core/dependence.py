@@ -286,15 +286,6 @@ def opened(traced: Any) -> Any:
 Names = Sequence[int | None]  # of the last inputs of a function
 
 
-def mixes_elements(traced: Traced) -> bool:
-    """Whether elements of an output may depend on many: on a norm, or a product."""
-    names = {x.primitive.name for x in opened(traced).eqns} - {"reduce_precision"}
-    if any(name == "dot_general" or name.startswith("reduce_") for name in names):
-        return True
-    inner = itertools.chain.from_iterable(map(functions_in, opened(traced).eqns))
-    return any(map(mixes_elements, inner))
-
-
 def used_twice(traced: Traced, names: Names) -> set[int]:
     """The names of inputs that some operation takes twice.
 

@@ -1,12 +1,18 @@
 """How an update needs the least memory, on each platform."""
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import optax
 
+from optax_tokenaccum._core import dependence
 from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.once import OnlyIf, in_conditional, in_loop, in_selection
-from optax_tokenaccum._core.trees import M, T, TracedBool, is_concrete
+from optax_tokenaccum._core.trees import M, OptState, T, TracedBool, is_concrete
+
+Update = Callable[[optax.Updates, OptState, optax.Params], tuple[optax.Updates, Any]]
 
 
 def in_place(*, narrows: bool, gathers: bool) -> OnlyIf:
@@ -41,3 +47,27 @@ def in_place(*, narrows: bool, gathers: bool) -> OnlyIf:
         )
 
     return only_if
+
+
+def narrows(
+    update: Update, sums: optax.Updates, state: OptState, params: optax.Params
+) -> bool:
+    """Whether every element of `sums` alone gives one of the parameters, in fewer bits.
+
+    Not with a norm or a product of matrices, as in clipping or Muon. An answer that is
+    wrong costs memory alone.
+    """
+    both = zip(*map(jax.tree.leaves, (params, sums)), strict=True)
+    if not any(p.dtype.itemsize < x.dtype.itemsize for p, x in both):
+        return False
+    return not _mixes(jax.make_jaxpr(update)(params, state, params))
+
+
+def _mixes(traced: dependence.Traced) -> bool:
+    """Whether an operation combines elements of an array."""
+    equations = dependence.opened(traced).eqns
+    names = {x.primitive.name for x in equations} - {"reduce_precision"}
+    if any(name == "dot_general" or name.startswith("reduce_") for name in names):
+        return True
+    inner = itertools.chain.from_iterable(map(dependence.functions_in, equations))
+    return any(map(_mixes, inner))

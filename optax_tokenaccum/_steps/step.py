@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import arrays, checks, dependence, overwritten
+from optax_tokenaccum._core import arrays, checks, overwritten
 from optax_tokenaccum._core.accumulation import Accumulation, Norm
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.once import in_conditional
@@ -17,7 +17,7 @@ from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._steps import abstract
 from optax_tokenaccum._steps.compile_ahead import Programs
-from optax_tokenaccum._steps.in_place import in_place
+from optax_tokenaccum._steps.in_place import in_place, narrows
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -181,16 +181,14 @@ class Step(abc.ABC, Generic[P]):
             applied = layout.place(overwritten.join(moved, largest, params))
             return (applied, norm()), inner_opt_state
 
-        both = zip(*map(jax.tree.leaves, (trained, sums)), strict=True)
-        narrows = any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
-        only_if = in_conditional
+        only_if, norm_first = in_conditional, False
         try:
             if may_overwrite:
-                if narrows:
-                    given = params, opt_state.inner_opt_state, params
-                    traced = jax.make_jaxpr(update_of)(*given)
-                    narrows = not dependence.mixes_elements(traced)
-                only_if = in_place(narrows=narrows, gathers=layout.gathers)
+                narrow = narrows(
+                    update_of, opt_state.acc_grads, opt_state.inner_opt_state, params
+                )
+                only_if = in_place(narrows=narrow, gathers=layout.gathers)
+                norm_first = not narrow
             (params, grad_norm), closed = accumulation.on(of_trained).close(
                 opt_state._replace(acc_grads=sums),
                 closes,
@@ -198,7 +196,7 @@ class Step(abc.ABC, Generic[P]):
                 update,
                 otherwise=(params, metrics.grad_norm),
                 only_if=only_if,
-                norm_first=may_overwrite and not narrows,
+                norm_first=norm_first,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

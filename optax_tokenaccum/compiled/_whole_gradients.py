@@ -10,7 +10,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.backward import collect
+from optax_tokenaccum._core.reports import collect
 
 _numbers = itertools.count()
 

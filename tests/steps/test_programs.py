@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.chips import CHIPS
-from benchmarks.ways import WAYS
-from benchmarks.workloads import square_layers, stacked_layers, window_of
+from benchmarks.loops import mean_like
+from benchmarks.ways import WAYS, sums_by_hand
+from benchmarks.workloads import Workload, square_layers, stacked_layers, window_of
 from optax_tokenaccum import (
     make_train_step,
     make_window_step,
@@ -260,15 +261,13 @@ def test_aux_over_tpus_needs_no_more_memory_than_by_hand():
     dtypes = {"x": jnp.int32, "y": jnp.int32, "mask": jnp.float32}
     window = {name: spread(4, 16, 1024, dtype=x) for name, x in dtypes.items()}
 
-    def by_hand(params: Any, window: Any) -> Any:
-        def add(carried: Any, batch: Any) -> Any:
-            gradient = jax.value_and_grad(many_words, has_aux=True)
-            (loss_sum, (n, aux)), new = gradient(params, batch)
-            return jax.tree.map(jnp.add, carried, (new, loss_sum, n)), aux
+    def without_aux(params: Any, batch: Any, _: Any) -> Any:
+        loss_sum, (n, _) = many_words(params, batch)
+        return loss_sum, n
 
-        start = jax.tree.map(jnp.zeros_like, (params, 0.0, 0.0))
-        (sums, loss_sum, n), aux = jax.lax.scan(add, start, window)
-        return (loss_sum / n, (n, aux)), jax.tree.map(lambda x: x / n, sums)
+    def by_hand(params: Any, window: Any) -> Any:
+        workload = Workload(params, None, without_aux, len)
+        return mean_like(params, sums_by_hand(workload, params, window, None))
 
     def peak(f: Any) -> int:
         with jax.set_mesh(mesh):
