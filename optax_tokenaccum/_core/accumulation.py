@@ -28,7 +28,12 @@ from optax_tokenaccum._core.contribution import (
     usable_tokens,
 )
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers, Reduced
-from optax_tokenaccum._core.once import OnlyIf, at_most_once, in_conditional
+from optax_tokenaccum._core.once import (
+    OnlyIf,
+    at_most_once,
+    in_conditional,
+    together_on_a_tpu,
+)
 from optax_tokenaccum._core.reports import report_loss
 from optax_tokenaccum._core.schedule import Schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
@@ -162,7 +167,7 @@ class Accumulation:
           params: the parameters.
           others: what gradients are returned of, and not added to the sums.
         """
-        report_loss(loss)
+        report_loss()
         try:
             return self._add_within(loss, state, params, others)
         except CannotAdd as error:
@@ -304,7 +309,7 @@ class Accumulation:
             total = state._replace(acc_grads=self.layout.total(acc))
             norm = functools.partial(self.gradient_norm, total)
             if norm_first:
-                known, total = _first_on_a_tpu(norm(), total)
+                known, total = together_on_a_tpu((norm(), total))
                 norm = functools.partial(jnp.asarray, known)
             gradient = self.window_gradient(total, like)
             result, inner_opt_state = update(gradient, norm, *held)
@@ -430,13 +435,3 @@ def make_accumulation(
 
 def _as_like(gradient: Gradients, like: Gradients) -> Gradients:
     return jax.tree.map(lambda x, p: x.astype(jnp.result_type(p)), gradient, like)
-
-
-def _first_on_a_tpu(x: jax.Array, others: T) -> tuple[jax.Array, T]:
-    """Both; a TPU computes `x` before anything that reads the others."""
-    return jax.lax.platform_dependent(
-        x,
-        others,
-        tpu=lambda *both: jax.lax.optimization_barrier(both),
-        default=lambda *both: both,
-    )

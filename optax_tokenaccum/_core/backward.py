@@ -21,7 +21,7 @@ from optax_tokenaccum._core import dependence, stand_ins, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
 from optax_tokenaccum._core.once import at_most_once
-from optax_tokenaccum._core.reports import report, report_layers
+from optax_tokenaccum._core.reports import report, report_layers, report_unrolled
 from optax_tokenaccum._core.stand_ins import Operand, StandIn
 from optax_tokenaccum._core.sums import add as add_to
 from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
@@ -149,6 +149,8 @@ class BackwardPass:
         self._has_loops = bool(self._layered) or dependence.are_looped_over(
             closed, range(len(inputs))
         )
+        if not self._has_loops:
+            report_unrolled()
         layers = [(i, trees.auto_axes(inputs[i])) for i in self._layered]
         report_layers({self._names[i]: (axes[i], auto) for i, auto in layers if auto})
         if self._reasons and not self._layered:
@@ -271,16 +273,18 @@ class BackwardPass:
         Over devices, XLA may then gather weights in other ways, which need more.
 
         If no loop reads a parameter, its gradient is one array anyway. Then a TPU needs
-        more where sums are emptied ahead, and GPUs over which the compiler may spread
-        parameters where there is a conditional. On a CPU, adding bfloat16 afterwards
-        takes several times as long.
+        more where sums are emptied ahead, and in a window where gradients are narrower
+        than sums; GPUs over which the compiler may spread parameters do where there is
+        a conditional. On a CPU, adding bfloat16 afterwards takes several times as long.
         """
-        if given.is_first is None:
-            has_choice = self._has_aux and self._layered and self._known_tokens is None
-            return (self._add_selected if has_choice else self._add_within)(given)
+        in_window = given.is_first is None
         if self._has_loops:
+            has_choice = self._has_aux and self._layered and self._known_tokens is None
+            selects = in_window and has_choice
+            return (self._add_selected if selects else self._add_within)(given)
+        if in_window and not self._stand_ins:  # which are here for casts alone
             return self._add_within(given)
-        may_spread = any(map(trees.auto_axes, given.inputs))
+        may_spread = any(map(trees.auto_axes, given.inputs)) and not in_window
         return jax.lax.platform_dependent(
             given,
             cpu=self._add_within,

@@ -1,4 +1,4 @@
-"""Runs a function once or not at all, as a traced value says."""
+"""Runs a function once or not at all, as a traced value says, and when."""
 
 import functools
 from collections.abc import Callable
@@ -74,14 +74,25 @@ def in_loop(
 def in_selection(
     runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
 ) -> tuple[T, M]:
-    """Always, and the old carry stays unless `runs`; leaves zeros of what is given.
+    """Always, and the old carry stays unless `runs`.
 
     XLA then schedules the body with all around it, and frees every array that is given
-    after its last use.
+    after its last use, if it need not be left as it is.
     """
     new = body(given, carry)
-    kept = jax.tree.map(functools.partial(jnp.where, runs), new, carry)
-    return kept, jax.tree.map(jnp.zeros_like, given)
+    return jax.tree.map(functools.partial(jnp.where, runs), new, carry), given
+
+
+def emptying(only_if: OnlyIf) -> OnlyIf:
+    """The same way, which leaves zeros of what the body was given."""
+
+    def then_empty(
+        runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
+    ) -> tuple[T, M]:
+        carry, given = only_if(runs, body, given, carry)
+        return carry, jax.tree.map(jnp.zeros_like, given)
+
+    return then_empty
 
 
 def _is_tiny(given: object) -> bool:
@@ -111,4 +122,11 @@ def as_returned(body: Callable[[T], T], carry: T) -> T:
         lambda x, y: as_varying(jnp.asarray(x), varying_axes(y)),
         carry,
         jax.eval_shape(body, carry),
+    )
+
+
+def together_on_a_tpu(tree: T) -> T:
+    """The same values; a TPU has all of them before it computes anything of one."""
+    return jax.lax.platform_dependent(
+        tree, tpu=jax.lax.optimization_barrier, default=lambda tree: tree
     )

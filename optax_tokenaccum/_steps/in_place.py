@@ -9,19 +9,28 @@ import optax
 
 from optax_tokenaccum._core import dependence
 from optax_tokenaccum._core.backward import BackwardPass
-from optax_tokenaccum._core.once import OnlyIf, in_conditional, in_loop, in_selection
+from optax_tokenaccum._core.once import (
+    OnlyIf,
+    emptying,
+    in_conditional,
+    in_loop,
+    in_selection,
+)
 from optax_tokenaccum._core.trees import M, OptState, T, TracedBool, is_concrete
 
 Update = Callable[[optax.Updates, OptState, optax.Params], tuple[optax.Updates, Any]]
 
 
-def in_place(*, narrows: bool, gathers: bool) -> OnlyIf:
+def in_place(*, by_element: bool, leaves_sums: bool, gathers: bool) -> OnlyIf:
     """A way to run an update that may overwrite the sums.
 
     In a selection, XLA frees each sum after its last use, where a loop holds all of
-    them. But with a selection a CPU copies; so does a TPU if the update `narrows` every
-    element of the sums by itself, for example to bfloat16, and a GPU if it `gathers`
-    what it spread over devices.
+    them. But with a selection a CPU copies; so does a TPU if the update narrows the
+    sums `by_element`, for example to bfloat16, and a GPU if it `gathers` what it spread
+    over devices.
+
+    Zeros are left of the sums, whose memory is free until then. On a TPU, an update
+    that `leaves_sums` as they are needs less.
     """
 
     def only_if(
@@ -36,30 +45,32 @@ def in_place(*, narrows: bool, gathers: bool) -> OnlyIf:
 
         # Where the backward pass adds, reverse-mode derivatives are lost already.
         loop = way(in_loop if BackwardPass.is_supported else in_conditional)
-        selection = way(in_selection)
+        selection = way(emptying(in_selection))
+        on_tpu = way(in_selection) if leaves_sums else selection
         return jax.lax.platform_dependent(
             runs,
             given,
             carry,
             cpu=loop,
-            tpu=loop if narrows else selection,
+            tpu=loop if by_element else on_tpu,
             default=loop if gathers else selection,
         )
 
     return only_if
 
 
-def narrows(
-    update: Update, sums: optax.Updates, state: OptState, params: optax.Params
-) -> bool:
-    """Whether every element of `sums` alone gives one of the parameters, in fewer bits.
+def narrows(sums: optax.Updates, params: optax.Params) -> bool:
+    """Whether any sum has more bits than its parameter."""
+    both = zip(*map(jax.tree.leaves, (params, sums)), strict=True)
+    return any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
+
+
+def is_by_element(update: Update, state: OptState, params: optax.Params) -> bool:
+    """Whether each element of a gradient changes one of the parameters alone.
 
     Not with a norm or a product of matrices, as in clipping or Muon. An answer that is
     wrong costs memory alone.
     """
-    both = zip(*map(jax.tree.leaves, (params, sums)), strict=True)
-    if not any(p.dtype.itemsize < x.dtype.itemsize for p, x in both):
-        return False
     return not _mixes(jax.make_jaxpr(update)(params, state, params))
 
 

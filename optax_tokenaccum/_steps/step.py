@@ -17,7 +17,7 @@ from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._steps import abstract
 from optax_tokenaccum._steps.compile_ahead import Programs
-from optax_tokenaccum._steps.in_place import in_place, narrows
+from optax_tokenaccum._steps.in_place import in_place, is_by_element, narrows
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -146,10 +146,12 @@ class Step(abc.ABC, Generic[P]):
         state: S,
         *,
         may_overwrite: bool = False,
+        may_loop: bool = True,
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters.
 
-        If `may_overwrite`, the sums are lost with it, and can hold what it computes.
+        If `may_overwrite`, the sums are lost with it, and can hold what it computes;
+        on a TPU in a loop only if it `may_loop`.
         """
         accumulation = self._accumulation.on(self._mode.layout(shardings))
         inner, layout = accumulation.inner, accumulation.layout
@@ -184,11 +186,18 @@ class Step(abc.ABC, Generic[P]):
         only_if, norm_first = in_conditional, False
         try:
             if may_overwrite:
-                narrow = narrows(
-                    update_of, opt_state.acc_grads, opt_state.inner_opt_state, params
+                narrow = narrows(opt_state.acc_grads, params)
+                by_element = (
+                    narrow
+                    and may_loop
+                    and is_by_element(update_of, opt_state.inner_opt_state, params)
                 )
-                only_if = in_place(narrows=narrow, gathers=layout.gathers)
-                norm_first = not narrow
+                only_if = in_place(
+                    by_element=by_element,
+                    leaves_sums=not narrow and self._mode.num_devices == 1,
+                    gathers=layout.gathers,
+                )
+                norm_first = not by_element
             (params, grad_norm), closed = accumulation.on(of_trained).close(
                 opt_state._replace(acc_grads=sums),
                 closes,

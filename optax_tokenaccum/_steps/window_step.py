@@ -12,6 +12,8 @@ from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import LossFn, MicroBatch, Output, make_loss
+from optax_tokenaccum._core.once import together_on_a_tpu
+from optax_tokenaccum._core.reports import collect
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType
@@ -182,18 +184,25 @@ class WindowStep(Step[P]):
     ) -> Output:
         old = state.opt_state
         run = self._mode.on_rows(self._window.run, self._accumulation.on, shardings)
-        window, (model_state, any_skipped, num_tokens), aux = run(
-            None,
-            micro_batches,
-            state.params,
-            model_state_of(state),
-            num_micro_batches,
-            old.gradient_step.astype(jnp.int32),
-        )
+        with collect() as reported:
+            window, (model_state, any_skipped, num_tokens), aux = run(
+                None,
+                micro_batches,
+                state.params,
+                model_state_of(state),
+                num_micro_batches,
+                old.gradient_step.astype(jnp.int32),
+            )
         window = window._replace(inner_opt_state=old.inner_opt_state)
-        state = with_parts(state, window, model_state)
-        closes = window.mini_step > 0
-        state, metrics = self._update(shardings, closes, state, may_overwrite=True)
+        # A TPU would transpose moments before the window, and hold both.
+        state = together_on_a_tpu(with_parts(state, window, model_state))
+        state, metrics = self._update(
+            shardings,
+            window.mini_step > 0,
+            state,
+            may_overwrite=True,
+            may_loop=not reported.is_unrolled,
+        )
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),

@@ -60,7 +60,7 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     context = set_xla_metadata(whole_gradients=str(next(_numbers)))
     with context, collect() as found:
         lower(*args, **kwargs)
-    if not found.losses:
+    if not found.has_loss:
         raise ValueError(
             "f must give this library a loss, through a step or window_value_and_grad: "
             "got a function that has none, or gets whole gradients from elsewhere."
