@@ -1,4 +1,4 @@
-"""Runs a function once or not at all, as a traced value says, and when."""
+"""Runs a function once or not at all, as a traced value says; what a TPU ends first."""
 
 import functools
 from collections.abc import Callable

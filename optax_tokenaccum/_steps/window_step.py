@@ -194,7 +194,8 @@ class WindowStep(Step[P]):
                 old.gradient_step.astype(jnp.int32),
             )
         window = window._replace(inner_opt_state=old.inner_opt_state)
-        # A TPU would transpose moments before the window, and hold both.
+        # XLA would prepare what the update reads before the window, for example
+        # transpose moments, and hold that next to the sums.
         state = together_on_a_tpu(with_parts(state, window, model_state))
         state, metrics = self._update(
             shardings,

@@ -349,7 +349,7 @@ def test_how_gradients_are_added_depends_on_the_platform_and_on_loops():
 
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a conditional")
 def test_a_window_of_unrolled_bfloat16_layers_on_a_tpu():
-    """Adds whole gradients, and updates in no loop, which begins after the window."""
+    """Adds whole gradients; its update begins after the window, and is no loop."""
     step = make_window_step(counted, ADAMW)
     state = step.init([jnp.ones((WIDTH, WIDTH), jnp.bfloat16)] * DEPTH)
     traced = jax.jit(lambda state: step(state, WINDOW)).trace(state)
