@@ -42,6 +42,8 @@ from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBo
 A = TypeVar("A")
 
 Norm = Callable[[], jax.Array]
+# What a TPU computes before an update.
+First = Literal["norm", "quotients"]
 
 
 class Added(NamedTuple, Generic[A]):
@@ -284,7 +286,7 @@ class Accumulation:
         update: Callable[[Gradients, Norm, T, OptState], tuple[T, OptState]],
         otherwise: T,
         only_if: OnlyIf = in_conditional,
-        norm_first: bool = False,
+        first: First | None = None,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -297,8 +299,8 @@ class Accumulation:
             state. `norm()` is the gradient's global norm.
           otherwise: the result if there is no update.
           only_if: how to run the update, which is given the sums.
-          norm_first: whether `norm()` is computed before the update on a TPU, which
-            then does not keep the sums for it.
+          first: what a TPU computes before the update: the norm, so that it does not
+            keep the sums for it, or the quotients too, in the sums' memory.
 
         Returns:
           The result and the new state.
@@ -308,10 +310,15 @@ class Accumulation:
         def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
             total = state._replace(acc_grads=self.layout.total(acc))
             norm = functools.partial(self.gradient_norm, total)
-            if norm_first:
-                known, total = together_on_a_tpu((norm(), total))
+            if first == "quotients" and _are_wide(total.acc_grads):
+                quotients, known = self._quotients_and_norm(total)
+                gradient = _as_like(quotients, like)
                 norm = functools.partial(jnp.asarray, known)
-            gradient = self.window_gradient(total, like)
+            else:
+                if first:
+                    known, total = together_on_a_tpu((norm(), total))
+                    norm = functools.partial(jnp.asarray, known)
+                gradient = self.window_gradient(total, like)
             result, inner_opt_state = update(gradient, norm, *held)
             return result, arrays.cast_like(inner_opt_state, state.inner_opt_state)
 
@@ -362,21 +369,44 @@ class Accumulation:
         But JAX cannot differentiate such a loop in reverse, and in sums that are
         narrower than float32 the quotient would be rounded twice.
         """
-        has_tokens, acc = state.acc_tokens > 0, state.acc_grads
-        is_wide = [
-            sums.at_least_float32(x.dtype) == x.dtype for x in jax.tree.leaves(acc)
-        ]
-        if not may_loop or not all(is_wide):
+        has_tokens = state.acc_tokens > 0
+        if not may_loop or not _are_wide(state.acc_grads):
             return jax.lax.cond(
                 has_tokens,
                 lambda: self.window_gradient(state, like),
-                lambda: _as_like(acc, like),
+                lambda: _as_like(state.acc_grads, like),
             )
+        return _as_like(self._quotients(state), like)
+
+    def _quotients(self, state: TokenAccumulationState) -> Gradients:
+        """The gradient of a window with tokens in the dtypes and memory of the sums."""
 
         def divide(acc: Gradients) -> Gradients:
             return self.window_gradient(state._replace(acc_grads=acc), like=acc)
 
-        return _as_like(at_most_once(has_tokens, divide, acc), like)
+        return at_most_once(state.acc_tokens > 0, divide, state.acc_grads)
+
+    def _quotients_and_norm(
+        self, state: TokenAccumulationState
+    ) -> tuple[Gradients, jax.Array]:
+        """The gradient in the dtypes of the sums, and its norm.
+
+        A TPU stores gradients that are narrower than their sums, unless it casts them
+        where the update reads them, from quotients in the memory of the sums.
+        """
+
+        def in_place(state: TokenAccumulationState) -> tuple[Gradients, jax.Array]:
+            quotients = self._quotients(state)
+            norm = sums.norm(quotients, state.acc_value.dtype)
+            return jax.lax.optimization_barrier((quotients, norm))
+
+        def plain(state: TokenAccumulationState) -> tuple[Gradients, jax.Array]:
+            quotients = self.window_gradient(state, like=state.acc_grads)
+            return quotients, self.gradient_norm(state)
+
+        # On older versions, JAX can differentiate a step in reverse, but not a loop.
+        on_tpu = in_place if BackwardPass.is_supported else plain
+        return jax.lax.platform_dependent(state, tpu=on_tpu, default=plain)
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -431,6 +461,11 @@ def make_accumulation(
         Layout(),
         ALONE,
     )
+
+
+def _are_wide(acc: Gradients) -> bool:
+    """Whether a quotient is not rounded when it takes the place of a sum."""
+    return all(sums.at_least_float32(x.dtype) == x.dtype for x in jax.tree.leaves(acc))
 
 
 def _as_like(gradient: Gradients, like: Gradients) -> Gradients:

@@ -17,7 +17,7 @@ from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._steps import abstract
 from optax_tokenaccum._steps.compile_ahead import Programs
-from optax_tokenaccum._steps.in_place import in_place, is_by_element, narrows
+from optax_tokenaccum._steps.in_place import in_least_memory
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -146,12 +146,12 @@ class Step(abc.ABC, Generic[P]):
         state: S,
         *,
         may_overwrite: bool = False,
-        may_loop: bool = True,
+        is_unrolled: bool = False,
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters.
 
-        If `may_overwrite`, the sums are lost with it, and can hold what it computes;
-        on a TPU in a loop only if it `may_loop`.
+        If `may_overwrite`, the sums are lost with it, and can hold what it computes.
+        `is_unrolled`: see `in_least_memory`.
         """
         accumulation = self._accumulation.on(self._mode.layout(shardings))
         inner, layout = accumulation.inner, accumulation.layout
@@ -183,21 +183,18 @@ class Step(abc.ABC, Generic[P]):
             applied = layout.place(overwritten.join(moved, largest, params))
             return (applied, norm()), inner_opt_state
 
-        only_if, norm_first = in_conditional, False
+        only_if, first = in_conditional, None
         try:
             if may_overwrite:
-                narrow = narrows(opt_state.acc_grads, params)
-                by_element = (
-                    narrow
-                    and may_loop
-                    and is_by_element(update_of, opt_state.inner_opt_state, params)
+                only_if, first = in_least_memory(
+                    update_of,
+                    opt_state.acc_grads,
+                    opt_state.inner_opt_state,
+                    params,
+                    layout,
+                    is_alone=self._mode.num_devices == 1,
+                    is_unrolled=is_unrolled,
                 )
-                only_if = in_place(
-                    by_element=by_element,
-                    leaves_sums=not narrow and self._mode.num_devices == 1,
-                    gathers=layout.gathers,
-                )
-                norm_first = not by_element
             (params, grad_norm), closed = accumulation.on(of_trained).close(
                 opt_state._replace(acc_grads=sums),
                 closes,
@@ -205,7 +202,7 @@ class Step(abc.ABC, Generic[P]):
                 update,
                 otherwise=(params, metrics.grad_norm),
                 only_if=only_if,
-                norm_first=norm_first,
+                first=first,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -202,7 +202,7 @@ class WindowStep(Step[P]):
             window.mini_step > 0,
             state,
             may_overwrite=True,
-            may_loop=not reported.is_unrolled,
+            is_unrolled=reported.is_unrolled,
         )
         new = state.opt_state
         opt_state = old._replace(
