@@ -1,6 +1,6 @@
 """Memory and communication of programs for TPUs and GPUs, compiled without either."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +32,32 @@ ALL_WAYS = (
     "optax.microbatching",
     *BY_HAND,
 )
+ALL_MODELS = (
+    "float32",
+    "bfloat16",
+    "tied embedding",
+    "along axis 1",
+    "unrolled",
+    "LoRA",
+    "many words",
+)
 FEW_WAYS = "scan by hand", "train step", "window step"
 FEW_MODELS = "bfloat16", "along axis 1", "many words"
 FEW_LAYOUTS = "data parallel", "FSDP, tensor parallel"
 STEPS = "train step", "window step"
+BOTH_PAIRS = "pair by hand", "scan by hand", *STEPS
+SGD = optax.sgd(1e-4)
+# Updates that hold more than plain SGD does, each for a reason of its own.
+OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+    "clipped AdamW": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
+    "Adam, clipped late": optax.chain(
+        optax.scale_by_adam(), optax.clip_by_global_norm(1.0)
+    ),
+    "LAMB": optax.lamb(1e-4),
+    "apply_if_finite(AdamW)": optax.apply_if_finite(optax.adamw(1e-4), 3),
+    "Muon": optax.contrib.muon(1e-4),
+}
+UPDATED = "float32", "bfloat16", "few layers", "few layers, bfloat16"
 # Programs that run once per micro-batch; the others run once per window.
 EVERY_MICRO_BATCH = "gradient", "accumulate"
 
@@ -81,8 +103,9 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     """Returns a row for every model, layout and way, with columns for each chip.
 
     Layers compute in bfloat16, with activations computed again in the backward pass.
-    There are no arrays, only shapes. The optimizer is SGD, which has no state. Chips
-    are left out if the packages that compile for them are not installed.
+    There are no arrays, only shapes. The optimizer is SGD, which has no state, if no
+    other one is named. Chips are left out if the packages that compile for them are not
+    installed.
     """
     for name, chip in CHIPS.items():
         if missing := chip.missing():
@@ -92,23 +115,49 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         {"chip": name, "compiled by": chip.version()} for name, chip in chips.items()
     ]
     every = models(settings)
-    names, layouts, ways, modes = FEW_MODELS, FEW_LAYOUTS, FEW_WAYS, (NO_MESH,)
-    if settings.ahead_all:
-        names, layouts, ways, modes = tuple(every), tuple(LAYOUTS), ALL_WAYS, MODES
-    for layout in (ONE, *layouts) if chips else ():
-        for model in names if layout in (ONE, "FSDP") else ("float32",):
-            own_modes = modes if model == "float32" else (MICRO_BATCH,)
-            found: dict[tuple[str, str], dict[str, Any]] = {}
-            for chip, kind in chips.items():
-                settings.say(f"ahead: {layout}, {model}, {chip}")
-                case = Case(every[model], layout, kind.devices(), settings.k)
-                for way, columns in case.measure(ways, own_modes).items():
-                    named = {f"{chip}{column}": x for column, x in columns.items()}
-                    found.setdefault(way, {}).update(named)
-            for (way, mode), columns in found.items():
-                row = {"layout": layout, "model": model, "way": way}
-                rows.append(row | ({} if layout == ONE else {"mesh": mode}) | columns)
+    for what in cases(settings) if chips else ():
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for chip, kind in chips.items():
+            settings.say(f"ahead: {chip}, {what}")
+            make, inner = every[what.model], what.inner()
+            case = Case(make, what.layout, kind.devices(), settings.k, inner)
+            for way, columns in case.measure(what.ways, what.modes).items():
+                named = {f"{chip}{column}": x for column, x in columns.items()}
+                found.setdefault(way, {}).update(named)
+        for (way, mode), columns in found.items():
+            row = {"layout": what.layout, "model": what.model, "way": way}
+            row |= {"optimizer": what.optimizer} if what.optimizer else {}
+            rows.append(row | ({} if what.layout == ONE else {"mesh": mode}) | columns)
     return rows
+
+
+class What(NamedTuple):
+    """What is compiled for each chip."""
+
+    layout: str
+    model: str
+    ways: tuple[str, ...]
+    modes: tuple[str, ...]
+    optimizer: str = ""
+
+    def inner(self) -> optax.GradientTransformation:
+        return OPTIMIZERS.get(self.optimizer, SGD)
+
+
+def cases(settings: Settings) -> Iterator[What]:
+    names, layouts, ways, modes = FEW_MODELS, FEW_LAYOUTS, FEW_WAYS, (NO_MESH,)
+    optimizers, updated = ("clipped AdamW",), ("bfloat16",)
+    if settings.ahead_all:
+        names, layouts, ways, modes = ALL_MODELS, LAYOUTS, ALL_WAYS, MODES
+        optimizers, updated = OPTIMIZERS, UPDATED
+    for layout in (ONE, *layouts):
+        for model in names if layout in (ONE, "FSDP") else ("float32",):
+            own = modes if model == "float32" else (MICRO_BATCH,)
+            yield What(layout, model, ways, own)
+    for layout in (ONE, "FSDP"):
+        for model in updated if layout == ONE else updated[:2]:
+            for optimizer in optimizers:
+                yield What(layout, model, BOTH_PAIRS, (MICRO_BATCH,), optimizer)
 
 
 def models(settings: Settings) -> dict[str, partial[Workload]]:
@@ -116,6 +165,7 @@ def models(settings: Settings) -> dict[str, partial[Workload]]:
     layers, width, length, vocabulary = settings.ahead_sizes
     half = partial(stacked_layers, dtype=jnp.bfloat16)
     large = partial(half, width, layers, length=length)
+    few = partial(half, width, layers // 4, length=length, scanned=False)
     return {
         "float32": large,
         "bfloat16": partial(large, stored=jnp.bfloat16),
@@ -123,6 +173,8 @@ def models(settings: Settings) -> dict[str, partial[Workload]]:
         "along axis 1": partial(large, axis=1),
         "unrolled": partial(large, scanned=False),
         "LoRA": partial(large, rank=16),
+        "few layers": few,
+        "few layers, bfloat16": partial(few, stored=jnp.bfloat16),
         "many words": partial(
             half, 512, 8, length=4 * length, vocabulary=32_000, tied=False
         ),
@@ -140,12 +192,23 @@ class Measured(NamedTuple):
     peaks: dict[str, int]
     sent: int
 
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
 
 class Case:
     """A model on chips of one kind, in one layout."""
 
-    def __init__(self, make: partial[Workload], layout: str, chips: np.ndarray, k: int):
-        self._make, self._k = make, k
+    def __init__(
+        self,
+        make: partial[Workload],
+        layout: str,
+        chips: np.ndarray,
+        k: int,
+        inner: optax.GradientTransformation = SGD,
+    ):
+        self._make, self._k, self._inner = make, k, inner
         self._layout, self._chip = LAYOUTS.get(layout), chips[0]
         if self._layout:
             names = ("data", "model")[: len(self._layout.mesh)]
@@ -164,7 +227,7 @@ class Case:
             for way in ways
             for mode in (on_mesh if way in STEPS else (NO_MESH,))
         }
-        first = max(measured[ways[0], NO_MESH].peaks.values())
+        first = measured[ways[0], NO_MESH].peak
         columns = {}
         for (way, mode), own in measured.items():
             by_hand = measured.get((BY_HAND.get(way, ""), NO_MESH))
@@ -176,7 +239,8 @@ class Case:
     ) -> dict[str, Any]:
         columns: dict[str, Any] = {
             "": {name: peak / first for name, peak in own.peaks.items()},
-            " MB": round(max(own.peaks.values()) / 1e6),
+            " MB": round(own.peak / 1e6),
+            " / by hand": own.peak / by_hand.peak if by_hand else None,
         }
         if self._layout:
             columns[" GB sent"] = own.sent / 1e9
@@ -191,7 +255,7 @@ class Case:
             spread = stay
         workload = self._placed(spread)
         build = WAYS[way].build
-        loop = build(workload, optax.sgd(1e-4), self._k, **options)
+        loop = build(workload, self._inner, self._k, **options)
         if way in STEPS:
             state = loop.init(workload.params)
         else:

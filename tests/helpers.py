@@ -29,6 +29,15 @@ def slow(*values: Any, **options: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
+def run_as_if_on(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what a program has for this platform here."""
+
+    def way(*args: Any, default: Any, **ways: Any) -> Any:
+        return ways.get(platform, default)(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", way)
+
+
 def grads(scale: Any) -> Any:
     """Return a gradient of `PARAMS`, with this number in every entry."""
     return jax.tree.map(lambda p: jnp.full_like(p, scale), PARAMS)

@@ -29,8 +29,10 @@ from optax_tokenaccum._core.contribution import (
 )
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers, Reduced
 from optax_tokenaccum._core.once import (
+    AtMostOnce,
     OnlyIf,
     at_most_once,
+    at_most_once_on_a_tpu,
     in_conditional,
     together_on_a_tpu,
 )
@@ -378,13 +380,15 @@ class Accumulation:
             )
         return _as_like(self._quotients(state), like)
 
-    def _quotients(self, state: TokenAccumulationState) -> Gradients:
+    def _quotients(
+        self, state: TokenAccumulationState, once: AtMostOnce = at_most_once
+    ) -> Gradients:
         """The gradient of a window with tokens in the dtypes and memory of the sums."""
 
         def divide(acc: Gradients) -> Gradients:
             return self.window_gradient(state._replace(acc_grads=acc), like=acc)
 
-        return at_most_once(state.acc_tokens > 0, divide, state.acc_grads)
+        return once(state.acc_tokens > 0, divide, state.acc_grads)
 
     def _quotients_and_norm(
         self, state: TokenAccumulationState
@@ -396,7 +400,7 @@ class Accumulation:
         """
 
         def in_place(state: TokenAccumulationState) -> tuple[Gradients, jax.Array]:
-            quotients = self._quotients(state)
+            quotients = self._quotients(state, at_most_once_on_a_tpu)
             norm = sums.norm(quotients, state.acc_value.dtype)
             return jax.lax.optimization_barrier((quotients, norm))
 

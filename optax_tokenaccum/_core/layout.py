@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ class Layout:
 
     The layouts over several devices override these methods.
     """
-
-    # Whether parameters may be gathered after their update.
-    gathers: ClassVar[bool] = False
 
     @property
     def leading_axes(self) -> tuple[int, ...]:
@@ -73,6 +70,10 @@ class Layout:
     def split(self, params: Params) -> tuple["Layout", "Layout"]:
         """Where the sums of what is trained live, and the values of what is not."""
         return self, self
+
+    def gathers(self, params: Params) -> bool:
+        """Whether `place` gathers most of the parameters."""
+        return False
 
     def place(self, params: P) -> P:
         """Updated parameters, placed where they were before the update."""

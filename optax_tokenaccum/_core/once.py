@@ -7,6 +7,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._core import memory_order
 from optax_tokenaccum._core.trees import (
     M,
     T,
@@ -22,6 +23,12 @@ from optax_tokenaccum._core.trees import (
 _WORTH_A_LOOP = 2**14  # bytes
 
 
+class AtMostOnce(Protocol):
+    """A way to run `carry = body(carry)`, only if `runs`."""
+
+    def __call__(self, runs: TracedBool, body: Callable[[T], T], carry: T, /) -> T: ...
+
+
 class OnlyIf(Protocol):
     """A way to run `carry = body(given, carry)`, only if `runs`.
 
@@ -31,6 +38,31 @@ class OnlyIf(Protocol):
     def __call__(
         self, runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T, /
     ) -> tuple[T, M]: ...
+
+
+def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
+    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
+
+    It is a loop of zero or one trips, because a GPU copies what a conditional passes on
+    in one branch and replaces in the other. JAX cannot differentiate it in reverse.
+    """
+
+    def trip(so_far: tuple[TracedBool, T]) -> tuple[TracedBool, T]:
+        runs, carry = so_far
+        return runs & False, body(carry)
+
+    so_far = as_returned(trip, (runs, carry))
+    return jax.lax.while_loop(lambda so_far: so_far[0], trip, so_far)[1]
+
+
+def at_most_once_on_a_tpu(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
+    """The same for a TPU, which copies no array to change the order of its axes."""
+
+    def of_views(views: T) -> T:
+        return memory_order.viewed(body(memory_order.restored(views, carry)))
+
+    views = at_most_once(runs, of_views, memory_order.viewed(carry))
+    return memory_order.restored(views, carry)
 
 
 def in_conditional(
@@ -54,6 +86,23 @@ def in_loop(
 
     Tiny arrays are left to a conditional, which compiles faster.
     """
+    return _in_loop(at_most_once, runs, body, given, carry)
+
+
+def in_loop_on_a_tpu(
+    runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
+) -> tuple[T, M]:
+    """The same for a TPU, see `at_most_once_on_a_tpu`."""
+    return _in_loop(at_most_once_on_a_tpu, runs, body, given, carry)
+
+
+def _in_loop(
+    once: AtMostOnce,
+    runs: TracedBool,
+    body: Callable[[M, T], T],
+    given: M,
+    carry: T,
+) -> tuple[T, M]:
     if _is_tiny(given):
         return in_conditional(runs, body, given, carry)
 
@@ -68,7 +117,7 @@ def in_loop(
             lambda x, zero: jnp.zeros_like(x) + zero, given, zeros
         )
 
-    return at_most_once(runs, trip, (carry, given))
+    return once(runs, trip, (carry, given))
 
 
 def in_selection(
@@ -97,21 +146,6 @@ def emptying(only_if: OnlyIf) -> OnlyIf:
 
 def _is_tiny(given: object) -> bool:
     return all(x.nbytes < _WORTH_A_LOOP for x in jax.tree.leaves(given))
-
-
-def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
-    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
-
-    It is a loop of zero or one trips, because a GPU copies what a conditional passes on
-    in one branch and replaces in the other. JAX cannot differentiate it in reverse.
-    """
-
-    def trip(so_far: tuple[TracedBool, T]) -> tuple[TracedBool, T]:
-        runs, carry = so_far
-        return runs & False, body(carry)
-
-    so_far = as_returned(trip, (runs, carry))
-    return jax.lax.while_loop(lambda so_far: so_far[0], trip, so_far)[1]
 
 
 def as_returned(body: Callable[[T], T], carry: T) -> T:

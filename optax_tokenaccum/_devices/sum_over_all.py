@@ -1,6 +1,7 @@
 """One sum, spread over the devices: `reduce_every="micro_batch"`."""
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate
@@ -30,8 +31,6 @@ from optax_tokenaccum._devices.shardings import (
 class ShardedSums(SumsOnMesh):
     """One sum per parameter, spread over the devices if they divide one of its axes."""
 
-    gathers = True
-
     def _spec(self, p: jax.Array) -> list[Entry]:
         return self.devices.spread(p, sharding_of(p))
 
@@ -45,6 +44,15 @@ class ShardedSums(SumsOnMesh):
         specs = map(self.devices.spread, sums, self._known_shardings(sums))
         shardings = [self.devices.sharding(*spec) for spec in specs]
         return [*map(is_whole, shardings, axes)]
+
+    def gathers(self, params: optax.Params) -> bool:
+        leaves = jax.tree.leaves(params)
+        gathered = [
+            self.devices.spread(p, sharding) != entries_of(sharding, p.ndim)
+            for p, sharding in zip(leaves, self._known_shardings(leaves), strict=True)
+        ]
+        sizes = [p.size for p in leaves]
+        return 2 * sum(map(operator.mul, sizes, gathered)) > sum(sizes)
 
     def place(self, params: T) -> T:
         """Updated parameters in their own shardings, gathered only when updated."""

@@ -1,7 +1,7 @@
 """How an update needs the least memory, on each platform."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,20 @@ from optax_tokenaccum._core import dependence
 from optax_tokenaccum._core.accumulation import First
 from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.layout import Layout
+from optax_tokenaccum._core.memory_order import memory_order
 from optax_tokenaccum._core.once import (
     OnlyIf,
     emptying,
     in_conditional,
     in_loop,
+    in_loop_on_a_tpu,
     in_selection,
 )
 from optax_tokenaccum._core.trees import M, OptState, T, TracedBool, is_concrete
 
 Update = Callable[[optax.Updates, OptState, optax.Params], tuple[optax.Updates, Any]]
-# The last axis of an array in a TPU's memory is padded to a multiple of this.
-_LANES = 128
+# How the layers of a window run whose update is in the same program.
+Layers = Literal["scanned", "unrolled"]
 
 
 def in_least_memory(
@@ -33,22 +35,29 @@ def in_least_memory(
     layout: Layout,
     *,
     is_alone: bool,
-    is_unrolled: bool,
+    window: Layers | None,
 ) -> tuple[OnlyIf, First]:
     """A way to run an update that may overwrite the sums; what a TPU computes first.
 
-    In a selection, XLA frees each sum after its last use, but may keep what is replaced
-    next to what replaces it. That needs less if an update multiplies matrices, as
-    Muon's does, or if sums are reduced or parameters gathered. In a loop or a
-    conditional it holds all sums, but overwrites in place; a GPU copies what passes
-    through a conditional, and a CPU what is selected.
+    In a loop or a conditional, XLA holds all sums, but overwrites in place; a GPU
+    copies what passes through a conditional, and a CPU what is selected. In a
+    selection, XLA frees each sum after its last use, but may keep what is replaced next
+    to what replaces it.
 
-    A TPU selects too, unless gradients are narrower than sums or the update has a
-    conditional. Through a loop or a conditional it copies parameters that it lays out
-    transposed.
+    A GPU and a TPU select if the update multiplies matrices, as Muon's does, or sums
+    are reduced. A TPU also selects if most parameters are gathered, and if the window
+    is in the same program, unless either gradients are narrower than sums, of layers
+    that are scanned, or the update has a conditional, but not both.
 
-    Zeros are left of the sums, whose memory is free until then. On a TPU, a selection
-    that leaves sums of the same dtype as they are needs less.
+    A TPU stores gradients that are narrower than sums, and holds the sums next to what
+    a conditional in the update reads, unless they are divided in their own memory. It
+    copies what enters a conditional if it keeps its axes in another order. There it
+    divides and updates in a loop, of views in that order; else in a conditional, which
+    divides where the update reads.
+
+    Zeros are left of the sums, whose memory is free until then. If a lone TPU did not
+    divide them in place, it leaves them as they are, if they are no wider than
+    parameters: that needs less.
 
     Args:
       update: of the inner optimizer.
@@ -57,21 +66,26 @@ def in_least_memory(
       params: the parameters.
       layout: of the sums.
       is_alone: whether there is one device.
-      is_unrolled: whether gradients of unrolled layers are computed before the update
-        in the same program.
+      window: how the layers of the window run, if that is in the same program.
     """
     operations = {*_operations(jax.make_jaxpr(update)(params, state, params))}
-    reduces = bool(layout.leading_axes) or layout.gathers
-    selects = reduces or "dot_general" in operations
+    reduces, gathers = bool(layout.leading_axes), layout.gathers(params)
+    multiplies, branches = _MULTIPLIES in operations, "cond" in operations
     narrow = _narrows(sums, params)
-    has_choice = "cond" in operations or narrow and not is_unrolled
-    if has_choice and not selects and _are_laid_out_in_order(params):
-        on_tpu, first = emptying(in_conditional), "quotients" if narrow else "norm"
-    elif is_alone and not narrow:
-        on_tpu, first = in_selection, "norm"
+    selects = reduces or gathers or multiplies
+    if window:
+        selects = selects or narrow == branches or narrow and window == "unrolled"
+    first: First = "norm"
+    if selects:
+        on_tpu = in_selection
+    elif narrow or branches or not _are_in_row_major_order(params):
+        on_tpu, first = _in_loop_on_a_tpu, "quotients"
     else:
-        on_tpu, first = emptying(in_selection), "norm"
-    default = emptying(in_selection) if selects and not layout.gathers else _in_loop
+        on_tpu = in_conditional
+    if narrow or not is_alone:
+        on_tpu = emptying(on_tpu)
+    selects = (reduces or multiplies) and not gathers
+    default = emptying(in_selection) if selects else _in_loop
     return _by_platform(cpu=_in_loop, tpu=on_tpu, default=default), first
 
 
@@ -95,6 +109,7 @@ def _by_platform(**ways: OnlyIf) -> OnlyIf:
 
 # Where the backward pass adds, reverse-mode derivatives are lost already.
 _in_loop = in_loop if BackwardPass.is_supported else in_conditional
+_in_loop_on_a_tpu = in_loop_on_a_tpu if BackwardPass.is_supported else in_conditional
 
 
 def _narrows(sums: optax.Updates, params: optax.Params) -> bool:
@@ -103,15 +118,19 @@ def _narrows(sums: optax.Updates, params: optax.Params) -> bool:
     return any(p.dtype.itemsize < x.dtype.itemsize for p, x in both)
 
 
-def _are_laid_out_in_order(params: optax.Params) -> bool:
-    """Whether a TPU needs no padding to keep the last axes of matrices in order."""
-    shapes = map(jnp.shape, jax.tree.leaves(params))
-    return all(len(shape) < 2 or shape[-1] % _LANES == 0 for shape in shapes)
+def _are_in_row_major_order(params: optax.Params) -> bool:
+    """Whether a TPU keeps all parameters with their axes in order."""
+    orders = map(memory_order, map(jnp.shape, jax.tree.leaves(params)))
+    return all([*order] == sorted(order) for order in orders)
+
+
+_MULTIPLIES = "matrix product"
 
 
 def _operations(traced: dependence.Traced) -> Iterator[str]:
     """The names of all operations, in called functions too."""
     for x in dependence.opened(traced).eqns:
-        yield x.primitive.name
+        is_product = x.primitive is jax.lax.dot_general_p and x.outvars[0].aval.ndim
+        yield _MULTIPLIES if is_product else x.primitive.name
         for inner in dependence.functions_in(x):
             yield from _operations(inner)

@@ -17,7 +17,7 @@ from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._steps import abstract
 from optax_tokenaccum._steps.compile_ahead import Programs
-from optax_tokenaccum._steps.in_place import in_least_memory
+from optax_tokenaccum._steps.in_place import Layers, in_least_memory
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -146,12 +146,12 @@ class Step(abc.ABC, Generic[P]):
         state: S,
         *,
         may_overwrite: bool = False,
-        is_unrolled: bool = False,
+        window: Layers | None = None,
     ) -> tuple[S, StepMetrics]:
         """If the window `closes`, applies its update to the parameters.
 
         If `may_overwrite`, the sums are lost with it, and can hold what it computes.
-        `is_unrolled`: see `in_least_memory`.
+        `window`: see `in_least_memory`.
         """
         accumulation = self._accumulation.on(self._mode.layout(shardings))
         inner, layout = accumulation.inner, accumulation.layout
@@ -193,7 +193,7 @@ class Step(abc.ABC, Generic[P]):
                     params,
                     layout,
                     is_alone=self._mode.num_devices == 1,
-                    is_unrolled=is_unrolled,
+                    window=window,
                 )
             (params, grad_norm), closed = accumulation.on(of_trained).close(
                 opt_state._replace(acc_grads=sums),

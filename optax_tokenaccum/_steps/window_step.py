@@ -202,7 +202,7 @@ class WindowStep(Step[P]):
             window.mini_step > 0,
             state,
             may_overwrite=True,
-            is_unrolled=reported.is_unrolled,
+            window="unrolled" if reported.is_unrolled else "scanned",
         )
         new = state.opt_state
         opt_state = old._replace(

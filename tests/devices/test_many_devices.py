@@ -168,6 +168,22 @@ def test_a_gpu_updates_in_a_loop_if_parameters_are_gathered(
     assert ("stablehlo.while" in text) == loops
 
 
+@pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a loop")
+@pytest.mark.parametrize("spec", [P("data"), P()], ids=["FSDP", "ZeRO-2"])
+def test_a_tpu_updates_in_a_loop_unless_parameters_are_gathered(
+    spec: P, monkeypatch: pytest.MonkeyPatch
+):
+    helpers.run_as_if_on("tpu", monkeypatch)
+    mesh = meshes.make_mesh((8,), "auto")
+    options = {"data_axes": "data", "reduce_every": "micro_batch"}
+    step = make_train_step(helpers.loss_sum_fn, optax.adamw(1e-3), mesh=mesh, **options)
+    large = jnp.ones((128, 128), jnp.bfloat16, device=NamedSharding(mesh, spec))
+    small = jnp.ones(8, jnp.bfloat16, device=NamedSharding(mesh, P()))
+    state = step.init((large, small))
+    text = step.close_window.lower(state).as_text()
+    assert ("stablehlo.while" in text) == (spec == P("data"))
+
+
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="never emptied ahead")
 @pytest.mark.parametrize(
     ("reduce_every", "empties_ahead"), [("window", True), ("micro_batch", False)]

@@ -61,7 +61,8 @@ def more_than_by_hand(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         for chip in CHIPS.keys() & row.keys():
-            case, peak = (row["layout"], row["model"], chip), max(row[chip].values())
+            case = row["layout"], row["model"], row.get("optimizer", ""), chip
+            peak = max(row[chip].values())
             by_hand[*case, row["way"]] = peak
             if like := ahead.BY_HAND.get(row["way"]):
                 # A quick run has only one way by hand.

@@ -50,6 +50,8 @@ MUON = optax.contrib.muon(1e-3)
 ADAFACTOR = optax.adafactor(1e-3)
 LAMB = optax.lamb(1e-3)
 CLIPPED_LATE = optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0))
+IF_FINITE = optax.apply_if_finite(ADAMW, 3)
+SCALARS = optax.stateless(lambda g, _: jax.tree.map(lambda x: x * jnp.vdot(x, x), g))
 PRODUCTS = optax.stateless(lambda g, _: jax.tree.map(lambda x: x @ x, g))
 NEEDS_LIBTPU = pytest.mark.skipif(
     bool(CHIPS["v5e"].missing()), reason="needs libtpu, to compile"
@@ -313,13 +315,12 @@ def operations(text: str) -> set[str]:
         ("cpu", ADAMW, jnp.float32, 64, {LOOP, BARRIER}),
         # Tiny: compiling a loop would take minutes.
         ("cpu", ADAMW, jnp.float32, 32, {CONDITIONAL}),
-        ("tpu", CLIPPED, jnp.float32, 128, {BARRIER}),
-        # A loop divides in place.
-        ("tpu", CLIPPED, jnp.bfloat16, 128, {CONDITIONAL, BARRIER, LOOP}),
-        # Would be copied to where the conditional wants it.
-        ("tpu", CLIPPED, jnp.bfloat16, 64, {BARRIER}),
-        ("tpu", PRODUCTS, jnp.float32, 64, {BARRIER}),
+        ("tpu", CLIPPED, jnp.float32, 128, {CONDITIONAL, BARRIER}),
+        ("tpu", CLIPPED, jnp.bfloat16, 128, {BARRIER, LOOP}),
+        ("tpu", IF_FINITE, jnp.float32, 128, {CONDITIONAL, BARRIER, LOOP}),
+        ("tpu", PRODUCTS, jnp.float32, 128, {BARRIER}),
         ("tpu", PRODUCTS, jnp.bfloat16, 128, {BARRIER}),
+        ("tpu", SCALARS, jnp.float32, 128, {CONDITIONAL, BARRIER}),
         ("cuda", CLIPPED, jnp.bfloat16, 128, {LOOP, BARRIER}),
         ("cuda", PRODUCTS, jnp.bfloat16, 128, set()),
     ],
@@ -384,13 +385,6 @@ def test_a_window_of_unrolled_bfloat16_layers_on_a_tpu():
     assert text.count("stablehlo.optimization_barrier") == 2
 
 
-def run_as_if_on(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def way(*args: Any, default: Any, **ways: Any) -> Any:
-        return ways.get(platform, default)(*args)
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", way)
-
-
 @pytest.mark.parametrize(
     ("dtype", "devices", "leaves"),
     [(jnp.float32, 1, True), (jnp.bfloat16, 1, False), (jnp.float32, 2, False)],
@@ -398,7 +392,7 @@ def run_as_if_on(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lone_tpu_writes_no_zeros_after_wide_updates(
     dtype: Any, devices: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    run_as_if_on("tpu", monkeypatch)
+    helpers.run_as_if_on("tpu", monkeypatch)
     mesh = Mesh(jax.devices()[:devices], ("data",))
     over = {} if devices == 1 else {"mesh": mesh, "data_axes": "data"}
     step = make_train_step(loss_fn, CLIPPED, 1, **over)
@@ -436,7 +430,7 @@ def test_updates_that_overwrite_the_sums_are_those_of_optax(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Also after a window without tokens, which changes nothing."""
-    run_as_if_on(platform, monkeypatch)
+    helpers.run_as_if_on(platform, monkeypatch)
     rng = np.random.default_rng(0)
     draws = [rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5 for _ in range(2)]
     params = [jnp.asarray(x, dtype) for x in draws]
