@@ -32,15 +32,6 @@ ALL_WAYS = (
     "optax.microbatching",
     *BY_HAND,
 )
-ALL_MODELS = (
-    "float32",
-    "bfloat16",
-    "tied embedding",
-    "along axis 1",
-    "unrolled",
-    "LoRA",
-    "many words",
-)
 FEW_WAYS = "scan by hand", "train step", "window step"
 FEW_MODELS = "bfloat16", "along axis 1", "many words"
 FEW_LAYOUTS = "data parallel", "FSDP, tensor parallel"
@@ -57,7 +48,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "apply_if_finite(AdamW)": optax.apply_if_finite(optax.adamw(1e-4), 3),
     "Muon": optax.contrib.muon(1e-4),
 }
-UPDATED = "float32", "bfloat16", "few layers", "few layers, bfloat16"
+UPDATED = "float32", "bfloat16", "unrolled", "unrolled, bfloat16"
 # Programs that run once per micro-batch; the others run once per window.
 EVERY_MICRO_BATCH = "gradient", "accumulate"
 
@@ -114,12 +105,12 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"chip": name, "compiled by": chip.version()} for name, chip in chips.items()
     ]
-    every = models(settings)
     for what in cases(settings) if chips else ():
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for chip, kind in chips.items():
-            settings.say(f"ahead: {chip}, {what}")
-            make, inner = every[what.model], what.inner()
+            settings.say(f"ahead: {what.layout}, {what.model}, {chip} {what.optimizer}")
+            make = models(settings, what.layers)[what.model]
+            inner = OPTIMIZERS.get(what.optimizer, SGD)
             case = Case(make, what.layout, kind.devices(), settings.k, inner)
             for way, columns in case.measure(what.ways, what.modes).items():
                 named = {f"{chip}{column}": x for column, x in columns.items()}
@@ -138,43 +129,43 @@ class What(NamedTuple):
     model: str
     ways: tuple[str, ...]
     modes: tuple[str, ...]
+    layers: int
     optimizer: str = ""
-
-    def inner(self) -> optax.GradientTransformation:
-        return OPTIMIZERS.get(self.optimizer, SGD)
 
 
 def cases(settings: Settings) -> Iterator[What]:
+    layers, *_ = settings.ahead_sizes
     names, layouts, ways, modes = FEW_MODELS, FEW_LAYOUTS, FEW_WAYS, (NO_MESH,)
     optimizers, updated = ("clipped AdamW",), ("bfloat16",)
     if settings.ahead_all:
-        names, layouts, ways, modes = ALL_MODELS, LAYOUTS, ALL_WAYS, MODES
+        names = tuple(models(settings, layers))
+        layouts, ways, modes = LAYOUTS, ALL_WAYS, MODES
         optimizers, updated = OPTIMIZERS, UPDATED
     for layout in (ONE, *layouts):
         for model in names if layout in (ONE, "FSDP") else ("float32",):
             own = modes if model == "float32" else (MICRO_BATCH,)
-            yield What(layout, model, ways, own)
-    for layout in (ONE, "FSDP"):
+            yield What(layout, model, ways, own, layers)
+    # All of what an update reads and writes must fit into the memory of one chip.
+    for layout, layers in ((ONE, layers // 4), ("FSDP", layers)):
         for model in updated if layout == ONE else updated[:2]:
             for optimizer in optimizers:
-                yield What(layout, model, BOTH_PAIRS, (MICRO_BATCH,), optimizer)
+                own = (MICRO_BATCH,)
+                yield What(layout, model, BOTH_PAIRS, own, layers, optimizer)
 
 
-def models(settings: Settings) -> dict[str, partial[Workload]]:
+def models(settings: Settings, layers: int) -> dict[str, partial[Workload]]:
     """The models by name; they take `rows` and `spread`."""
-    layers, width, length, vocabulary = settings.ahead_sizes
+    _, width, length, vocabulary = settings.ahead_sizes
     half = partial(stacked_layers, dtype=jnp.bfloat16)
     large = partial(half, width, layers, length=length)
-    few = partial(half, width, layers // 4, length=length, scanned=False)
     return {
         "float32": large,
         "bfloat16": partial(large, stored=jnp.bfloat16),
         "tied embedding": partial(large, vocabulary=vocabulary),
         "along axis 1": partial(large, axis=1),
         "unrolled": partial(large, scanned=False),
+        "unrolled, bfloat16": partial(large, scanned=False, stored=jnp.bfloat16),
         "LoRA": partial(large, rank=16),
-        "few layers": few,
-        "few layers, bfloat16": partial(few, stored=jnp.bfloat16),
         "many words": partial(
             half, 512, 8, length=4 * length, vocabulary=32_000, tied=False
         ),
