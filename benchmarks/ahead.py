@@ -146,11 +146,10 @@ def cases(settings: Settings) -> Iterator[What]:
             own = modes if model == "float32" else (MICRO_BATCH,)
             yield What(layout, model, ways, own, layers)
     # All of what an update reads and writes must fit into the memory of one chip.
-    for layout, layers in ((ONE, layers // 4), ("FSDP", layers)):
+    for layout, depth in ((ONE, layers // 4), ("FSDP", layers)):
         for model in updated if layout == ONE else updated[:2]:
-            for optimizer in optimizers:
-                own = (MICRO_BATCH,)
-                yield What(layout, model, BOTH_PAIRS, own, layers, optimizer)
+            for name in optimizers:
+                yield What(layout, model, BOTH_PAIRS, (MICRO_BATCH,), depth, name)
 
 
 def models(settings: Settings, layers: int) -> dict[str, partial[Workload]]:

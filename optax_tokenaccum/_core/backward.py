@@ -6,7 +6,7 @@ it exists as a whole next to the sums, which costs a second buffer of its size.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from optax_tokenaccum._core import dependence, stand_ins, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
+from optax_tokenaccum._core.memory_order import is_row_major
 from optax_tokenaccum._core.once import at_most_once
 from optax_tokenaccum._core.reports import report, report_layers, report_unrolled
 from optax_tokenaccum._core.stand_ins import Operand, StandIn
@@ -279,6 +280,10 @@ class BackwardPass:
         """
         in_window = given.is_first is None
         if self._has_loops:
+            if not in_window and _would_copy_on_a_tpu(given, self._layered):
+                return jax.lax.platform_dependent(
+                    given, tpu=self._add_after, default=self._add_within
+                )
             has_choice = self._has_aux and self._layered and self._known_tokens is None
             selects = in_window and has_choice
             return (self._add_selected if selects else self._add_within)(given)
@@ -470,6 +475,19 @@ def _summary(error: Exception) -> str:
 
 def _is_float(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _would_copy_on_a_tpu(given: Given, layered: Iterable[int]) -> bool:
+    """Whether a lone TPU would copy more than a whole gradient.
+
+    To add to layers in a loop, it copies each sum whose axes it keeps in another order,
+    and copies it back.
+    """
+    if any(map(trees.auto_axes, given.inputs)):
+        return False
+    sums = [given.sums[i] for i in layered]
+    copied = sum(2 * x.nbytes for x in sums if not is_row_major(x.shape))
+    return copied > sum(x.nbytes for x in given.inputs[: len(given.sums)])
 
 
 def _adds_alike(leaf: ArrayLike, total: jax.Array) -> bool:

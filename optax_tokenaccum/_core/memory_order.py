@@ -32,6 +32,11 @@ def restored(views: T, like: T) -> T:
     return jax.tree.map(restore, views, like)
 
 
+def is_row_major(shape: tuple[int, ...]) -> bool:
+    order = memory_order(shape)
+    return [*order] == sorted(order)
+
+
 def memory_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axes of an array from the slowest to the fastest, as XLA chooses them.
 

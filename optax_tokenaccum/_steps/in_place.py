@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._core import dependence
 from optax_tokenaccum._core.accumulation import First
 from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.layout import Layout
-from optax_tokenaccum._core.memory_order import memory_order
+from optax_tokenaccum._core.memory_order import is_row_major
 from optax_tokenaccum._core.once import (
     OnlyIf,
     emptying,
@@ -120,8 +119,7 @@ def _narrows(sums: optax.Updates, params: optax.Params) -> bool:
 
 def _are_in_row_major_order(params: optax.Params) -> bool:
     """Whether a TPU keeps all parameters with their axes in order."""
-    orders = map(memory_order, map(jnp.shape, jax.tree.leaves(params)))
-    return all([*order] == sorted(order) for order in orders)
+    return all(is_row_major(x.shape) for x in jax.tree.leaves(params))
 
 
 _MULTIPLIES = "matrix product"
