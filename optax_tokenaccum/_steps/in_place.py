@@ -74,15 +74,13 @@ def in_least_memory(
     selects = reduces or gathers or multiplies
     if window:
         selects = selects or narrow == branches or narrow and window == "unrolled"
+    loops = narrow or branches or not _are_in_row_major_order(params)
     first: First = "norm"
-    if selects:
-        on_tpu = in_selection
-    elif narrow or branches or not _are_in_row_major_order(params):
+    if loops and not selects:
         on_tpu, first = _in_loop_on_a_tpu, "quotients"
     else:
-        on_tpu = in_conditional
-    if narrow or not is_alone:
-        on_tpu = emptying(on_tpu)
+        on_tpu = in_selection if selects else in_conditional
+        on_tpu = on_tpu if is_alone and not narrow else emptying(on_tpu)
     selects = (reduces or multiplies) and not gathers
     default = emptying(in_selection) if selects else _in_loop
     return _by_platform(cpu=_in_loop, tpu=on_tpu, default=default), first
