@@ -1,5 +1,6 @@
 """Views of arrays, with their axes in the order in which a TPU keeps them in memory."""
 
+import functools
 import itertools
 import math
 
@@ -37,6 +38,7 @@ def is_row_major(shape: tuple[int, ...]) -> bool:
     return [*order] == sorted(order)
 
 
+@functools.cache
 def memory_order(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The axes of an array from the slowest to the fastest, as XLA chooses them.
 

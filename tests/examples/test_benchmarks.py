@@ -52,6 +52,14 @@ def test_a_way_that_is_wrong_is_found(monkeypatch):
 KNOWN: list[tuple[dict[str, str], str]] = [
     ({"layout": "FSDP", "mesh": "window"}, "whole sums, by design"),
     ({"layout": "FSDP, tensor parallel", "mesh": "window"}, "whole sums, by design"),
+    (
+        {"optimizer": "apply_if_finite(AdamW)", "way": "window step", "chip": "v5e"},
+        "its conditional is within another one, for windows without tokens",
+    ),
+    (
+        {"optimizer": "Muon", "layout": "one device"},
+        "matrix products are selected, for windows without tokens",
+    ),
 ]
 
 

@@ -415,7 +415,7 @@ def test_a_lone_tpu_writes_no_zeros_after_wide_updates(
     mesh = Mesh(jax.devices()[:devices], ("data",))
     over = {} if devices == 1 else {"mesh": mesh, "data_axes": "data"}
     step = make_train_step(loss_fn, CLIPPED, 1, **over)
-    state, _ = step(step.init([jnp.full((8, 8), 0.01, dtype)]), BATCH[:, :8])
+    state, _ = step(step.init([jnp.full((64, 64), 0.01, dtype)]), BATCH[:, :64])
     assert np.any(state.opt_state.acc_grads[0]) == leaves
 
 
