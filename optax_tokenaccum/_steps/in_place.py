@@ -106,7 +106,9 @@ def _by_platform(**ways: OnlyIf) -> OnlyIf:
 
 # Where the backward pass adds, reverse-mode derivatives are lost already.
 _in_loop = in_loop if BackwardPass.is_supported else in_conditional
-_in_loop_on_a_tpu = in_loop_on_a_tpu if BackwardPass.is_supported else in_conditional
+_in_loop_on_a_tpu = (
+    in_loop_on_a_tpu if BackwardPass.is_supported else emptying(in_conditional)
+)
 
 
 def _narrows(sums: optax.Updates, params: optax.Params) -> bool:
