@@ -94,9 +94,9 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     """Returns a row for every model, layout and way, with columns for each chip.
 
     Layers compute in bfloat16, with activations computed again in the backward pass.
-    There are no arrays, only shapes. The optimizer is SGD, which has no state, if no
-    other one is named. Chips are left out if the packages that compile for them are not
-    installed.
+    Programs are compiled for shapes. The optimizer is SGD, which has no state, unless
+    a row names another one. Chips are left out if the packages that compile for them
+    are not installed.
     """
     for name, chip in CHIPS.items():
         if missing := chip.missing():
@@ -123,7 +123,16 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 
 class What(NamedTuple):
-    """What is compiled for each chip."""
+    """What is compiled for each chip.
+
+    Attributes:
+      layout: one device, or a key of `LAYOUTS`.
+      model: a key of `models`.
+      ways: keys of `WAYS`.
+      modes: of steps over several devices.
+      layers: how many the model has.
+      optimizer: a key of `OPTIMIZERS`; empty for SGD.
+    """
 
     layout: str
     model: str
@@ -134,6 +143,7 @@ class What(NamedTuple):
 
 
 def cases(settings: Settings) -> Iterator[What]:
+    """Every layout and model with SGD, then every optimizer on one device and FSDP."""
     layers, *_ = settings.ahead_sizes
     names, layouts, ways, modes = FEW_MODELS, FEW_LAYOUTS, FEW_WAYS, (NO_MESH,)
     optimizers, updated = ("clipped AdamW",), ("bfloat16",)

@@ -273,6 +273,8 @@ class BackwardPass:
         In a conditional, the forward pass of a window would also run alone, for `aux`.
         Over devices, XLA may then gather weights in other ways, which need more.
 
+        A lone TPU may copy the sums of layers, more than a whole gradient.
+
         If no loop reads a parameter, its gradient is one array anyway. Then a TPU needs
         more where sums are emptied ahead, and in a window where gradients are narrower
         than sums; GPUs over which the compiler may spread parameters do where there is

@@ -34,6 +34,7 @@ def restored(views: T, like: T) -> T:
 
 
 def is_row_major(shape: tuple[int, ...]) -> bool:
+    """Whether a TPU keeps the axes of an array in order."""
     order = memory_order(shape)
     return [*order] == sorted(order)
 

@@ -54,9 +54,9 @@ def in_least_memory(
     divides and updates in a loop, of views in that order; else in a conditional, which
     divides where the update reads.
 
-    Zeros are left of the sums, whose memory is free until then. If a lone TPU did not
-    divide them in place, it leaves them as they are, if they are no wider than
-    parameters: that needs less.
+    Zeros are left of the sums, whose memory is free until then. A lone TPU leaves sums
+    as they are, which needs less, unless it divided them in place or they are wider
+    than parameters.
 
     Args:
       update: of the inner optimizer.
