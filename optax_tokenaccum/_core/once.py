@@ -129,7 +129,7 @@ def in_selection(
     after its last use, if it need not be left as it is.
     """
     new = body(given, carry)
-    return jax.tree.map(functools.partial(jnp.where, runs), new, carry), given
+    return jax.tree.map(functools.partial(jax.lax.select, runs), new, carry), given
 
 
 def emptying(only_if: OnlyIf) -> OnlyIf:

@@ -86,7 +86,9 @@ def in_least_memory(
     return _by_platform(cpu=_in_loop, tpu=on_tpu, default=default), first
 
 
-def _by_platform(**ways: OnlyIf) -> OnlyIf:
+def _by_platform(default: OnlyIf, **ways: OnlyIf) -> OnlyIf:
+    own = {name: way for name, way in ways.items() if way is not default}
+
     def only_if(
         runs: TracedBool, body: Callable[[M, T], T], given: M, carry: T
     ) -> tuple[T, M]:
@@ -94,11 +96,15 @@ def _by_platform(**ways: OnlyIf) -> OnlyIf:
             return in_conditional(runs, body, given, carry)
         traced_once = jax.jit(body)
 
-        def way(only_if: OnlyIf) -> Callable[[TracedBool, M, T], tuple[T, M]]:
-            return lambda runs, given, carry: only_if(runs, traced_once, given, carry)
+        def run(way: OnlyIf) -> Callable[[TracedBool, M, T], tuple[T, M]]:
+            return lambda runs, given, carry: way(runs, traced_once, given, carry)
 
         return jax.lax.platform_dependent(
-            runs, given, carry, **{name: way(x) for name, x in ways.items()}
+            runs,
+            given,
+            carry,
+            **{name: run(way) for name, way in own.items()},
+            default=run(default),
         )
 
     return only_if

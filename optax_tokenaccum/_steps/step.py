@@ -163,6 +163,8 @@ class Step(abc.ABC, Generic[P]):
         trained, _ = overwritten.split(params)
         sums, maxima = overwritten.split(opt_state.acc_grads)
 
+        # Its operations are read before it runs: both share one trace.
+        @functools.partial(jax.jit, inline=True)
         def update_of(
             gradient: Gradients, inner_opt_state: OptState, params: optax.Params
         ) -> tuple[optax.Updates, OptState]:
