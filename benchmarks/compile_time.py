@@ -32,8 +32,9 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         )
         times = interleaved(
             {"ours": ours, "by hand": by_hand},
-            rounds=settings.compiled_rounds,
+            rounds=settings.rounds,
             warm_up=0,
+            seconds=5 * settings.seconds,
         )
         time = ratio(times["ours"], times["by hand"])
         rows.append({"leaves": leaves, "time / by hand": time})

@@ -53,7 +53,7 @@ def interleaved(
             break
         start = turn % len(names)
         order = names[start:] + names[:start]
-        for name in order if turn % 2 else order[::-1]:
+        for name in order[::-1] if turn // len(names) % 2 else order:
             began_run = time.perf_counter()
             jax.block_until_ready(runs[name]())
             if turn >= warm_up:

@@ -23,7 +23,6 @@ class Settings(NamedTuple):
       host_leaves: the numbers of leaves in the host suite.
       host_variables: the numbers of variables of nnx models in the host suite.
       compiled_leaves: the numbers of leaves in the compile suite.
-      compiled_rounds: how often the compile suite compiles each program.
       sequences: the number of sequences in a window of the ragged suite.
       windows: the number of windows of real dialogue in the ragged suite.
       max_length: the maximum length of a sequence in the ragged suite, in tokens.
@@ -42,7 +41,6 @@ class Settings(NamedTuple):
     host_leaves: tuple[int, ...] = (10, 300, 3000)
     host_variables: tuple[int, ...] = (10, 100, 1000)
     compiled_leaves: tuple[int, ...] = (300, 1000)
-    compiled_rounds: int = 5
     sequences: int = 128
     windows: int = 7
     max_length: int = 512
@@ -64,7 +62,6 @@ QUICK = Settings(
     host_leaves=(3,),
     host_variables=(3,),
     compiled_leaves=(3,),
-    compiled_rounds=1,
     sequences=16,
     windows=1,
     max_length=64,

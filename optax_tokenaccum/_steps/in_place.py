@@ -1,7 +1,7 @@
 """How an update needs the least memory, on each platform."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
@@ -19,24 +19,22 @@ from optax_tokenaccum._core.once import (
     in_loop_on_a_tpu,
     in_selection,
 )
-from optax_tokenaccum._core.trees import M, OptState, T, TracedBool, is_concrete
+from optax_tokenaccum._core.trees import M, T, TracedBool, is_concrete
 
-Update = Callable[[optax.Updates, OptState, optax.Params], tuple[optax.Updates, Any]]
 # How the layers of a window run whose update is in the same program.
 Layers = Literal["scanned", "unrolled"]
 
 
 def in_least_memory(
-    update: Update,
+    update: dependence.Traced,
     sums: optax.Updates,
-    state: OptState,
     params: optax.Params,
     layout: Layout,
     *,
     is_alone: bool,
     window: Layers | None,
 ) -> tuple[OnlyIf, First]:
-    """A way to run an update that may overwrite the sums; what a TPU computes first.
+    """A way to run an update that may overwrite the sums; what comes first.
 
     In a loop or a conditional, XLA holds all sums, but overwrites in place; a GPU
     copies what passes through a conditional, and a CPU what is selected. In a
@@ -61,13 +59,12 @@ def in_least_memory(
     Args:
       update: of the inner optimizer.
       sums: of gradients.
-      state: of the inner optimizer.
       params: the parameters.
       layout: of the sums.
       is_alone: whether there is one device.
       window: how the layers of the window run, if that is in the same program.
     """
-    operations = {*_operations(jax.make_jaxpr(update)(params, state, params))}
+    operations = {*_operations(update)}
     reduces, gathers = bool(layout.leading_axes), layout.gathers(params)
     multiplies, branches = _MULTIPLIES in operations, "cond" in operations
     narrow = _narrows(sums, params)

@@ -188,10 +188,10 @@ class Step(abc.ABC, Generic[P]):
         only_if, first = in_conditional, None
         try:
             if may_overwrite:
+                traced = update_of.trace(params, opt_state.inner_opt_state, params)
                 only_if, first = in_least_memory(
-                    update_of,
+                    traced.jaxpr,
                     opt_state.acc_grads,
-                    opt_state.inner_opt_state,
                     params,
                     layout,
                     is_alone=self._mode.num_devices == 1,
