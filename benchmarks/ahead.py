@@ -155,6 +155,8 @@ def cases(settings: Settings) -> Iterator[What]:
         for model in names if layout in (ONE, "FSDP") else ("float32",):
             own = modes if model == "float32" else (MICRO_BATCH,)
             yield What(layout, model, ways, own, layers)
+    # Of unrolled layers, XLA reduces gradients once, after the loop that adds them up.
+    yield What("data parallel", "unrolled", ways, modes, layers)
     # All of what an update reads and writes must fit into the memory of one chip.
     for layout, depth in ((ONE, layers // 4), ("FSDP", layers)):
         for model in updated if layout == ONE else updated[:2]:

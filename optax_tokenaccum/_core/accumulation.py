@@ -34,7 +34,6 @@ from optax_tokenaccum._core.once import (
     at_most_once,
     at_most_once_on_a_tpu,
     in_conditional,
-    together_on_a_tpu,
 )
 from optax_tokenaccum._core.reports import report_loss
 from optax_tokenaccum._core.schedule import Schedule
@@ -44,8 +43,8 @@ from optax_tokenaccum._core.trees import DType, Gradients, OptState, T, TracedBo
 A = TypeVar("A")
 
 Norm = Callable[[], jax.Array]
-# What a TPU computes before an update.
-First = Literal["norm", "quotients"]
+# What is computed before an update.
+First = Literal["norm", "norm on a TPU", "quotients on a TPU"]
 
 
 class Added(NamedTuple, Generic[A]):
@@ -200,6 +199,7 @@ class Accumulation:
             so_far,
             self.layout.has_whole_axes(so_far, [0] * len(so_far)),
             self.layout.axes_of_layers(so_far),
+            self.layout.scatters(),
             state.acc_tokens.dtype,
             self.peers,
         )
@@ -301,8 +301,8 @@ class Accumulation:
             state. `norm()` is the gradient's global norm.
           otherwise: the result if there is no update.
           only_if: how to run the update, which is given the sums.
-          first: what a TPU computes before the update: the norm, so that it does not
-            keep the sums for it, or the quotients too, in the sums' memory.
+          first: what comes before the update: the norm, so that no sum is kept for it,
+            or the quotients too, in the sums' memory.
 
         Returns:
           The result and the new state.
@@ -312,13 +312,14 @@ class Accumulation:
         def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
             total = state._replace(acc_grads=self.layout.total(acc))
             norm = functools.partial(self.gradient_norm, total)
-            if first == "quotients" and _are_wide(total.acc_grads):
+            if first == "quotients on a TPU" and _are_wide(total.acc_grads):
                 quotients, known = self._quotients_and_norm(total)
                 gradient = _as_like(quotients, like)
                 norm = functools.partial(jnp.asarray, known)
             else:
                 if first:
-                    known, total = together_on_a_tpu((norm(), total))
+                    everywhere = first == "norm"
+                    known, total = self._norm_first(total, everywhere)
                     norm = functools.partial(jnp.asarray, known)
                 gradient = self.window_gradient(total, like)
             result, inner_opt_state = update(gradient, norm, *held)
@@ -411,6 +412,30 @@ class Accumulation:
         # On older versions, JAX can differentiate a step in reverse, but not a loop.
         on_tpu = in_place if BackwardPass.is_supported else plain
         return jax.lax.platform_dependent(state, tpu=on_tpu, default=plain)
+
+    def _norm_first(
+        self, state: TokenAccumulationState, everywhere: bool
+    ) -> tuple[jax.Array, TokenAccumulationState]:
+        """The gradient's norm, and the state, to be read after it.
+
+        On a TPU, all sums wait for the norm. If it is first `everywhere`, only their
+        divisor does on other platforms.
+        """
+
+        def by_divisor(
+            norm: jax.Array, state: TokenAccumulationState
+        ) -> tuple[jax.Array, TokenAccumulationState]:
+            if not everywhere:
+                return norm, state
+            norm, tokens = jax.lax.optimization_barrier((norm, state.acc_tokens))
+            return norm, state._replace(acc_tokens=tokens)
+
+        return jax.lax.platform_dependent(
+            self.gradient_norm(state),
+            state,
+            tpu=lambda *both: jax.lax.optimization_barrier(both),
+            default=by_divisor,
+        )
 
     def gradient_norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.

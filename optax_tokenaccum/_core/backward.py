@@ -25,7 +25,12 @@ from optax_tokenaccum._core.once import at_most_once
 from optax_tokenaccum._core.reports import report, report_layers, report_unrolled
 from optax_tokenaccum._core.stand_ins import Operand, StandIn
 from optax_tokenaccum._core.sums import add as add_to
-from optax_tokenaccum._core.sums import add_if, at_least_float32, emptied
+from optax_tokenaccum._core.sums import (
+    add_if,
+    add_or_zero,
+    at_least_float32,
+    emptied,
+)
 from optax_tokenaccum._core.trees import DType
 
 # In place of a mutable array: the gradient is returned, not added.
@@ -88,6 +93,7 @@ class BackwardPass:
         only their shapes and dtypes matter.
       is_unsharded: of each sum, whether the first axis is not spread over devices.
       axes: where the first axis of each sum lies in the parameter that a user gave.
+      scatters: whether every device adds its part of the gradient of all rows.
       count_dtype: the dtype of the number of tokens.
       peers: the other devices.
 
@@ -108,12 +114,13 @@ class BackwardPass:
         sums: list[jax.Array],
         is_unsharded: list[bool],
         axes: list[int],
+        scatters: bool,
         count_dtype: DType,
         peers: Peers,
     ):
         if not self.is_supported:
             raise CannotAdd("this version of jax is older than 0.11")
-        self._count_dtype, self._peers = count_dtype, peers
+        self._scatters, self._count_dtype, self._peers = scatters, count_dtype, peers
         self._names = [name for name, _ in trees.named_leaves(params)]
         leaves, structure = jax.tree.flatten(params)
         inputs, size = [*leaves, *others], len(leaves)
@@ -278,7 +285,10 @@ class BackwardPass:
         If no loop reads a parameter, its gradient is one array anyway. Then a TPU needs
         more where sums are emptied ahead, and in a window where gradients are narrower
         than sums; GPUs over which the compiler may spread parameters do where there is
-        a conditional. On a CPU, adding bfloat16 afterwards takes several times as long.
+        a conditional. In a window over devices, the compiler adds up the gradients of
+        all once, not in every micro-batch, if no conditional keeps it from that and
+        sums are not scattered. On a CPU, adding bfloat16 afterwards takes several times
+        as long.
         """
         in_window = given.is_first is None
         if self._has_loops:
@@ -289,14 +299,15 @@ class BackwardPass:
             has_choice = self._has_aux and self._layered and self._known_tokens is None
             selects = in_window and has_choice
             return (self._add_selected if selects else self._add_within)(given)
-        if in_window and not self._stand_ins:  # which are here for casts alone
+        may_spread = any(map(trees.auto_axes, given.inputs))
+        after = may_spread and not (in_window and self._scatters)
+        if in_window and not after and not self._stand_ins:  # here for casts alone
             return self._add_within(given)
-        may_spread = any(map(trees.auto_axes, given.inputs)) and not in_window
         return jax.lax.platform_dependent(
             given,
             cpu=self._add_within,
             tpu=self._add_after,
-            default=self._add_after if may_spread else self._add_within,
+            default=self._add_after if after else self._add_within,
         )
 
     def _add_within(self, given: Given) -> Passed:
@@ -403,7 +414,7 @@ class BackwardPass:
         has_tokens, _ = self._counts(num_tokens)
         is_first = False if given.is_first is None else given.is_first
         sums = [
-            add_if(has_tokens, emptied(x, is_first), g)
+            add_or_zero(has_tokens, emptied(x, is_first), g)
             for x, g in zip(given.sums, gradients, strict=False)
         ]
         return Passed(sums, loss_sum, num_tokens, aux, gradients[len(sums) :])

@@ -63,6 +63,10 @@ class Layout:
         """Whether such an axis of each sum is not spread over devices."""
         return [True] * len(sums)
 
+    def scatters(self) -> bool:
+        """Whether every device adds its part of the gradient of all rows."""
+        return False
+
     def axes_of_layers(self, sums: list[jax.Array]) -> list[int]:
         """The axis of each parameter that is the first one of its sum."""
         return [0] * len(sums)

@@ -32,6 +32,17 @@ def add_if(counts: TracedBool, so_far: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.select(counts, add(so_far, x), so_far)
 
 
+def add_or_zero(counts: TracedBool, so_far: jax.Array, x: jax.Array) -> jax.Array:
+    """The same, with zeros in the place of `x` unless `counts`.
+
+    In a loop, XLA can then reduce `x` over devices once, after it. It cannot where a
+    sum is selected.
+    """
+    if is_float0(x) or trees.is_concrete(counts):
+        return add_if(counts, so_far, x)
+    return add(so_far, jax.lax.select(counts, x, jnp.zeros_like(x)))
+
+
 def norm(gradients: Gradients, dtype: DType) -> jax.Array:
     """The global norm, in `dtype`."""
     wide = jax.tree.map(lambda x: x.astype(common_dtype(x.dtype, dtype)), gradients)

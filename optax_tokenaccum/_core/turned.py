@@ -68,6 +68,9 @@ class Turned(Layout):
         back = [_move(x, 0, axis) for x, axis in zip(sums, own, strict=True)]
         return self.layout.has_whole_axes(back, own)
 
+    def scatters(self) -> bool:
+        return self.layout.scatters()
+
     def axes_of_layers(self, sums: list[jax.Array]) -> list[int]:
         return [axis.index for axis in jax.tree.leaves(self.axes)]
 

@@ -45,6 +45,9 @@ class ShardedSums(SumsOnMesh):
         shardings = [self.devices.sharding(*spec) for spec in specs]
         return [*map(is_whole, shardings, axes)]
 
+    def scatters(self) -> bool:
+        return True
+
     def gathers(self, params: optax.Params) -> bool:
         leaves = jax.tree.leaves(params)
         gathered = [

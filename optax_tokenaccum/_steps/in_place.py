@@ -50,7 +50,8 @@ def in_least_memory(
     a conditional in the update reads, unless they are divided in their own memory. It
     copies what enters a conditional if it keeps its axes in another order. There it
     divides and updates in a loop, of views in that order; else in a conditional, which
-    divides where the update reads.
+    divides where the update reads. Where a GPU selects, sums wait for the norm, unless
+    they are reduced: it would hold all results.
 
     Zeros are left of the sums, whose memory is free until then. A lone TPU leaves sums
     as they are, which needs less, unless it divided them in place or they are wider
@@ -72,12 +73,14 @@ def in_least_memory(
     if window:
         selects = selects or narrow == branches or narrow and window == "unrolled"
     loops = narrow or branches or not _are_in_row_major_order(params)
-    first: First = "norm"
+    first: First = "norm on a TPU"
     if loops and not selects:
-        on_tpu, first = _in_loop_on_a_tpu, "quotients"
+        on_tpu, first = _in_loop_on_a_tpu, "quotients on a TPU"
     else:
         on_tpu = in_selection if selects else in_conditional
         on_tpu = on_tpu if is_alone and not narrow else emptying(on_tpu)
+    if multiplies and not reduces and not gathers:
+        first = "norm"
     selects = (reduces or multiplies) and not gathers
     default = emptying(in_selection) if selects else _in_loop
     return _by_platform(cpu=_in_loop, tpu=on_tpu, default=default), first

@@ -52,6 +52,11 @@ def test_a_way_that_is_wrong_is_found(monkeypatch):
 KNOWN: list[tuple[dict[str, str], str]] = [
     ({"layout": "FSDP", "mesh": "window"}, "whole sums, by design"),
     ({"layout": "FSDP, tensor parallel", "mesh": "window"}, "whole sums, by design"),
+    ({"layout": "data parallel", "mesh": "window"}, "whole sums, by design"),
+    (
+        {"layout": "data parallel", "model": "unrolled", "chip": "H200"},
+        "XLA adds each gradient last if a count of tokens over devices decides",
+    ),
     (
         {"optimizer": "apply_if_finite(AdamW)", "way": "window step", "chip": "v5e"},
         "its conditional is within another one, for windows without tokens",

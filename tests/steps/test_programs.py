@@ -320,7 +320,7 @@ def operations(text: str) -> set[str]:
         ("tpu", PRODUCTS, jnp.bfloat16, 128, {BARRIER}),
         ("tpu", SCALARS, jnp.float32, 128, {CONDITIONAL, BARRIER}),
         ("cuda", CLIPPED, jnp.bfloat16, 128, {LOOP, BARRIER}),
-        ("cuda", PRODUCTS, jnp.bfloat16, 128, set()),
+        ("cuda", PRODUCTS, jnp.bfloat16, 128, {BARRIER}),
     ],
 )
 def test_how_an_update_runs_depends_on_the_platform(
@@ -391,18 +391,37 @@ def test_a_tpu_adds_whole_gradients_rather_than_copy_more(dtype: Any, copied: bo
 
 
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a conditional")
-def test_a_window_of_unrolled_bfloat16_layers_on_a_tpu():
-    """Adds whole gradients, and updates after the window, not in a loop."""
-    step = make_window_step(counted, ADAMW)
-    state = step.init([jnp.ones((WIDTH, WIDTH), jnp.bfloat16)] * DEPTH)
-    traced = jax.jit(lambda state: step(state, WINDOW)).trace(state)
-    for platform, loops, selects in (("cpu", 2, 0), ("tpu", 1, DEPTH)):
+@pytest.mark.parametrize(
+    ("dtype", "devices", "has_mesh", "whole"),
+    [
+        (jnp.float32, 1, False, set()),
+        (jnp.bfloat16, 1, False, {"tpu"}),
+        (jnp.float32, 2, False, {"tpu", "cuda"}),
+        (jnp.bfloat16, 2, False, {"tpu", "cuda"}),
+        (jnp.float32, 2, True, set()),
+        (jnp.bfloat16, 2, True, {"tpu"}),
+    ],
+)
+def test_how_a_window_adds_gradients_of_unrolled_layers(
+    dtype: Any, devices: int, has_mesh: bool, whole: set[str]
+):
+    mesh = Mesh(jax.devices()[:devices], ("data",))
+    over = {"mesh": mesh, "data_axes": "data", "reduce_every": "micro_batch"}
+    step = make_window_step(counted, optax.sgd(1.0), **over if has_mesh else {})
+    params = [jnp.ones((WIDTH, WIDTH), dtype)] * DEPTH
+    state = step.init(jax.device_put(params, NamedSharding(mesh, P())))
+    rows = NamedSharding(mesh, P(None, "data"))
+    window = jax.device_put(WINDOW, rows)
+    traced = jax.jit(lambda state: step(state, window)).trace(state)
+    for platform in ("cpu", "tpu", "cuda"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert text.count("stablehlo.while") == loops
-        added = f"stablehlo.select .*tensor<{WIDTH}x{WIDTH}xf32>"
-        assert len(re.findall(added, text)) == selects
-    # For the window, and for the norm.
-    assert text.count("stablehlo.optimization_barrier") == 2
+        selected = re.findall(f"stablehlo.select .*tensor<{WIDTH}x{WIDTH}x", text)
+        # A TPU selects what is updated, too, after the window and the norm.
+        is_tpu = platform == "tpu"
+        assert len(selected) == DEPTH * (is_tpu + (platform in whole))
+        assert text.count("stablehlo.while") == 2 - is_tpu
+        if is_tpu:
+            assert text.count("stablehlo.optimization_barrier") == 2
 
 
 @pytest.mark.parametrize(
