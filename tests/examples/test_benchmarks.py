@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,19 @@ import pytest
 
 from benchmarks import ahead
 from benchmarks.chips import CHIPS
+from benchmarks.measure import interleaved
 from benchmarks.speed import check
 from benchmarks.ways import WAYS
 from benchmarks.workloads import square_layers
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_each_of_two_runs_is_first_in_half_of_the_rounds():
+    order: list[str] = []
+    runs = {name: partial(order.append, name) for name in ("ours", "by hand")}
+    interleaved(runs, rounds=4, warm_up=0)
+    assert sorted(order[::2]) == sorted(order[1::2])
 
 
 @pytest.mark.slow
