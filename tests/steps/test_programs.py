@@ -424,6 +424,38 @@ def test_how_a_window_adds_gradients_of_unrolled_layers(
             assert text.count("stablehlo.optimization_barrier") == 2
 
 
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_whole_gradients_of_a_window_over_devices_are_those_of_its_tokens(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The gradient of a micro-batch without tokens is NaN."""
+    helpers.run_as_if_on(platform, monkeypatch)
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, mask = batch
+        per_row = jnp.sum(jnp.tanh(x @ params[0]) @ params[1], -1)
+        n = jnp.sum(mask)
+        return jnp.sum(per_row * mask) / n * n, n
+
+    def mean(params: Any, *indices: int) -> Any:
+        sums = jax.grad(lambda p: sum(loss(p, (x[i], mask[i]))[0] for i in indices))
+        total = sum(mask[i].sum() for i in indices)
+        return jax.tree.map(lambda g: g / total, sums(params))
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 4, WIDTH)).astype(np.float32)
+    mask = np.float32([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    replicated, spread = (NamedSharding(mesh, spec) for spec in (P(), P(None, "data")))
+    params = jax.device_put(new_params()[:2], replicated)
+    step = make_window_step(loss, optax.sgd(1.0))
+    state, _ = step(step.init(params), jax.device_put((x, mask), spread))
+    moved = jax.tree.map(np.subtract, params, state.params)
+    chex.assert_trees_all_close(moved, mean(params, 0, 2), rtol=1e-4, atol=1e-6)
+    naive = jax.tree.map(lambda a, b: (a + b) / 2, mean(params, 0), mean(params, 2))
+    assert not np.allclose(moved[0], naive[0], rtol=1e-2, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "devices", "leaves"),
     [(jnp.float32, 1, True), (jnp.bfloat16, 1, False), (jnp.float32, 2, False)],
