@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
+from optax_tokenaccum._core import platforms
 
 # Relative error of a gradient after one window, by the dtype of the computation.
 RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
@@ -35,7 +36,7 @@ def run_as_if_on(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def way(*args: Any, default: Any, **ways: Any) -> Any:
         return ways.get(platform, default)(*args)
 
-    monkeypatch.setattr(jax.lax, "platform_dependent", way)
+    monkeypatch.setattr(platforms, "by_platform", way)
 
 
 def grads(scale: Any) -> Any:

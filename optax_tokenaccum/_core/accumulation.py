@@ -13,7 +13,14 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 from optax import Params
 
-from optax_tokenaccum._core import arrays, checks, overwritten, sums, trees
+from optax_tokenaccum._core import (
+    arrays,
+    checks,
+    overwritten,
+    platforms,
+    sums,
+    trees,
+)
 from optax_tokenaccum._core.backward import (
     BackwardPass,
     CannotAdd,
@@ -353,12 +360,14 @@ class Accumulation:
         A float0 leaf of `like` stays float0.
         """
 
+        divisor_of_leaf = self._divisors(state)
+
         def of_leaf(acc: jax.Array, g: jax.Array) -> jax.Array | np.ndarray:
             if sums.is_float0(g):
                 return sums.zeros_of(g)
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
             # first, and then stores the divided gradient for its several readers.
-            return sums.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
+            return sums.divide(acc, divisor_of_leaf()).astype(jnp.result_type(g))
 
         return jax.tree.map(of_leaf, state.acc_grads, like)
 
@@ -411,7 +420,7 @@ class Accumulation:
 
         # On older versions, JAX can differentiate a step in reverse, but not a loop.
         on_tpu = in_place if BackwardPass.is_supported else plain
-        return jax.lax.platform_dependent(state, tpu=on_tpu, default=plain)
+        return platforms.by_platform(state, tpu=on_tpu, default=plain)
 
     def _norm_first(
         self, state: TokenAccumulationState, everywhere: bool
@@ -430,7 +439,7 @@ class Accumulation:
             norm, tokens = jax.lax.optimization_barrier((norm, state.acc_tokens))
             return norm, state._replace(acc_tokens=tokens)
 
-        return jax.lax.platform_dependent(
+        return platforms.by_platform(
             self.gradient_norm(state),
             state,
             tpu=lambda *both: jax.lax.optimization_barrier(both),
@@ -447,12 +456,17 @@ class Accumulation:
         return sums.divide(norm, self._divisor(state))
 
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:
+        return self._divisors(state)()
+
+    def _divisors(self, state: TokenAccumulationState) -> Callable[[], jax.Array]:
+        """Makes one divisor after the other, all of the same value."""
         tokens = state.acc_tokens
         one = jnp.ones_like(tokens)
         if not self.token_mean:
-            return one
+            return lambda: one
         # Under vmap both sides of the conditional are computed: never divide by 0.
-        return jax.lax.select(tokens > 0, tokens, one)
+        has_tokens = tokens > 0
+        return lambda: jax.lax.select(has_tokens, tokens, one)
 
 
 def make_accumulation(

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import dependence, stand_ins, trees
+from optax_tokenaccum._core import dependence, platforms, stand_ins, trees
 from optax_tokenaccum._core.contribution import usable_tokens
 from optax_tokenaccum._core.layout import Peers
 from optax_tokenaccum._core.memory_order import is_row_major
@@ -293,7 +293,7 @@ class BackwardPass:
         in_window = given.is_first is None
         if self._has_loops:
             if not in_window and _would_copy_on_a_tpu(given, self._layered):
-                return jax.lax.platform_dependent(
+                return platforms.by_platform(
                     given, tpu=self._add_after, default=self._add_within
                 )
             has_choice = self._has_aux and self._layered and self._known_tokens is None
@@ -303,7 +303,7 @@ class BackwardPass:
         after = may_spread and not (in_window and self._scatters)
         if in_window and not after and not self._stand_ins:  # here for casts alone
             return self._add_within(given)
-        return jax.lax.platform_dependent(
+        return platforms.by_platform(
             given,
             cpu=self._add_within,
             tpu=self._add_after,

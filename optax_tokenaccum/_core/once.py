@@ -1,4 +1,4 @@
-"""Runs a function once or not at all, as a traced value says; what a TPU ends first."""
+"""Runs a function once or not at all, as a traced value says."""
 
 import functools
 from collections.abc import Callable
@@ -156,11 +156,4 @@ def as_returned(body: Callable[[T], T], carry: T) -> T:
         lambda x, y: as_varying(jnp.asarray(x), varying_axes(y)),
         carry,
         jax.eval_shape(body, carry),
-    )
-
-
-def together_on_a_tpu(tree: T) -> T:
-    """The same values; a TPU has all of them before it computes anything of one."""
-    return jax.lax.platform_dependent(
-        tree, tpu=jax.lax.optimization_barrier, default=lambda tree: tree
     )

@@ -39,6 +39,22 @@ def sharding_of(x: Any) -> NamedSharding | Unknown:
     return UNKNOWN if is_traced and not is_explicit(sharding.mesh) else sharding
 
 
+def platform_of(x: object) -> str | None:
+    """Where a program runs that is given `x`, an array or its shape; `None` if traced.
+
+    A shape may lie on devices that are not there.
+    """
+    if isinstance(x, jax.core.Tracer):
+        return None
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:  # JAX decides
+        device = jax.config.jax_default_device
+        return getattr(device, "platform", device) or jax.default_backend()
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return None
+    return next(iter(sharding.device_set)).platform
+
+
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the types of arrays on the mesh contain their shardings."""
     return jax.sharding.AxisType.Explicit in mesh.axis_types

@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import optax
 
-from optax_tokenaccum._core import dependence
+from optax_tokenaccum._core import dependence, platforms
 from optax_tokenaccum._core.accumulation import First
 from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.layout import Layout
@@ -99,7 +99,7 @@ def _by_platform(default: OnlyIf, **ways: OnlyIf) -> OnlyIf:
         def run(way: OnlyIf) -> Callable[[TracedBool, M, T], tuple[T, M]]:
             return lambda runs, given, carry: way(runs, traced_once, given, carry)
 
-        return jax.lax.platform_dependent(
+        return platforms.by_platform(
             runs,
             given,
             carry,

@@ -10,8 +10,9 @@ import jax
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._core.loss import Output
+from optax_tokenaccum._core.platforms import traced_for
 from optax_tokenaccum._core.trees import T, is_concrete
-from optax_tokenaccum._devices.shardings import sharding_of
+from optax_tokenaccum._devices.shardings import platform_of, sharding_of
 from optax_tokenaccum._steps.compile_ahead import Lowering, signature
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -65,7 +66,7 @@ class Program(Generic[Args]):
     row_axis: int = 0
 
     def __post_init__(self) -> None:
-        self._jitted: dict[StateShardings | None, jax.stages.Wrapped] = {}
+        self._jitted: dict[Hashable, jax.stages.Wrapped] = {}
         self._compiled: set[Hashable] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Program(Generic[Args]):
         if self.agree is not None:  # before an error that others would wait for
             self.agree(*args, **kwargs)
         shardings, arguments = self._prepare(state, *args, **kwargs)
-        donated, metrics, aux = self._at(shardings)(*arguments)
+        donated, metrics, aux = self._at(state, shardings)(*arguments)
         new = completed(donated, state)
         self.after(state, new)
         self.shardings.remember(new, shardings)
@@ -93,7 +94,7 @@ class Program(Generic[Args]):
         self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
     ) -> Lowering:
         shardings, arguments = self._prepare(state, *args, **kwargs)
-        return Lowering(self._at(shardings).lower(*arguments), arguments)
+        return Lowering(self._at(state, shardings).lower(*arguments), arguments)
 
     def make_ready(
         self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
@@ -113,22 +114,29 @@ class Program(Generic[Args]):
         traced = self.arguments(state, *args, **kwargs)
         return self.shardings.of(state), (*self.split(state), *traced)
 
-    def _at(self, shardings: "StateShardings | None") -> jax.stages.Wrapped:
-        """The jitted function for a state with these shardings."""
-        if shardings in self._jitted:
-            return self._jitted[shardings]
+    def _at(
+        self, state: AnyStepState, shardings: "StateShardings | None"
+    ) -> jax.stages.Wrapped:
+        """The jitted function for states on this platform with these shardings."""
+        place = platform, _ = platform_of(key_array(state)), shardings
+        if place in self._jitted:
+            return self._jitted[place]
         params = out = known = None
         if shardings is not None:
             params, (out, _) = shardings.state.params, self.split(shardings.state)
             if shardings.is_concrete:
                 known = Output(jax.tree.map(lambda s: s or None, out), None, None)
-        body = functools.partial(self.body, params)
+        body = functools.partial(self._traced, platform, params)
         jitted = jax.jit(
             self.auto(body, out, self.row_axis),
             donate_argnums=0 if self.donate else (),
             out_shardings=known,
         )
-        return self._jitted.setdefault(shardings, jitted)
+        return self._jitted.setdefault(place, jitted)
+
+    def _traced(self, platform: str | None, *args: Any) -> Output:
+        with traced_for(platform):
+            return self.body(*args)
 
 
 @dataclass(frozen=True, eq=False)

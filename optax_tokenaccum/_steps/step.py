@@ -164,7 +164,7 @@ class Step(abc.ABC, Generic[P]):
         sums, maxima = overwritten.split(opt_state.acc_grads)
 
         # Its operations are read before it runs: both share one trace.
-        @functools.partial(jax.jit, inline=True)
+        @jax.jit
         def update_of(
             gradient: Gradients, inner_opt_state: OptState, params: optax.Params
         ) -> tuple[optax.Updates, OptState]:

@@ -12,7 +12,7 @@ from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.contribution import SkipFn
 from optax_tokenaccum._core.loss import LossFn, MicroBatch, Output, make_loss
-from optax_tokenaccum._core.once import together_on_a_tpu
+from optax_tokenaccum._core.platforms import together_on_a_tpu
 from optax_tokenaccum._core.reports import collect
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState

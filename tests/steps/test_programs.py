@@ -424,6 +424,33 @@ def test_how_a_window_adds_gradients_of_unrolled_layers(
             assert text.count("stablehlo.optimization_barrier") == 2
 
 
+def test_a_step_is_traced_for_the_platform_of_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In a user's own `jit`, which may run anywhere, for all platforms."""
+
+    def fail(*args: Any, **ways: Any) -> Any:
+        raise AssertionError("traced for all platforms")
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", fail)
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    over = {"mesh": mesh, "data_axes": "data"}
+    made = [
+        (make(loss_fn, MUON, *every, **options), batch)
+        for make, every, batch in (
+            (make_train_step, [8], BATCH),
+            (make_window_step, [], WINDOW),
+        )
+        for options in ({}, over)
+    ]
+    for step, batch in made:
+        state = step.init(new_params())
+        step.compile(jax.eval_shape(step.init, new_params()), [batch])
+        step(state, batch)
+        with pytest.raises(AssertionError, match="for all platforms"):
+            jax.jit(step).trace(state, batch)
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_whole_gradients_of_a_window_over_devices_are_those_of_its_tokens(
     platform: str, monkeypatch: pytest.MonkeyPatch
