@@ -61,7 +61,15 @@ def test_a_way_that_is_wrong_is_found(monkeypatch):
 KNOWN: list[tuple[dict[str, str], str]] = [
     ({"layout": "FSDP", "mesh": "window"}, "whole sums, by design"),
     ({"layout": "FSDP, tensor parallel", "mesh": "window"}, "whole sums, by design"),
-    ({"layout": "data parallel", "mesh": "window"}, "whole sums, by design"),
+    (
+        {
+            "layout": "data parallel",
+            "model": "unrolled",
+            "mesh": "window",
+            "way": "train step",
+        },
+        "XLA reduces the sums of all layers at once",
+    ),
     (
         {"layout": "data parallel", "model": "unrolled", "mesh": "no mesh"},
         "XLA adds each gradient last if a count of tokens over devices decides",

@@ -452,6 +452,17 @@ def test_a_step_is_traced_for_the_platform_of_its_state(
             jax.jit(step).trace(state, batch)
 
 
+@NEEDS_LIBTPU
+def test_shapes_on_a_tpu_that_is_not_there_are_traced_for_it():
+    where = jax.sharding.SingleDeviceSharding(CHIPS["v5e"].devices()[0])
+    shape = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=where)
+    step = make_window_step(loss_fn, ADAMW)
+    state = step.init([shape] * DEPTH)
+    # Only a TPU ends the window, and computes the norm, before it updates.
+    text = step.lower(state, WINDOW).as_text()
+    assert text.count("stablehlo.optimization_barrier") == 2
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_whole_gradients_of_a_window_over_devices_are_those_of_its_tokens(
     platform: str, monkeypatch: pytest.MonkeyPatch
