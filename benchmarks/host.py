@@ -9,6 +9,7 @@ from flax import nnx
 
 import optax_tokenaccum.nnx
 from benchmarks.measure import interleaved, spread
+from benchmarks.nnx_loop import Holder
 from benchmarks.settings import Settings
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 
@@ -61,21 +62,17 @@ def _loss_fn(params: list[jax.Array], batch: jax.Array) -> Any:
 def _nnx_steps(variables: int) -> dict[str, Any]:
     """Our step, and flax's loop: an update in `nnx.jit`, by the same optimizer."""
 
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            self.leaves = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(variables)])
-
-    def loss_fn(model: Model, batch: Any) -> Any:
-        return _loss_fn([leaf[...] for leaf in model.leaves], batch)
+    def loss_fn(model: Holder, batch: Any) -> Any:
+        return _loss_fn(model.params(), batch)
 
     @nnx.jit
-    def flax_step(model: Model, optimizer: nnx.Optimizer, batch: Any) -> Any:
+    def flax_step(model: Holder, optimizer: nnx.Optimizer, batch: Any) -> Any:
         gradient, n = nnx.grad(loss_fn, has_aux=True)(model, batch)
         optimizer.update(model, gradient, num_tokens=n)
         return n
 
     def calls(step: Any) -> _Calls:
-        model = Model()
+        model = Holder([jnp.ones(1) for _ in range(variables)])
         tx = token_accumulation(SGD, NEVER)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 

@@ -33,6 +33,7 @@ def interleaved(
     rounds: int,
     warm_up: int = 2,
     seconds: float = math.inf,
+    prepare: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
     """Measures the seconds of every run in rounds, each in a different order.
 
@@ -44,6 +45,7 @@ def interleaved(
       rounds: the maximum number of rounds.
       warm_up: additional rounds at the start, which are not counted.
       seconds: no round starts after this time, once there are five rounds.
+      prepare: called with the name of a run before it; this time is not counted.
     """
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -54,6 +56,7 @@ def interleaved(
         start = turn % len(names)
         order = names[start:] + names[:start]
         for name in order[::-1] if turn // len(names) % 2 else order:
+            prepare(name)
             began_run = time.perf_counter()
             jax.block_until_ready(runs[name]())
             if turn >= warm_up:

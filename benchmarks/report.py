@@ -16,10 +16,18 @@ Rows = list[dict[str, Any]]
 Suites = dict[str, dict[str, Any]]
 
 
-def write(results: dict[str, Rows], folder: Path) -> None:
-    """Writes `benchmarks.json` and `benchmarks.md`; keeps results of other suites."""
+def write(
+    results: dict[str, Rows], folder: Path, where: dict[str, Any] | None = None
+) -> None:
+    """Writes `benchmarks.json` and `benchmarks.md`; keeps results of other suites.
+
+    Args:
+      results: the rows of suites.
+      folder: of the results.
+      where: what was measured on; by default, this machine.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    file, where = folder / "benchmarks.json", machine()
+    file, where = folder / "benchmarks.json", where or machine()
     suites = json.loads(file.read_text())["suites"] if file.exists() else {}
     suites |= {
         suite: {"machine": where, "rows": rows} for suite, rows in results.items()

@@ -1,5 +1,6 @@
 """The time of a window, divided by the time of its gradients and one optimizer step."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.loops import Loop
 from benchmarks.measure import Running, interleaved, ratios, relative_error, spread
 from benchmarks.settings import ADAMW, Settings
 from benchmarks.ways import WAYS
@@ -15,6 +17,7 @@ from benchmarks.workloads import Window, Workload, window_of
 BASE = "gradients + one step"
 # Above the rounding of each dtype, far below the error of a mean of means.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+RATE = 2.0**30
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
@@ -65,26 +68,44 @@ def check(workload: Workload, k: int) -> dict[str, float]:
       AssertionError: an exact way is wrong, or an inexact one is right.
     """
     window = window_of(workload, k)
-    exact = _gradient_in_float64(workload, window)
     # The update is far larger than the parameters, so none of it is rounded away.
-    rate = 2.0**30
+    inner = optax.sgd(RATE)
+    loops = {
+        name: way.build(workload, inner, k)
+        for name, way in WAYS.items()
+        if way.kind != "limit"
+    }
+    errors = gradient_errors(workload, loops, window, window)
+    for name, error in errors.items():
+        right = error < TOLERANCE[jnp.dtype(workload.dtype).name]
+        assert right == (WAYS[name].exact or k == 1), (name, k, error)
+    return errors
+
+
+def gradient_errors(
+    workload: Workload, loops: Mapping[str, Loop], window: Window, same_as: Window
+) -> dict[str, float]:
+    """The relative error of the gradient that each loop applies for a window.
+
+    Args:
+      workload: what is trained.
+      loops: with SGD at the learning rate `RATE`.
+      window: what the loops run.
+      same_as: has the gradient that is right, if gradients of its summed losses are
+        added up in float64 and divided by its tokens.
+    """
+    exact = _gradient_in_float64(workload, same_as)
     errors = {}
-    for name, way in WAYS.items():
-        if way.kind == "limit":
-            continue
-        loop = way.build(workload, optax.sgd(rate), k)
+    for name, loop in loops.items():
         after, *_ = loop.run(loop.init(workload.params), window)
         moved = jax.tree.map(
-            lambda a, b: (_wide(a) - _wide(b)) / rate, workload.params, after
+            lambda a, b: (_wide(a) - _wide(b)) / RATE, workload.params, after
         )
-        errors[name] = error = relative_error(moved, exact)
-        right = error < TOLERANCE[jnp.dtype(workload.dtype).name]
-        assert right == (way.exact or k == 1), (name, k, error)
+        errors[name] = relative_error(moved, exact)
     return errors
 
 
 def _gradient_in_float64(workload: Workload, window: Window) -> Any:
-    """Gradients of the summed losses, added up in float64 and divided by the tokens."""
     gradient = jax.jit(jax.grad(workload.loss_fn, has_aux=True))
     total, tokens = None, 0.0
     for batch in window.micro_batches:

@@ -46,7 +46,10 @@ class Window(NamedTuple):
 def window_of(workload: Workload, k: int, seed: int = 0) -> Window:
     """Makes a window of `k` micro-batches on the device."""
     rng = np.random.default_rng(seed)
-    micro_batches = [workload.micro_batch(rng) for _ in range(k)]
+    return as_window([workload.micro_batch(rng) for _ in range(k)])
+
+
+def as_window(micro_batches: list[Any]) -> Window:
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *micro_batches)
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
     return jax.device_put(Window(micro_batches, stacked, whole))

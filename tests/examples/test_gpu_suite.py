@@ -1,0 +1,47 @@
+"""The suite for a GPU: its tables, and what pages say of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import write_tables
+from benchmarks.page import RESULTS
+
+ROOT = Path(__file__).parents[2]
+STORED = Path(__file__).with_name("gpu_small.jsonl")  # of `--small`, on a CPU
+CARDS = [path.name.removeprefix("gpu-").upper() for path in RESULTS.glob("gpu-*")]
+
+
+def test_results_that_were_cut_off_become_tables(tmp_path):
+    lines = STORED.read_text().splitlines()
+    kinds = {json.loads(line)["case"][0] for line in lines}
+    failed = {
+        "case": ["fit", "pair by hand"],
+        "took": 1,
+        "failed": "...\nXlaError: x\n",
+    }
+    # A case that ran again counts once, as in its last line.
+    lines += [json.dumps(failed), *lines[-2:]]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    page = write_tables(tmp_path / "results.jsonl")
+    suites = json.loads((tmp_path / "benchmarks.json").read_text())["suites"]
+    measured = {name for name, suite in suites.items() if suite["rows"]}
+    assert measured == {f"gpu {kind}" for kind in kinds - {"environment"}} | {"failed"}
+    assert suites["failed"]["rows"] == [
+        {"case": "fit pair by hand", "why": "XlaError: x"}
+    ]
+    for suite in suites.values():
+        rows = [json.dumps(row) for row in suite["rows"]]
+        assert len({*rows}) == len(rows)
+        assert {"jax", "device"} <= suite["machine"].keys()
+    right = {row["method"]: row["exact"] for row in suites["gpu exact"]["rows"]}
+    assert not right.pop("optax.MultiSteps") and all(right.values())
+    assert all(method in page for method in ("train step", "nnx train step"))
+
+
+@pytest.mark.parametrize("name", ["README", "docs/performance", "notebooks/README"])
+def test_pages_say_what_ran_on_a_gpu(name):
+    text = (ROOT / f"{name}.md").read_text()
+    assert ("No GPU" in text) == (not CARDS)
+    assert all(card in text for card in CARDS)
