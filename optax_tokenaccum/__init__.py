@@ -1,16 +1,11 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
-import importlib
-import warnings
-from typing import Any
-
 from optax_tokenaccum._audit.audit import audit
 from optax_tokenaccum._audit.check_loss import LossReport, check_loss_fn
 from optax_tokenaccum._audit.report import AuditReport, Verdict
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._losses import reduce_loss, softmax_cross_entropy_sum
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
-from optax_tokenaccum._noise import GradientNoise, gradient_noise
 from optax_tokenaccum._steps.accumulate_over_window import accumulate_over_window
 from optax_tokenaccum._steps.regroup import regroup_sums
 from optax_tokenaccum._steps.split_batch import split_batch
@@ -23,13 +18,13 @@ from optax_tokenaccum._transformation import (
     has_updated,
     token_accumulation,
 )
+from optax_tokenaccum._whole_gradients import whole_gradients
 from optax_tokenaccum._with_num_tokens import with_num_tokens
 
 __version__ = "0.3.0"
 
 __all__ = [
     "AuditReport",
-    "GradientNoise",
     "LossReport",
     "MultiSteps",
     "StepMetrics",
@@ -43,7 +38,6 @@ __all__ = [
     "check_loss_fn",
     "close_window",
     "from_multi_steps_state",
-    "gradient_noise",
     "has_updated",
     "make_train_step",
     "make_window_step",
@@ -52,41 +46,7 @@ __all__ = [
     "softmax_cross_entropy_sum",
     "split_batch",
     "token_accumulation",
+    "whole_gradients",
     "window_value_and_grad",
     "with_num_tokens",
 ]
-
-# Names of 0.2.0, by the public module where they are now.
-_MOVED = {
-    "compiled": (
-        "CollectiveReport",
-        "MemoryReport",
-        "MicroBatchFit",
-        "collectives",
-        "largest_micro_batch",
-        "memory",
-    ),
-    "ragged": (
-        "MicroBatchPlan",
-        "PlannedWindow",
-        "choose_length_buckets",
-        "pad_micro_batch",
-        "pad_window",
-        "plan_window",
-    ),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        return importlib.import_module(f"{__name__}.{name}")
-    for module, names in _MOVED.items():
-        if name in names:
-            warnings.warn(
-                f"{__name__}.{name} is {__name__}.{module}.{name} now. The old name "
-                "will be gone in 0.4.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

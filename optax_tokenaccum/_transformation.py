@@ -1,6 +1,5 @@
 """The optax transformation `token_accumulation`, `has_updated` and `close_window`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,12 +11,10 @@ from jax.typing import ArrayLike
 from optax_tokenaccum._core import arrays, checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.contribution import SkipFn
-from optax_tokenaccum._core.overwritten import check_nothing_is_overwritten
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.sums import zeros_of
 from optax_tokenaccum._core.trees import DType, TracedBool
-from optax_tokenaccum._devices.axes import OwnSums, as_names, bound
 
 
 def token_accumulation(
@@ -28,7 +25,7 @@ def token_accumulation(
     gradients: Literal["sum", "mean"] = "sum",
     should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
-    axis_name: str | Sequence[str] | None = None,
+    **removed: Any,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs `inner` once per window, on the exact token mean of the window's gradients.
 
@@ -73,16 +70,7 @@ def token_accumulation(
         and not counted.
       accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
         if that is wider. Division and weighting use at least float32.
-      axis_name: the axis, or axes, over which the `shard_map` around `init` and
-        `update` spreads the rows. `acc_grads` then holds a separate sum for each
-        device; the devices' sums are added up once, when the window closes.
-        `num_tokens` and `value` are also per device; the updates are the same on all
-        devices. Between calls, `acc_grads` passes through `shard_map` as
-        `PartitionSpec(axis_name)` and the rest of the state as `PartitionSpec()`. If
-        the parameters are the same on all devices, `jax.grad` already reduces their
-        gradient, and the reduced gradient is counted once. To avoid that reduction,
-        differentiate with respect to
-        `jax.lax.pcast(params, axis_name, to="varying")`.
+      **removed: there are none; the error for `axis_name` says what took its place.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `TokenAccumulationState`.
@@ -90,9 +78,7 @@ def token_accumulation(
     Raises:
       ValueError: a schedule is below 1; there are two schedules, or neither a schedule
         nor `close_window`; `num_tokens` is not a scalar, or is concrete and negative or
-        not finite; the gradients differ from the parameters in tree or shapes; the
-        gradients differ along an axis along which `num_tokens` is constant; or mean
-        gradients were already reduced.
+        not finite; or the gradients differ from the parameters in tree or shapes.
       TypeError: `num_tokens` is missing; an argument has the wrong type; or the
         parameters are an NNX model, and a variable is not an `nnx.Param` or is in two
         places.
@@ -112,7 +98,12 @@ def token_accumulation(
       0.0
       -3.0
     """
-    names = () if axis_name is None else as_names(axis_name, "axis_name")
+    if removed:
+        raise TypeError(
+            f"token_accumulation() has no keywords {sorted(removed)}. In place of "
+            "axis_name, sum gradients and num_tokens over the devices with "
+            "jax.lax.psum before update, or use a step with mesh and data_axes."
+        )
     accumulation = make_accumulation(
         inner,
         make_schedule(every_k_schedule, every_n_tokens),
@@ -120,7 +111,7 @@ def token_accumulation(
         should_skip_update_fn,
         accumulator_dtype,
     )
-    tx = Transformation(accumulation, names)
+    tx = Transformation(accumulation)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
@@ -205,28 +196,10 @@ class Transformation:
     """An accumulation in the form of an optax transformation."""
 
     accumulation: Accumulation
-    names: tuple[str, ...] = ()  # the axes of the map around it
 
     def init(self, params: optax.Params) -> TokenAccumulationState:
-        check_nothing_is_overwritten(params)
         checks.check_nnx_variables(params)
-        if not self.names:
-            return self.accumulation.init(params)
-        # If init is called outside the map, the map's specs decide.
-        layout, _ = bound(self.names) or (OwnSums(), None)
-        return self.accumulation.on(layout).init(params)
-
-    def _here(self) -> Accumulation:
-        if not self.names:
-            return self.accumulation
-        here = bound(self.names)
-        if here is None:
-            raise ValueError(
-                f"{', '.join(map(repr, self.names))} must be axes of a shard_map (or "
-                "pmap) around the call: got a call outside of it. Call update there, "
-                "or leave axis_name out where jit spreads the work by itself."
-            )
-        return self.accumulation.on(*here)
+        return self.accumulation.init(params)
 
     def update(
         self,
@@ -240,7 +213,7 @@ class Transformation:
         **extra_args: Any,
     ) -> tuple[optax.Updates, TokenAccumulationState]:
         """See `token_accumulation`."""
-        accumulation = self._here()
+        accumulation = self.accumulation
         state = accumulation.add(updates, state, params, num_tokens, value).state
         if value is not None:
             mean_value, _ = accumulation.window_so_far(state)

@@ -1,16 +1,14 @@
 """Flax Linen: a `TrainState` that takes gradients with their number of tokens."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import overwritten
+from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
 from optax_tokenaccum._core.trees import Params, TracedBool
 from optax_tokenaccum._multi_steps import MultiSteps
@@ -18,25 +16,11 @@ from optax_tokenaccum._transformation import has_updated
 from optax_tokenaccum._with_num_tokens import with_num_tokens
 
 
-class OverwriteState(NamedTuple):
-    """The optimizer's state of a model with 8-bit floats.
-
-    Attributes:
-      opt_state: the state of `tx`.
-      acc_overwrite: the maximum over the open window of the values that overwrite the
-        scales when the window closes.
-    """
-
-    opt_state: optax.OptState
-    acc_overwrite: Params
-
-
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` for a `tx` that accumulates; `step` counts updates.
 
     Flax's own `apply_gradients` passes only gradients to `tx`, so the token count would
-    be lost, and `step` would count micro-batches. With Flax's 8-bit floats, `opt_state`
-    is an `OverwriteState`.
+    be lost, and `step` would count micro-batches.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -60,10 +44,8 @@ class TrainState(train_state.TrainState):
         cls, *, apply_fn: Any, params: Params, tx: Any, **kwargs: Any
     ) -> "TrainState":
         """Creates a state; see `flax.training.train_state.TrainState.create`."""
-        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-        if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
-            return state.replace(opt_state=_with_overwrite_state(state))
-        return state
+        checks.check_no_scales(params)
+        return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
     def apply_gradients(
         self,
@@ -110,13 +92,8 @@ class TrainState(train_state.TrainState):
         tx = optax.with_extra_args_support(tx)
         of_update = {"value": value, "close_window": close_window}
         before = self.replace(tx=with_num_tokens(tx, num_tokens, **of_update))
-        if OVERWRITE_WITH_GRADIENT in grads:
-            before = before.replace(opt_state=_with_overwrite_state(self).opt_state)
         after = super(TrainState, before).apply_gradients(grads=grads, **kwargs)
-        after = after.replace(tx=self.tx, step=self.step + has_updated(after.opt_state))
-        if OVERWRITE_WITH_GRADIENT in grads:
-            return _overwritten_when_closed(self, after, num_tokens)
-        return after
+        return after.replace(tx=self.tx, step=self.step + has_updated(after.opt_state))
 
     def close_window(self) -> "TrainState":
         """Closes a partial window, for example at the end of an epoch.
@@ -130,45 +107,3 @@ class TrainState(train_state.TrainState):
             value=0.0,
             close_window=True,
         )
-
-
-def _with_overwrite_state(state: TrainState) -> OverwriteState:
-    """Its `opt_state`, with a maximum over nothing if there is none, as in 0.1.0."""
-    if isinstance(state.opt_state, OverwriteState):
-        return state.opt_state
-    scales = state.params[OVERWRITE_WITH_GRADIENT]
-    nothing = jax.tree.map(lambda x: jnp.full_like(x, overwritten.NOTHING), scales)
-    return OverwriteState(state.opt_state, nothing)
-
-
-def _overwritten_when_closed(
-    before: TrainState, after: TrainState, num_tokens: ArrayLike
-) -> TrainState:
-    """`after`, with the scales overwritten only when the window closes.
-
-    Flax overwrites the scales in every call. Here they keep the values of `before`
-    until the window closes, and then take the maximum over the window.
-    """
-    scales, given = (x.params[OVERWRITE_WITH_GRADIENT] for x in (before, after))
-    opt_state, acc_overwrite = _with_overwrite_state(before)
-    (old,), (new,) = (
-        nodes_of(TokenAccumulationState, x) for x in (opt_state, after.opt_state)
-    )
-    is_first = old.mini_step == 0
-    was_added = jnp.where(
-        new.has_updated,
-        is_first | (new.acc_tokens != old.acc_tokens),  # else nothing was added
-        new.mini_step != old.mini_step,
-    )
-    n = jnp.asarray(num_tokens)
-    counts = was_added & jnp.isfinite(n) & (n > 0)
-    maxima, structure = jax.tree.flatten(acc_overwrite)
-    maxima = overwritten.add(maxima, jax.tree.leaves(given), is_first, counts)
-    acc_overwrite = structure.unflatten(maxima)
-    scales = jax.tree.map(
-        lambda x, scale: jnp.where(new.has_updated, x, scale), acc_overwrite, scales
-    )
-    return after.replace(
-        params={**after.params, OVERWRITE_WITH_GRADIENT: scales},
-        opt_state=OverwriteState(after.opt_state, acc_overwrite),
-    )

@@ -1,6 +1,6 @@
 """Flax NNX: steps for a model and an `nnx.Optimizer`, which they update in place."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,6 @@ from optax_tokenaccum._nnx.model_loss import ModelLoss, Models
 from optax_tokenaccum._nnx.nodes import read
 from optax_tokenaccum._nnx.step import ModelStep, Part
 from optax_tokenaccum._steps import train_step, window_step
-from optax_tokenaccum._steps.compile_ahead import Progress
-from optax_tokenaccum._steps.loss_terms import CountFn
 from optax_tokenaccum._steps.state import StepMetrics
 from optax_tokenaccum._steps.window import Window, WindowValues, make_window
 
@@ -87,7 +85,7 @@ class TrainStep(ModelStep):
           TypeError: `optimizer` is not an `nnx.Optimizer` around an accumulation, or
             `loss_fn` did not return `(loss_sum, num_tokens)`.
           ValueError: the accumulation has no schedule, or was built with
-            `gradients="mean"` or `axis_name`.
+            `gradients="mean"`.
         """
         if not _accumulation_of(optimizer).schedule.is_set:
             raise ValueError(
@@ -98,24 +96,6 @@ class TrainStep(ModelStep):
                 "end of the window."
             )
         return self._run("__call__", model, optimizer, batch, rng=rng, **loss_kwargs)
-
-    def compile(
-        self,
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        batches: Iterable[Batch],
-        *,
-        rng: jax.Array | None = None,
-        progress: Progress = iter,
-        **loss_kwargs: Any,
-    ) -> None:
-        """Compiles the programs for all shapes of batches, so that no call has to.
-
-        `optax_tokenaccum.TrainStep.compile` explains the arguments. The model and the
-        optimizer are laid out, as by `init`, and do not change otherwise.
-        """
-        kwargs = {"rng": rng, "progress": progress, **loss_kwargs}
-        self._lowered("compile", model, optimizer, batches, **kwargs)
 
     def _build(self, optimizer: nnx.Optimizer) -> train_step.TrainStep:
         accumulation = _accumulation_of(optimizer)
@@ -148,14 +128,12 @@ class WindowStep(ModelStep):
     def __init__(
         self,
         loss: Loss,
-        count_fn: CountFn | None,
         options: dict[str, Any],
         mode: Mode,
         donate: bool,
     ):
         super().__init__(mode, donate)
         self._loss = loss
-        self._count_fn = count_fn
         self._options = options
 
     def __call__(
@@ -187,25 +165,6 @@ class WindowStep(ModelStep):
         """Lowers the program of a call with these arguments."""
         return self._lowered("lower", model, optimizer, micro_batches, **kwargs)
 
-    def compile(
-        self,
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        windows: Iterable[Batch],
-        *,
-        rng: jax.Array | None = None,
-        num_micro_batches: jax.typing.ArrayLike | None = None,
-        progress: Progress = iter,
-        **loss_kwargs: Any,
-    ) -> None:
-        """Compiles the programs for all shapes of windows, so that no call has to.
-
-        `optax_tokenaccum.WindowStep.compile` explains the arguments. The model and the
-        optimizer are laid out, as by `init`, and do not change otherwise.
-        """
-        kwargs = {"rng": rng, "num_micro_batches": num_micro_batches, **loss_kwargs}
-        self._lowered("compile", model, optimizer, windows, progress=progress, **kwargs)
-
     def _build(self, optimizer: nnx.Optimizer) -> window_step.WindowStep:
         kinds = TokenAccumulationState, optax.MultiStepsState
         if transformation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
@@ -215,7 +174,7 @@ class WindowStep(ModelStep):
                 "optimizer, or use make_train_step."
             )
         accumulation = make_accumulation(optimizer.tx, make_schedule(), **self._options)
-        window = Window(self._loss, self._count_fn, accumulation)
+        window = Window(self._loss, accumulation)
         return window_step.WindowStep(window, self._mode, self._donate)
 
     def _opt_state(self, optimizer: nnx.Optimizer) -> TokenAccumulationState:
@@ -302,7 +261,6 @@ def make_window_step(
     loss_fn: LossFn,
     *,
     has_aux: bool = False,
-    count_fn: CountFn | None = None,
     should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -321,8 +279,6 @@ def make_window_step(
       loss_fn: `loss_fn(model, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
         *summed* over the micro-batch's tokens.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
-      count_fn: for several losses with different denominators, see
-        `optax_tokenaccum.window_value_and_grad`.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: the mesh of devices, see `optax_tokenaccum.make_train_step`.
@@ -338,7 +294,6 @@ def make_window_step(
       folded with it.
 
     Raises:
-      ValueError: `count_fn` is given together with `should_skip_update_fn`.
       TypeError: an argument of the wrong type.
 
     Example:
@@ -361,20 +316,17 @@ def make_window_step(
     options = {
         "should_skip_update_fn": should_skip_update_fn,
         "accumulator_dtype": accumulator_dtype,
-        "token_mean": count_fn is None,
     }
-    window_step.check_options(count_fn, should_skip_update_fn)
     call = ModelLoss(loss_fn, has_aux, may_restructure=False)
     loss = Loss(call, has_aux, has_model_state=True)
     mode = make_mode(mesh, data_axes, reduce_every)
-    return WindowStep(loss, count_fn, options, mode, donate)
+    return WindowStep(loss, options, mode, donate)
 
 
 def window_value_and_grad(
     loss_fn: LossFn,
     *,
     has_aux: bool = False,
-    count_fn: CountFn | None = None,
     accumulator_dtype: DType | None = None,
     wrt: nnx.filterlib.Filter = nnx.Param,
 ) -> Callable[..., tuple[WindowValues, nnx.State]]:
@@ -389,8 +341,6 @@ def window_value_and_grad(
       loss_fn: `loss_fn(model, batch, **kwargs) -> (loss_sum, num_tokens)`, the loss
         *summed* over the micro-batch's tokens.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
-      count_fn: for several losses with different denominators, see
-        `optax_tokenaccum.window_value_and_grad`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       wrt: which variables gradients are of, a filter as for `nnx.Optimizer`.
 
@@ -426,7 +376,7 @@ def window_value_and_grad(
     checks.check_function(loss_fn, "loss_fn")
     call = ModelLoss(loss_fn, has_aux, may_restructure=False)
     loss = Loss(call, has_aux, has_model_state=True)
-    window, models = make_window(loss, count_fn, accumulator_dtype), Models()
+    window, models = make_window(loss, accumulator_dtype), Models()
 
     def value_and_grad(
         model: nnx.Module, micro_batches: Batch, **kwargs: Any
@@ -456,11 +406,5 @@ def _accumulation_of(optimizer: nnx.Optimizer) -> Accumulation:
             "loss_fn returns a sum over tokens, so the optimizer must be told "
             f"gradients='sum': got {gradients!r}. Write token_accumulation(inner, k), "
             "or MultiSteps(inner, k, gradients='sum')."
-        )
-    if transformation.names:
-        raise ValueError(
-            "The step spreads rows over devices itself, so the optimizer must have no "
-            f"axis_name: got {given!r} with one. Leave it out, and give mesh and "
-            "data_axes to make_train_step."
         )
     return transformation.accumulation

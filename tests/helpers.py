@@ -1,7 +1,9 @@
 """Shared by tests: a ragged problem with a float64 reference, and its tolerances."""
 
 import contextlib
+import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -207,6 +209,18 @@ def net_bytes(lowered: Any) -> int:
     memory = lowered.compile().memory_analysis()
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.temp_size_in_bytes + made
+
+
+def bytes_sent(program: jax.stages.Compiled) -> int:
+    """Return the bytes that collective operations make, with one run of every loop."""
+    made = r" = (.*?) (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
+    arrays = re.findall(
+        r"\b[a-z]+(\d+)\[([\d,]*)\]", " ".join(re.findall(made, program.as_text()))
+    )
+    sizes = (
+        math.prod(map(int, shape.split(","))) if shape else 1 for _, shape in arrays
+    )
+    return sum(n * int(bits) // 8 for n, (bits, _) in zip(sizes, arrays, strict=True))
 
 
 def numbers_of(tree: Any) -> list[np.ndarray]:

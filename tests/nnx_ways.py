@@ -86,9 +86,6 @@ class Step(Part):
     def lay_out(self, state: State) -> None:
         self._part.init(*state)
 
-    def compile(self, state: State, batches: Any, **kwargs: Any) -> None:
-        self._part.compile(*state, batches, **kwargs)
-
 
 def make_step(way: str, loss_fn: Any, inner: Any, k: int, **options: Any) -> Step:
     def loss_of_model(model: Holder, batch: Any, **kwargs: Any) -> Any:

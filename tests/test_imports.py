@@ -2,13 +2,7 @@
 
 import ast
 import functools
-import importlib
-import re
 from pathlib import Path
-
-import pytest
-
-import optax_tokenaccum
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "optax_tokenaccum"
@@ -19,19 +13,10 @@ BELOW = {
     "_audit": {"_core"},
     "_steps": {"_core", "_devices"},
     "ragged": {"_core", "_steps"},
-    "compiled": {"_core", "_steps"},
     "_nnx": {"_core", "_devices", "_steps"},
 }
 # What needs an extra, and the public modules that may import it.
-EXTRAS = {"nnx": "flax", "_nnx": "flax", "linen": "flax", "grain": "grain"}
-# Those of version 0.2.0 that are in the table of the changelog.
-TABLE = (ROOT / "CHANGELOG.md").read_text().partition("you come from 0.2.0")[2]
-OLD_NAMES = [
-    name.rpartition(".")[2]
-    for row in TABLE.splitlines()[:12]
-    if row.endswith(("optax_tokenaccum.ragged` |", "optax_tokenaccum.compiled` |"))
-    for name in re.findall(r"`([\w.]+)`", row.rpartition(" | ")[0])
-]
+EXTRAS = {"nnx": "flax", "_nnx": "flax", "linen": "flax"}
 
 
 def name_of(path: Path) -> str:
@@ -98,19 +83,3 @@ def test_the_core_knows_no_devices_and_compiles_nothing():
             text = path.read_text()
             assert "jax.jit(" not in text and "shard_map(" not in text, name
             assert "Mesh" not in text, name
-
-
-def test_names_that_moved_say_where_they_are():
-    assert {*OLD_NAMES} == {*sum(optax_tokenaccum._MOVED.values(), ())}
-    for module, names in optax_tokenaccum._MOVED.items():
-        public = importlib.import_module(f"{PACKAGE}.{module}")
-        assert {*names} <= {*public.__all__}
-        for name in names:
-            with pytest.warns(DeprecationWarning, match=rf"{module}\.{name} now"):
-                assert getattr(optax_tokenaccum, name) is getattr(public, name)
-            given: dict[str, object] = {}
-            with pytest.warns(DeprecationWarning, match=rf"{module}\.{name} now"):
-                exec(f"from {PACKAGE} import {name}", given)
-            assert given[name] is getattr(public, name)
-    with pytest.raises(AttributeError, match="no attribute 'no_name'"):
-        optax_tokenaccum.no_name  # noqa: B018

@@ -13,7 +13,6 @@ from jax.tree_util import KeyPath
 from optax_tokenaccum._core import arrays, trees
 from optax_tokenaccum._core.contribution import as_num_tokens
 from optax_tokenaccum._core.loss import LossFn, unpack
-from optax_tokenaccum._core.overwritten import is_overwritten
 from optax_tokenaccum._core.trees import Batch, Gradients, Params
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
@@ -175,7 +174,7 @@ def numbers(tree: Any) -> list[np.ndarray]:
 
     def numbers_of(path: KeyPath, leaf: np.ndarray) -> np.ndarray:
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        if is_overwritten(path, leaf) or not is_float:
+        if not is_float:
             return np.zeros(0)
         flat = np.ravel(leaf)
         return flat.view(flat.real.dtype).astype(np.float64)  # complex: two numbers

@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 from optax import Params
 
 from optax_tokenaccum._core import (
     arrays,
     checks,
-    overwritten,
     platforms,
     sums,
     trees,
@@ -59,9 +57,7 @@ class Added(NamedTuple, Generic[A]):
 
     state: TokenAccumulationState
     skipped: jax.Array
-    counts: jax.Array  # whether any device added something
     aux: A
-    gradients: list[jax.Array]  # of what is differentiated, but not summed
 
 
 @dataclass(frozen=True)
@@ -120,12 +116,10 @@ class Accumulation:
     def _dtypes(self, params: Params) -> Params:
         """The dtypes of the sums, and of what is stored like them."""
 
-        def dtype_of(path: KeyPath, p: jax.Array) -> DType:
-            if overwritten.is_overwritten(path, p):
-                return jnp.result_type(p)
-            return sums.accumulator_dtype_of(p, self.accumulator_dtype)
-
-        return jax.tree_util.tree_map_with_path(dtype_of, params)
+        checks.check_no_scales(params)
+        return jax.tree.map(
+            lambda p: sums.accumulator_dtype_of(p, self.accumulator_dtype), params
+        )
 
     def add(
         self,
@@ -161,10 +155,9 @@ class Accumulation:
 
     def add_loss(
         self,
-        loss: Callable[[Params, list[jax.Array]], Returned[A]],
+        loss: Callable[[Params], Returned[A]],
         state: TokenAccumulationState,
         params: Params,
-        others: list[jax.Array],
     ) -> Added[A]:
         """Differentiates a summed loss, and adds the micro-batch.
 
@@ -172,28 +165,26 @@ class Accumulation:
         held next to them.
 
         Args:
-          loss: `loss(params, others) -> (loss_sum, (num_tokens, aux))`.
+          loss: `loss(params) -> (loss_sum, (num_tokens, aux))`.
           state: the open window.
           params: the parameters.
-          others: what gradients are returned of, and not added to the sums.
         """
         report_loss()
         try:
-            return self._add_within(loss, state, params, others)
+            return self._add_within(loss, state, params)
         except CannotAdd as error:
             error.report(params)
-        (loss_sum, (num_tokens, aux)), (gradients, of_others) = jax.value_and_grad(
-            loss, argnums=(0, 1), has_aux=True, allow_int=True
-        )(params, others)
+        (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
+            loss, has_aux=True, allow_int=True
+        )(params)
         added = self.add(gradients, state, params, num_tokens, loss_sum)
-        return Added(added.state, added.skipped, added.counts, aux, of_others)
+        return Added(added.state, added.skipped, aux)
 
     def _add_within(
         self,
-        loss: Callable[[Params, list[jax.Array]], Returned[A]],
+        loss: Callable[[Params], Returned[A]],
         state: TokenAccumulationState,
         params: Params,
-        others: list[jax.Array],
     ) -> Added[A]:
         """Raises `CannotAdd` if gradients are added only after they are computed."""
         if self.should_skip_update_fn is not None:
@@ -202,7 +193,6 @@ class Accumulation:
         backward_pass = BackwardPass(
             loss,
             params,
-            others,
             so_far,
             self.layout.has_whole_axes(so_far, [0] * len(so_far)),
             self.layout.axes_of_layers(so_far),
@@ -214,8 +204,7 @@ class Accumulation:
         passed = backward_pass.add(so_far, is_first)
         new = self._contribution((), state, params, passed.num_tokens, passed.loss_sum)
         added = self._added(state, new, structure.unflatten(passed.sums))
-        state, skipped, counts, *_ = added
-        return Added(state, skipped, counts, passed.aux, passed.gradients)
+        return Added(added.state, added.skipped, passed.aux)
 
     def _contribution(
         self,
@@ -284,8 +273,7 @@ class Accumulation:
             has_updated=jnp.zeros_like(state.has_updated),
             skip_state=new.skip_state,
         )
-        counts = (self.peers.sum(new.num_tokens) > 0) & ~new.skipped
-        return Added(added, new.skipped, counts, None, [])
+        return Added(added, new.skipped, None)
 
     def close(
         self,

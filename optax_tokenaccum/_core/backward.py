@@ -63,8 +63,8 @@ class CannotAdd(Exception):
 class Given(NamedTuple):
     """The values of a backward pass. JAX caches its functions, which hold none."""
 
-    sums: list[jax.Array]  # of the gradients of the first inputs
-    inputs: list[jax.Array]  # the parameters, and what gradients are returned of
+    sums: list[jax.Array]
+    inputs: list[jax.Array]  # the parameters
     consts: list[jax.Array]  # what the loss closes over
     is_first: jax.Array | None  # whether to empty the sums; `None` if they are empty
 
@@ -76,7 +76,6 @@ class Passed(NamedTuple):
     loss_sum: jax.Array
     num_tokens: ArrayLike | None  # as the loss returned it
     aux: Any
-    gradients: list[jax.Array]  # of what is differentiated, but not summed
 
 
 class BackwardPass:
@@ -86,9 +85,8 @@ class BackwardPass:
     not run, or must add zeros. Where it can do neither, all gradients are whole.
 
     Args:
-      loss: `loss(params, others) -> (loss_sum, (num_tokens, aux))`.
+      loss: `loss(params) -> (loss_sum, (num_tokens, aux))`.
       params: the parameters.
-      others: what gradients are returned of.
       sums: those that the gradients of the parameters will be added to, leaf by leaf;
         only their shapes and dtypes matter.
       is_unsharded: of each sum, whether the first axis is not spread over devices.
@@ -108,9 +106,8 @@ class BackwardPass:
 
     def __init__(
         self,
-        loss: Callable[[optax.Params, list[jax.Array]], Returned[Any]],
+        loss: Callable[[optax.Params], Returned[Any]],
         params: optax.Params,
-        others: list[jax.Array],
         sums: list[jax.Array],
         is_unsharded: list[bool],
         axes: list[int],
@@ -122,13 +119,11 @@ class BackwardPass:
             raise CannotAdd("this version of jax is older than 0.11")
         self._scatters, self._count_dtype, self._peers = scatters, count_dtype, peers
         self._names = [name for name, _ in trees.named_leaves(params)]
-        leaves, structure = jax.tree.flatten(params)
-        inputs, size = [*leaves, *others], len(leaves)
+        inputs, structure = jax.tree.flatten(params)
         self._known_tokens: ArrayLike | None = None
 
         def traced(inputs: list[jax.Array]) -> Returned[Any]:
-            params, others = structure.unflatten(inputs[:size]), inputs[size:]
-            loss_sum, (num_tokens, aux) = loss(params, others)
+            loss_sum, (num_tokens, aux) = loss(structure.unflatten(inputs))
             if trees.is_concrete(num_tokens):
                 self._known_tokens, num_tokens = num_tokens, None
             return loss_sum, (num_tokens, aux)
@@ -313,8 +308,7 @@ class BackwardPass:
     def _add_within(self, given: Given) -> Passed:
         """Does not run the backward pass without tokens."""
         sums = _emptied(given)
-        others = [i for i in self._floats if i >= len(sums)]
-        returned = [*self._whole, *others]
+        returned = [*self._whole]
         refs = {i: jax.new_ref(sums[i]) for i in self._floats if i not in returned}
 
         def add(to: dict[int, jax.Ref]) -> Differentiated:
@@ -328,29 +322,21 @@ class BackwardPass:
                 loss_sum = _zero_like(loss_sum)
             return loss_sum, aux, {i: jnp.zeros_like(given.inputs[i]) for i in returned}
 
-        def without_adding() -> Differentiated:
-            return jax.lax.cond(any_tokens, lambda: add({}), leave)
-
         # With a count from inside the conditional, XLA would have to keep all that the
         # backward pass needs of the forward pass, and could fuse nothing of both.
         num_tokens = self._count(given)
-        has_tokens, any_tokens = self._counts(num_tokens)
+        has_tokens = self._has_tokens(num_tokens)
         if trees.is_concrete(has_tokens):
             differentiated = add(refs) if has_tokens else leave()
         else:
-            needs_values = others and any_tokens is not has_tokens
-            differentiated = jax.lax.cond(
-                has_tokens,
-                lambda: add(refs),
-                without_adding if needs_values else leave,
-            )
+            differentiated = jax.lax.cond(has_tokens, lambda: add(refs), leave)
         # Outside of the conditional, which would lay out the sum like the gradient.
         return _passed(sums, refs, num_tokens, has_tokens, differentiated)
 
     def _add_selected(self, given: Given) -> Passed:
         """Always runs the backward pass. Without tokens it adds zeros to each layer."""
         num_tokens = self._count(given)
-        has_tokens, _ = self._counts(num_tokens)
+        has_tokens = self._has_tokens(num_tokens)
         sums = _emptied(given)
         refs = {i: jax.new_ref(sums[i]) for i in self._layered}
         returned = [i for i in self._floats if i not in refs]
@@ -411,29 +397,24 @@ class BackwardPass:
         (loss_sum, (num_tokens, aux)), gradients = jax.value_and_grad(
             self._evaluate, has_aux=True, allow_int=True
         )(given.inputs, given.consts)
-        has_tokens, _ = self._counts(num_tokens)
+        has_tokens = self._has_tokens(num_tokens)
         is_first = False if given.is_first is None else given.is_first
         sums = [
             add_or_zero(has_tokens, emptied(x, is_first), g)
-            for x, g in zip(given.sums, gradients, strict=False)
+            for x, g in zip(given.sums, gradients, strict=True)
         ]
-        return Passed(sums, loss_sum, num_tokens, aux, gradients[len(sums) :])
+        return Passed(sums, loss_sum, num_tokens, aux)
 
     def _add_mapped(self, given: Given) -> Passed:
         """The same under `jax.vmap`."""
         report(dict.fromkeys(self._names, "jax.vmap cannot map mutable arrays"))
         return self._add_after(given)
 
-    def _counts(
-        self, num_tokens: ArrayLike | None
-    ) -> tuple[trees.TracedBool, trees.TracedBool]:
-        """Whether this device, and whether any device, has tokens."""
+    def _has_tokens(self, num_tokens: ArrayLike | None) -> trees.TracedBool:
+        """Whether this device has tokens."""
         if self._known_tokens is not None:
-            has_tokens = bool(np.asarray(self._known_tokens) > 0)
-            return has_tokens, has_tokens
-        tokens = usable_tokens(num_tokens, self._count_dtype)
-        of_all, has_tokens = self._peers.sum(tokens), tokens > 0
-        return has_tokens, has_tokens if of_all is tokens else of_all > 0
+            return bool(np.asarray(self._known_tokens) > 0)
+        return usable_tokens(num_tokens, self._count_dtype) > 0
 
 
 def _emptied(given: Given) -> list[jax.Array]:
@@ -456,14 +437,13 @@ def _passed(
 ) -> Passed:
     """What is left when the gradients that were returned are added too."""
     loss_sum, aux, gradients = differentiated
-    others = [x for i, x in gradients.items() if i >= len(sums)]
     sums = [
         add_if(has_tokens, x, gradients[i]) if i in gradients else x
         for i, x in enumerate(sums)
     ]
     for i, ref in refs.items():
         sums[i] = jax.freeze(ref)
-    return Passed(sums, loss_sum, num_tokens, aux, others)
+    return Passed(sums, loss_sum, num_tokens, aux)
 
 
 def _zero_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

@@ -114,6 +114,18 @@ def check_are_numbers(params: optax.Params) -> None:
             )
 
 
+def check_no_scales(params: optax.Params) -> None:
+    """Raises for the collection in which Flax keeps the scales of 8-bit floats."""
+    if any(
+        "_overwrite_with_gradient" in path for path, _ in trees.named_leaves(params)
+    ):
+        raise ValueError(
+            "Scales of 8-bit floats cannot be summed: got the collection "
+            "'_overwrite_with_gradient'. Keep it out of the optimizer's parameters, "
+            "and overwrite it yourself with the maximum over the window."
+        )
+
+
 def check_nnx_variables(params: Any) -> None:
     """Raises `TypeError`, naming the variable, if only NNX can treat it rightly.
 

@@ -55,10 +55,6 @@ class Layout:
         """The sums over all devices: called once, when the window closes."""
         return stored
 
-    def largest(self, stored: list[jax.Array]) -> list[jax.Array]:
-        """The maxima over all devices of values that are stored like sums."""
-        return stored
-
     def has_whole_axes(self, sums: list[jax.Array], axes: list[int]) -> list[bool]:
         """Whether such an axis of each sum is not spread over devices."""
         return [True] * len(sums)
@@ -70,10 +66,6 @@ class Layout:
     def axes_of_layers(self, sums: list[jax.Array]) -> list[int]:
         """The axis of each parameter that is the first one of its sum."""
         return [0] * len(sums)
-
-    def split(self, params: Params) -> tuple["Layout", "Layout"]:
-        """Where the sums of what is trained live, and the values of what is not."""
-        return self, self
 
     def gathers(self, params: Params) -> bool:
         """Whether `place` gathers most of the parameters."""

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from optax import Params
 
-from optax_tokenaccum._core import overwritten
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.backward import BackwardPass
 from optax_tokenaccum._core.dependence import scans_over
@@ -73,11 +72,6 @@ class Turned(Layout):
 
     def axes_of_layers(self, sums: list[jax.Array]) -> list[int]:
         return [axis.index for axis in jax.tree.leaves(self.axes)]
-
-    def split(self, params: Params) -> tuple[Layout, Layout]:
-        trained, values = self.layout.split(params)
-        axes, of_values = overwritten.split(self.axes, params)
-        return Turned(trained, axes), Turned(values, of_values)
 
 
 def _move(x: jax.Array, source: int, destination: int) -> jax.Array:

@@ -14,9 +14,6 @@ from optax_tokenaccum._core.trees import (
     DType,
     Gradients,
     T,
-    as_varying,
-    named_leaves,
-    varying_axes,
 )
 from optax_tokenaccum._devices.counts import check_counts
 
@@ -28,23 +25,13 @@ class OwnSums(Layout):
     So outside the map they are one array, `[devices, ...]`, which can be saved.
     """
 
-    marked: tuple[str, ...] = ()  # the axes along which types say that sums differ
-
     def zeros(self, params: Params, dtypes: Params) -> Gradients:
         def zero(p: jax.Array, dtype: DType) -> jax.Array:
-            return as_varying(jnp.zeros((1, *jnp.shape(p)), dtype), self.marked)
+            return jnp.zeros((1, *jnp.shape(p)), dtype)
 
         return jax.tree.map(zero, params, dtypes)
 
     def read(self, stored: T) -> T:
-        for path, x in named_leaves(stored):
-            if jnp.shape(x)[:1] != (1,):
-                raise ValueError(
-                    "With axis_name every device must see its own sum of each "
-                    f"gradient, in an array [1, ...]: at {path} of acc_grads got shape "
-                    f"{jnp.shape(x)}. Call init with this axis_name, and give the "
-                    "state to shard_map with PartitionSpec(axis_name) for acc_grads."
-                )
         return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), stored)
 
     def write(self, sums: T) -> T:
@@ -52,68 +39,16 @@ class OwnSums(Layout):
 
 
 @dataclass(frozen=True)
-class ReducedSums(OwnSums):
-    """The same, and added up in the map when the window closes."""
-
-    names: tuple[str, ...] = ()
-
-    def total(self, stored: Gradients) -> Gradients:
-        return jax.lax.psum(self.read(stored), self.names)
-
-
-@dataclass(frozen=True)
 class PeersOnAxes(Peers):
-    """The devices along named axes of a `shard_map`, `pmap` or `vmap`.
-
-    `shard_map` marks in the type of a value the axes along which it may differ. With
-    `check_vma=False`, and under `pmap` and `vmap`, there are no marks, and every value
-    is assumed to belong to this device alone.
-    """
+    """The devices along the data axes, within the `shard_map` of a step."""
 
     names: tuple[str, ...]  # the axes over which rows are spread
-    marked: tuple[str, ...] = ()  # those that types can mark
     copies: frozenset[int] = frozenset()  # leaves of a batch that all devices share
 
     may_communicate = False  # `check_counts` refuses such losses
 
     def sum(self, x: T) -> T:
         return jax.lax.psum(x, self.names)
-
-    def varying(self, x: jax.Array) -> tuple[str, ...]:
-        """The axes along which `x` may differ."""
-        marks = varying_axes(x) if self.marked else frozenset()
-        return tuple(n for n in self.names if n not in self.marked or n in marks)
-
-    def reduced(self, x: jax.Array) -> Reduced:
-        varying = self.varying(x)
-        return tuple(name for name in self.names if name not in varying)
-
-    def tokens_of(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
-        over = tuple(n for n in self.varying(num_tokens) if n in reduced)
-        return jax.lax.psum(num_tokens, over) if over else num_tokens
-
-    def contributes(self, reduced: Reduced, num_tokens: jax.Array) -> jax.Array:
-        any_tokens = self.tokens_of(reduced, num_tokens) > 0
-        if not reduced:
-            return any_tokens
-        return any_tokens & (jax.lax.axis_index(reduced) == 0)
-
-    def check_tokens(
-        self, gradients: Gradients, num_tokens: jax.Array, *, is_mean: bool
-    ) -> None:
-        for path, g in named_leaves(gradients):
-            varying, reduced = self.varying(g), self.reduced(g)
-            lacking = [name for name in varying if name not in self.varying(num_tokens)]
-            if lacking:
-                raise ValueError(
-                    "num_tokens must be of the same tokens as the gradients: got "
-                    f"gradients that differ along {lacking} (at {path}) and a "
-                    "num_tokens that does not. Give the tokens of each device; where "
-                    "all have as many, jax.lax.pcast(num_tokens, "
-                    f"{tuple(lacking)}, to='varying')."
-                )
-            if is_mean:
-                check_are_not_means(path, reduced)
 
     def check_counts(
         self,
@@ -125,9 +60,7 @@ class PeersOnAxes(Peers):
         check_counts(of_rows, params, batch, rng, self.names, self.copies)
 
     def agree(self, flag: jax.Array, record: T) -> tuple[jax.Array, T]:
-        names = self.varying(flag)
-        if not names:
-            return flag, record
+        names = self.names
         place, end = jax.lax.axis_index(names), jax.lax.axis_size(names)
         first = jax.lax.pmin(jnp.where(flag, place, end), names)
         source = jnp.where(first == end, 0, first)
@@ -170,18 +103,6 @@ def value_at(place: ArrayLike, x: jax.Array, names: tuple[str, ...]) -> jax.Arra
     is_source = jax.lax.axis_index(names) == place
     masked = jnp.where(is_source, wide, jnp.zeros_like(wide))
     return jax.lax.psum(masked, names).astype(x.dtype)
-
-
-def bound(names: tuple[str, ...]) -> tuple[ReducedSums, PeersOnAxes] | None:
-    """The sums of one device and its peers; `None` outside a map over `names`."""
-    try:
-        places = [jax.lax.axis_index(name) for name in names]
-    except NameError:
-        return None
-    marked = tuple(
-        n for n, x in zip(names, places, strict=True) if n in varying_axes(x)
-    )
-    return ReducedSums(marked, names), PeersOnAxes(names, marked)
 
 
 def as_names(axes: str | Sequence[str], argument: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import abc
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 from optax import Params
 
-from optax_tokenaccum._core import overwritten, trees
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.layout import Layout
 from optax_tokenaccum._core.loss import Output
 from optax_tokenaccum._core.trees import Batch, DType, Gradients, M, ParamShardings, T
 from optax_tokenaccum._devices.mesh import DataParallel
-from optax_tokenaccum._devices.processes import Agreement
 from optax_tokenaccum._devices.rows import spread_rows
 from optax_tokenaccum._devices.shardings import (
     UNKNOWN,
@@ -41,18 +40,10 @@ class OnMesh:
         self.data_axes = devices.names
         self.num_devices = devices.size
         self.devices = devices
-        self._agreement = Agreement(devices.mesh)
 
-    def agree(self, batch: Batch, *numbers: int | None) -> None:
-        self._agreement.check(batch, *numbers)
-
-    def spread(self, batch: Batch, axis: int = 0, *, check_rows: bool = True) -> Batch:
+    def spread(self, batch: Batch, axis: int = 0) -> Batch:
         return spread_rows(
-            self.devices,
-            batch,
-            axis,
-            check_rows=check_rows,
-            keeps_sums_apart=self.keeps_sums_apart,
+            self.devices, batch, axis, keeps_sums_apart=self.keeps_sums_apart
         )
 
     def place(self, params: T) -> T:
@@ -127,12 +118,6 @@ class SumsOnMesh(Layout, abc.ABC):
             return jax.sharding.reshard(zeros, P(*spec)) if sharding_of(p) else zeros
 
         return jax.tree.map(zero, params, dtypes)
-
-    def split(self, params: Params) -> tuple[Layout, Layout]:
-        if self.shardings is None:
-            return self, self
-        trained, values = overwritten.split(self.shardings, params)
-        return replace(self, shardings=trained), replace(self, shardings=values)
 
     def _known_shardings(
         self, leaves: list[jax.Array]

@@ -2,13 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Concatenate
 
 import jax
-from optax import Params
 
-from optax_tokenaccum._core import overwritten
 from optax_tokenaccum._core.layout import ALONE, Layout, Peers
 from optax_tokenaccum._core.loss import Output
 from optax_tokenaccum._core.trees import Batch, M, ParamShardings, T
@@ -25,10 +23,6 @@ class PlacedSums(Layout):
         shardings = jax.tree.leaves(self.shardings)
         return [*map(is_whole, shardings, axes)]
 
-    def split(self, params: Params) -> tuple[Layout, Layout]:
-        trained, values = overwritten.split(self.shardings, params)
-        return replace(self, shardings=trained), replace(self, shardings=values)
-
 
 class OneDevice:
     """Without a mesh, arrays stay where they are, and `jit` places the others.
@@ -39,10 +33,7 @@ class OneDevice:
     data_axes: tuple[str, ...] = ()
     num_devices = 1
 
-    def agree(self, batch: Batch, *numbers: int | None) -> None:
-        """Raises if the processes of the mesh disagree about the shapes of a batch."""
-
-    def spread(self, batch: Batch, axis: int = 0, *, check_rows: bool = True) -> Batch:
+    def spread(self, batch: Batch, axis: int = 0) -> Batch:
         """The batch with its rows, along `axis`, spread over the devices."""
         return batch
 

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.tree_util import KeyPath
 from optax import Params
 
-from optax_tokenaccum._core import overwritten, trees
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.dependence import exchanges
 from optax_tokenaccum._core.layout import Layout, Peers, Reduced
 from optax_tokenaccum._core.state import TokenAccumulationState
@@ -64,12 +63,12 @@ class PeersInMap(Peers):
     ) -> TokenAccumulationState:
         """The state after a loop over `own(params)`, reduced as that of `params`."""
 
-        def reduce(path: KeyPath, x: jax.Array, p: jax.Array) -> jax.Array:
-            axes, is_sum = self.reduced(p), not overwritten.is_overwritten(path, p)
-            return (jax.lax.psum if is_sum else jax.lax.pmax)(x, axes) if axes else x
+        def reduce(x: jax.Array, p: jax.Array) -> jax.Array:
+            axes = self.reduced(p)
+            return jax.lax.psum(x, axes) if axes else x
 
         return state._replace(
-            acc_grads=jax.tree_util.tree_map_with_path(reduce, state.acc_grads, params),
+            acc_grads=jax.tree.map(reduce, state.acc_grads, params),
             acc_tokens=self.sum(state.acc_tokens),
             acc_value=self.sum(state.acc_value),
         )

@@ -36,12 +36,7 @@ class SpreadRows:
 
 
 def spread_rows(
-    devices: DataParallel,
-    batch: Batch,
-    axis: int,
-    *,
-    check_rows: bool,
-    keeps_sums_apart: bool,
+    devices: DataParallel, batch: Batch, axis: int, *, keeps_sums_apart: bool
 ) -> SpreadRows:
     """Spreads the rows of a batch; arrays that are already on a mesh are not moved.
 
@@ -50,15 +45,10 @@ def spread_rows(
       batch: a tree of arrays, or of their shapes. All arrays with a row axis must have
         the same number of rows, except arrays that are placed whole on every device.
       axis: the axis of the rows. Arrays without this axis go to all devices.
-      check_rows: `False` if the leaves are known to be in parts for the devices, and
-        may have different numbers of rows.
       keeps_sums_apart: whether each device sums the gradients of its own rows.
     """
     _check_process(devices, batch)
-    if check_rows:
-        is_whole = _which_are_whole(devices, batch, axis, keeps_sums_apart)
-    else:
-        is_whole = tuple(jnp.ndim(x) <= axis for x in jax.tree.leaves(batch))
+    is_whole = _which_are_whole(devices, batch, axis, keeps_sums_apart)
     spread = SpreadRows(batch, is_whole, axis)
 
     def place(x: Any, spec: P) -> Any:
@@ -80,8 +70,8 @@ def _check_process(devices: DataParallel, batch: Batch) -> None:
             if jax.process_count() == 1:
                 raise ValueError(
                     "A batch for devices that are not there must be made of shapes: "
-                    f"got an array of shape {jnp.shape(x)}. Give lower, compile and "
-                    "largest_micro_batch a jax.ShapeDtypeStruct in its place."
+                    f"got an array of shape {jnp.shape(x)}. Give lower a "
+                    "jax.ShapeDtypeStruct in its place."
                 )
             raise ValueError(
                 "A batch for the devices of several processes must be made of "

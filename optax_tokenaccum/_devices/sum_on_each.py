@@ -65,9 +65,6 @@ class StackedSums(SumsOnMesh):
         )(leaves)
         return jax.tree.unflatten(structure, sums)
 
-    def largest(self, stored: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.max(x, 0) for x in stored]
-
 
 class SumOnEach(OnMesh):
     """Every device adds up the gradients of its own rows."""

@@ -19,7 +19,6 @@ from optax_tokenaccum._nnx.nodes import (
     places_of,
     read,
 )
-from optax_tokenaccum._steps.compile_ahead import Programs
 from optax_tokenaccum._steps.program import ArrayMemo
 from optax_tokenaccum._steps.state import ModelStepState, StepMetrics, key_array
 
@@ -129,20 +128,6 @@ class ModelStep(abc.ABC):
         return getattr(getattr(step, owner) if owner else step, name)(
             state, *args, **kw
         )
-
-    def _programs(
-        self, state: tuple[nnx.Module, nnx.Optimizer], **kwargs: Any
-    ) -> Programs:
-        """The programs of a run whose calls have these keywords."""
-        kinds = nnx.Module, nnx.Optimizer
-        is_pair = type(state) is tuple and len(state) == 2
-        if not is_pair or not all(map(isinstance, state, kinds)):
-            raise TypeError(
-                "The state of a step for NNX must be the tuple (model, optimizer): got "
-                f"{jax.tree.map(type, state, is_leaf=lambda x: x is not state)}."
-            )
-        step, _, opened = self._opened(*state)
-        return step._programs(opened, **kwargs)
 
     def _opened(
         self, model: nnx.Module, optimizer: nnx.Optimizer, given: Batch = ()

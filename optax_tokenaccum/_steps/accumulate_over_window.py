@@ -9,7 +9,6 @@ import optax
 
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.body import add_gradients, window_gradient
 from optax_tokenaccum._core.loss import MicroBatch, unpack
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
@@ -21,7 +20,7 @@ from optax_tokenaccum._steps.micro_batches import (
     Index,
     explained,
     for_each,
-    groups_of,
+    stack_of,
 )
 from optax_tokenaccum._steps.window import WindowValues
 
@@ -102,7 +101,7 @@ def accumulate_over_window(
         num_micro_batches: Bound = None,
         **kwargs: Any,
     ) -> tuple[WindowValues, Gradients]:
-        capacity, groups = groups_of(micro_batches, num_micro_batches)
+        stack = stack_of(micro_batches, num_micro_batches)
 
         def call(batch: Batch, i: Index) -> Any:
             with explained(micro_batches, batch):
@@ -112,7 +111,7 @@ def accumulate_over_window(
             return _unpack(returned, has_aux)
 
         def of_first() -> Any:
-            (value, (num_tokens, _)), grads = call(groups[0].pick(0), 0)
+            (value, (num_tokens, _)), grads = call(stack.pick(0), 0)
             return value, num_tokens, _without_float0(grads), {}
 
         own = accumulation.on(SumsInMap(), peers_in_map(of_first))
@@ -123,14 +122,14 @@ def accumulate_over_window(
         ) -> tuple[TokenAccumulationState, Any]:
             (value, (num_tokens, aux)), grads = call(batch, state.mini_step)
             grads = _without_float0(grads)
-            return add_gradients(own, state, grads, num_tokens, value), aux
+            return own.add(grads, state, None, num_tokens, value).state, aux
 
-        _, like = jax.eval_shape(lambda: call(groups[0].pick(0), 0))
+        _, like = jax.eval_shape(lambda: call(stack.pick(0), 0))
         summed = _without_float0(like)
         aux_of = (lambda batch: call(batch, 0)[0][1][1]) if has_aux else None
-        state, aux = for_each(groups, add, own.empty_window(summed), aux_of, capacity)
+        state, aux = for_each(stack, add, own.empty_window(summed), aux_of)
         loss, num_tokens = accumulation.window_so_far(state)
-        grads = window_gradient(accumulation, state, summed)
+        grads = accumulation.window_gradient_in_place(state, summed, may_loop=False)
         grads = jax.tree.map(
             lambda x, g: zeros_of(x) if is_float0(x) else g, like, grads
         )

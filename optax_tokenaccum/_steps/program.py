@@ -13,7 +13,6 @@ from optax_tokenaccum._core.loss import Output
 from optax_tokenaccum._core.platforms import traced_for
 from optax_tokenaccum._core.trees import T, is_concrete
 from optax_tokenaccum._devices.shardings import platform_of, sharding_of
-from optax_tokenaccum._steps.compile_ahead import Lowering, signature
 from optax_tokenaccum._steps.state import (
     AnyStepState,
     S,
@@ -49,8 +48,6 @@ class Program(Generic[Args]):
       auto: `Mode.auto`, which wraps the body.
       shardings: the cache that all programs of a step share.
       donate: whether `jit` donates the first argument.
-      agree: takes the arguments of a call besides the state, before they are checked;
-        raises if they are not the same in all processes.
       row_axis: the axis of the rows, along which the devices' `aux` are concatenated.
     """
 
@@ -62,7 +59,6 @@ class Program(Generic[Args]):
     auto: Callable[..., Callable[..., Output]]
     shardings: "ShardingCache"
     donate: bool
-    agree: Callable[Args, None] | None = None
     row_axis: int = 0
 
     def __post_init__(self) -> None:
@@ -76,8 +72,6 @@ class Program(Generic[Args]):
     def __call__(
         self, state: S, *args: Args.args, **kwargs: Args.kwargs
     ) -> tuple[S, StepMetrics]:
-        if self.agree is not None:  # before an error that others would wait for
-            self.agree(*args, **kwargs)
         shardings, arguments = self._prepare(state, *args, **kwargs)
         donated, metrics, aux = self._at(state, shardings)(*arguments)
         new = completed(donated, state)
@@ -88,13 +82,8 @@ class Program(Generic[Args]):
     def lower(
         self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
     ) -> jax.stages.Lowered:
-        return self.lowering(state, *args, **kwargs).lowered
-
-    def lowering(
-        self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
-    ) -> Lowering:
         shardings, arguments = self._prepare(state, *args, **kwargs)
-        return Lowering(self._at(state, shardings).lower(*arguments), arguments)
+        return self._at(state, shardings).lower(*arguments)
 
     def make_ready(
         self, state: AnyStepState, *args: Args.args, **kwargs: Args.kwargs
@@ -102,7 +91,7 @@ class Program(Generic[Args]):
         """Compiles the program now, unless it is compiled for such a state already."""
         if not all(map(is_concrete, jax.tree.leaves(state))):
             return  # in a trace, where nothing is donated
-        key = signature(state)
+        key = _signature(state)
         if key not in self._compiled:
             self.lower(state, *args, **kwargs).compile()
             self._compiled.add(key)
@@ -137,6 +126,13 @@ class Program(Generic[Args]):
     def _traced(self, platform: str | None, *args: Any) -> Output:
         with traced_for(platform):
             return self.body(*args)
+
+
+def _signature(tree: T) -> Hashable:
+    """The properties of `tree` that decide whether `jit` has to compile."""
+    leaves, structure = jax.tree.flatten(tree)
+    placed = (x.sharding if getattr(x, "committed", False) else None for x in leaves)
+    return structure, (*map(jax.typeof, leaves),), (*placed,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,5 @@
 """Moves an open window to a different number of devices."""
 
-import itertools
 from typing import Any, TypeVar
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.overwritten import COLLECTION, NOTHING
 from optax_tokenaccum._steps.state import ModelStepState, StepState, require_step_state
 
 State = TypeVar("State")
@@ -31,9 +29,6 @@ def regroup_sums(state: Any, like: State) -> State:
     devices nothing is added up, and the gradient is the same bit for bit.
 
     A window step has no open window between calls: its arrays only change their place.
-    Up to 0.2.0 its `opt_state` was the inner optimizer's state, which counted no
-    updates. Restored without a target, such a state gets the form of `like`, and
-    `gradient_step` begins at 0, and with it the dropout masks that `rng` gives.
 
     Args:
       state: the state that was saved, or the dictionary that a checkpoint makes of it,
@@ -69,16 +64,13 @@ def regroup_sums(state: Any, like: State) -> State:
     accumulates = any("acc_grads" in name for name in wanted)
     if isinstance(like, StepState | ModelStepState) or not accumulates:
         require_step_state(like, accumulates=accumulates)
-    if not accumulates and ("opt_state", "acc_tokens") not in saved:
-        trees.check_alive(jax.tree.leaves(state)[:1])
-        saved = _with_counters(saved, wanted)
-    elif isinstance(state, StepState | ModelStepState):
+    if isinstance(state, StepState | ModelStepState):
         require_step_state(state, accumulates=accumulates)
     leaves = []
     for name, x in wanted.items():
         old = saved.pop(name, None)
         if old is not None and "acc_grads" in name:
-            old = _sums_for(old, x, is_maximum=COLLECTION in name)
+            old = _sums_for(old, x)
         if old is None or jnp.shape(old) != x.shape:
             raise _unlike(name, x, old)
         leaves.append(_put(old, x))
@@ -94,30 +86,8 @@ def _leaves_by_name(tree: State) -> dict[Name, Leaf]:
         kinds = ("key", "name", "idx")
         return str(next(getattr(entry, x) for x in kinds if hasattr(entry, x)))
 
-    leaves = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        # In 0.2.0, skip_state could hold a skip_state and the noise of a window.
-        pairs = [*itertools.pairwise(["", *map(name_of, path)])]
-        if ("skip_state", "noise_state") not in pairs:
-            leaves[tuple(y for x, y in pairs if not x == y == "skip_state")] = leaf
-    return leaves
-
-
-def _with_counters(
-    saved: dict[Name, Leaf], wanted: dict[Name, Leaf]
-) -> dict[Name, Leaf]:
-    """A window step's state of 0.2.0, with the names and the numbers of today's."""
-    inner = "opt_state", "inner_opt_state"
-    of_inner = {
-        inner + name[1:] if name[:1] == inner[:1] else name: x
-        for name, x in saved.items()
-    }
-    numbers = {
-        name: np.zeros(x.shape, x.dtype)
-        for name, x in wanted.items()
-        if name[:1] == inner[:1] and name[:2] != inner
-    }
-    return numbers | of_inner
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(map(name_of, path)): leaf for path, leaf in leaves}
 
 
 def _unlike(name: Name, expected: Leaf | None, got: Leaf | None) -> ValueError:
@@ -130,7 +100,7 @@ def _unlike(name: Name, expected: Leaf | None, got: Leaf | None) -> ValueError:
     )
 
 
-def _sums_for(acc: Leaf, like: Leaf, *, is_maximum: bool) -> Leaf:
+def _sums_for(acc: Leaf, like: Leaf) -> Leaf:
     """The sums in groups for other devices, which have an axis or none."""
     rank = max(acc.ndim, like.ndim) - 1  # of the parameter, if the shapes differ
     shapes = {x.shape[x.ndim - rank :] for x in (acc, like) if x.ndim >= rank}
@@ -141,10 +111,9 @@ def _sums_for(acc: Leaf, like: Leaf, *, is_maximum: bool) -> Leaf:
 
     def regroup(acc: jax.Array) -> jax.Array:
         missing = [(0, -held % groups), *[(0, 0)] * rank]
-        nothing = NOTHING if is_maximum else 0
-        acc = jnp.pad(acc.reshape(held, *shape), missing, constant_values=nothing)
+        acc = jnp.pad(acc.reshape(held, *shape), missing)
         acc = acc.reshape(groups, len(acc) // groups, *shape)
-        return (jnp.max if is_maximum else jnp.sum)(acc, 1).reshape(like.shape)
+        return jnp.sum(acc, 1).reshape(like.shape)
 
     sharding = _sharding(like)
     if sharding is not None and isinstance(acc, jax.Array) and trees.is_concrete(acc):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._core import arrays, checks, overwritten
+from optax_tokenaccum._core import arrays, checks
 from optax_tokenaccum._core.accumulation import Accumulation, Norm
 from optax_tokenaccum._core.loss import Loss
 from optax_tokenaccum._core.once import in_conditional
@@ -16,7 +16,6 @@ from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Gradients, OptState, TracedBool
 from optax_tokenaccum._devices.mode import Mode
 from optax_tokenaccum._steps import abstract
-from optax_tokenaccum._steps.compile_ahead import Programs
 from optax_tokenaccum._steps.in_place import Layers, in_least_memory
 from optax_tokenaccum._steps.program import ShardingCache
 from optax_tokenaccum._steps.state import (
@@ -58,9 +57,7 @@ class Step(abc.ABC, Generic[P]):
         """Returns a state with copies of the arrays: the caller's are never donated.
 
         To restore a checkpoint, use `jax.eval_shape(step.init, params)` as the target;
-        over several devices, use the state itself, which has shardings. A window step's
-        state of version 0.2.0 is restored without a target, and converted by
-        `regroup_sums`.
+        over several devices, use the state itself, which has shardings.
 
         Args:
           params: a pytree of arrays; integer arrays are never updated. If the step has
@@ -68,7 +65,7 @@ class Step(abc.ABC, Generic[P]):
             to all its devices. Or a pytree of `jax.ShapeDtypeStruct`, whose shardings
             may lie on devices that are not there (`jax.experimental.topologies`): the
             state is then made of shapes, with the shardings that arrays would have, for
-            `lower`, `compile` and `optax_tokenaccum.compiled.largest_micro_batch`.
+            `lower`.
           model_state: if the step has `has_model_state=True`, a pytree of arrays that
             the loss changes; placed like `params`.
 
@@ -115,10 +112,6 @@ class Step(abc.ABC, Generic[P]):
     def _init(self, params: P) -> TokenAccumulationState:
         """The optimizer's state, for parameters that are placed."""
 
-    @abc.abstractmethod
-    def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
-        """The programs of a run whose calls have these keywords."""
-
     def _require(self, state: AnyStepState[P]) -> None:
         require_step_state(
             state,
@@ -159,9 +152,6 @@ class Step(abc.ABC, Generic[P]):
         opt_state = state.opt_state
         checks.check_inner_state(inner, opt_state.inner_opt_state, params)
         metrics = self._metrics(opt_state)
-        of_trained, of_values = layout.split(params)
-        trained, _ = overwritten.split(params)
-        sums, maxima = overwritten.split(opt_state.acc_grads)
 
         # Its operations are read before it runs: both share one trace.
         @jax.jit
@@ -177,12 +167,8 @@ class Step(abc.ABC, Generic[P]):
             inner_opt_state: OptState,
         ) -> tuple[tuple[optax.Params, jax.Array], OptState]:
             params, _ = otherwise
-            updates, inner_opt_state = update_of(
-                overwritten.with_zeros(gradient, params), inner_opt_state, params
-            )
-            moved, values = overwritten.split(jax.tree.map(_applied, params, updates))
-            largest = arrays.cast_like(of_values.largest(maxima), values)
-            applied = layout.place(overwritten.join(moved, largest, params))
+            updates, inner_opt_state = update_of(gradient, inner_opt_state, params)
+            applied = layout.place(jax.tree.map(_applied, params, updates))
             return (applied, norm()), inner_opt_state
 
         only_if, first = in_conditional, None
@@ -197,10 +183,10 @@ class Step(abc.ABC, Generic[P]):
                     is_alone=self._mode.num_devices == 1,
                     window=window,
                 )
-            (params, grad_norm), closed = accumulation.on(of_trained).close(
-                opt_state._replace(acc_grads=sums),
+            (params, grad_norm), closed = accumulation.close(
+                opt_state,
                 closes,
-                trained,
+                params,
                 update,
                 otherwise=(params, metrics.grad_norm),
                 only_if=only_if,
@@ -221,9 +207,7 @@ class Step(abc.ABC, Generic[P]):
             mini_step=closed.mini_step,
             gradient_step=closed.gradient_step,
         )
-        acc_grads = overwritten.join(closed.acc_grads, maxima, params)
-        opt_state = closed._replace(acc_grads=acc_grads)
-        return state._replace(params=params, opt_state=opt_state), metrics
+        return state._replace(params=params, opt_state=closed), metrics
 
 
 def _applied(param: jax.Array, update: jax.Array) -> optax.Params:

@@ -1,7 +1,7 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,7 @@ from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType, is_concrete
 from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
-from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.keywords import Keywords
-from optax_tokenaccum._steps.micro_batches import GroupedWindow
 from optax_tokenaccum._steps.program import ArrayMemo, Program
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -72,15 +70,12 @@ class TrainStep(Step[P]):
             self._micro_batch,
             _split_window,
             self._count,
-            agree=self._agree,
             **options,
         )
         self.close_window = Program(
             self._close, self._nothing, _split_update, self._begin_count, **options
         )
-        self._accumulate_and_close = Program(
-            self._whole, self._micro_batch, agree=self._agree, **options
-        )
+        self._accumulate_and_close = Program(self._whole, self._micro_batch, **options)
 
     def init(self, params: P, model_state: Any = None) -> Any:
         state = super().init(params, model_state)
@@ -143,60 +138,6 @@ class TrainStep(Step[P]):
         self._is_ready.remember(state.opt_state.mini_step, True)
         return state, metrics
 
-    def compile(
-        self,
-        state: AnyStepState[P],
-        batches: Iterable[Batch],
-        *,
-        progress: Progress = iter,
-        **kwargs: Any,
-    ) -> None:
-        """Compiles the programs for all shapes of batches, so that no call has to.
-
-        The programs are `accumulate` for each shape, and `close_window`. If the step is
-        a single program, they are that program for each shape, and `close_window` for a
-        partial window.
-
-        Args:
-          state: as for a call, or `step.init` of the parameters' shapes. If parameters
-            were placed on devices, give the shapes their shardings, which
-            `jax.eval_shape(step.init, params)` drops: programs depend on them.
-          batches: a list of batches, or of their shapes. Batches of the same shapes
-            share a program.
-          progress: wraps the list of programs to show progress, for example
-            `tqdm.tqdm` or `rich.progress.track`.
-          **kwargs: the keywords of a call: `rng`, and those of `loss_fn`.
-
-        Raises:
-          TypeError: `batches` is not a list. A call's own errors are raised too.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, optax
-          >>> from optax_tokenaccum import make_train_step
-          >>> def loss_fn(params, x):
-          ...     return jnp.sum(params * x), x.size
-          >>> step = make_train_step(loss_fn, optax.sgd(1.0))
-          >>> shapes = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, 9)]
-          >>> state = step.init(jax.ShapeDtypeStruct((), jnp.float32))
-          >>> step.compile(state, shapes)
-        """
-        compile_all(self._programs(state, **kwargs), batches, "batches", progress)
-
-    def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
-        self._require(state)
-        has_schedule = self._accumulation.schedule.is_set
-        is_whole = has_schedule and self._host_known_k(state) is None
-        first = self._accumulate_and_close if is_whole else self.accumulate
-        return Programs(
-            state,
-            lambda batch: first.lowering(state, batch, **kwargs),
-            (lambda: self.close_window.lowering(state),),
-            in_one_call=has_schedule and not is_whole,
-        )
-
-    def _agree(self, batch: Batch, **_: Any) -> None:
-        self._mode.agree(batch)
-
     def _nothing(self, state: AnyStepState[P]) -> tuple[()]:
         self._require(state)
         return ()
@@ -210,12 +151,6 @@ class TrainStep(Step[P]):
         **loss_kwargs: Any,
     ) -> tuple[MicroBatch]:
         self._require(state)
-        if isinstance(batch, GroupedWindow):
-            raise TypeError(
-                "A train step takes one micro-batch: got a PlannedWindow, a whole "
-                "window. Use make_window_step; or plan_window and pad_micro_batch, and "
-                "step.accumulate for each micro-batch."
-            )
         return (MicroBatch(self._mode.spread(batch), rng, Keywords(loss_kwargs)),)
 
     def _accumulate(

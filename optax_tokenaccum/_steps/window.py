@@ -11,8 +11,7 @@ import optax
 from optax_tokenaccum._core import checks
 from optax_tokenaccum._core.accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._core.backward import BackwardPass
-from optax_tokenaccum._core.body import add_micro_batch, call, window_gradient
-from optax_tokenaccum._core.layout import Peers
+from optax_tokenaccum._core.body import add_micro_batch, call
 from optax_tokenaccum._core.loss import (
     Loss,
     LossFn,
@@ -27,15 +26,14 @@ from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType, Gradients, M
 from optax_tokenaccum._core.turned import turned_for
 from optax_tokenaccum._devices.own_map import PeersInMap, SumsInMap, peers_in_map
-from optax_tokenaccum._steps.loss_terms import CountFn, LossTerms, split
-from optax_tokenaccum._steps.micro_batches import Bound, explained, for_each, groups_of
+from optax_tokenaccum._steps.micro_batches import Bound, explained, for_each, stack_of
 
 # The open window, the model state, and whether a micro-batch was rejected.
 Carry = tuple[TokenAccumulationState, M, jax.Array]
 
 
-# (loss, (num_tokens, aux)), where `num_tokens` may be a dictionary.
-WindowValues = tuple[jax.Array, tuple[Any, Any]]
+# (loss, (num_tokens, aux))
+WindowValues = tuple[jax.Array, tuple[jax.Array, Any]]
 
 
 def window_value_and_grad(
@@ -43,7 +41,6 @@ def window_value_and_grad(
     *,
     has_aux: bool = False,
     has_model_state: bool = False,
-    count_fn: CountFn | None = None,
     accumulator_dtype: DType | None = None,
 ) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, for the exact mean loss of a window.
@@ -75,12 +72,6 @@ def window_value_and_grad(
       has_model_state: as for `make_train_step`. In a `shard_map`, the model state is
         each device's own during the window, and its keys are not folded; then floating
         values are averaged over the devices that share parameters.
-      count_fn: for several losses with different denominators: `count_fn(batch) ->
-        {name: count}`. `loss_fn` then returns `{name: loss_sum}` for `(loss_sum,
-        num_tokens)`, or with `has_aux` `({name: loss_sum}, aux)`. The loss is
-        :math:`\sum_j \sum_i \ell_{ij} / \sum_i n_{ij}`; a count of `None` leaves its
-        term undivided. Counts may depend only on the batch: they are summed over the
-        window before the first backward pass.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
 
     Returns:
@@ -89,9 +80,7 @@ def window_value_and_grad(
       model_state, micro_batches, ...) -> (((loss, (num_tokens, aux)), model_state),
       grads)`.
 
-      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`; or a
-        `PlannedWindow` of sequences of different lengths, see `pad_window`. In that
-        case `k` is its capacity, and `loss_fn` is traced once for each shape.
+      * `micro_batches`: leaves `[k, micro, ...]`, see `split_batch`.
       * `rng`: one key for this window. `loss_fn` receives it as `rng`, folded with the
         index of the micro-batch. Fold in the number of the update yourself.
       * `num_micro_batches`: runs only the first `num_micro_batches`. The number is
@@ -99,7 +88,7 @@ def window_value_and_grad(
         0 to `k`.
       * `loss_kwargs`: passed to `loss_fn` unchanged, not differentiated.
       * `loss`: float32, or wider if a parameter is wider.
-      * `num_tokens`: tokens in the window; with `count_fn`, a dictionary of totals.
+      * `num_tokens`: tokens in the window.
       * `aux`: stacked `[k, ...]`, zeros for micro-batches that did not run; or `None`.
       * `grads`: in the parameters' dtypes.
 
@@ -127,7 +116,7 @@ def window_value_and_grad(
     """
     checks.check_function(loss_fn, "loss_fn")
     loss = make_loss(loss_fn, has_aux, has_model_state)
-    value_and_grad = make_window(loss, count_fn, accumulator_dtype).value_and_grad
+    value_and_grad = make_window(loss, accumulator_dtype).value_and_grad
     if has_model_state:
         return value_and_grad
 
@@ -140,17 +129,12 @@ def window_value_and_grad(
     return without_model_state
 
 
-def make_window(
-    loss: Loss, count_fn: CountFn | None, accumulator_dtype: DType | None
-) -> "Window":
+def make_window(loss: Loss, accumulator_dtype: DType | None) -> "Window":
     """A window that is not followed by an update."""
     accumulation = make_accumulation(
-        optax.identity(),
-        make_schedule(),
-        accumulator_dtype=accumulator_dtype,
-        token_mean=count_fn is None,
+        optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
     )
-    return Window(loss, count_fn, accumulation)
+    return Window(loss, accumulation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,12 +142,7 @@ class Window:
     """The loop that all functions of a whole window share."""
 
     loss: Loss
-    count_fn: CountFn | None
     accumulation: Accumulation
-
-    def __post_init__(self) -> None:
-        if self.count_fn is not None:
-            checks.check_function(self.count_fn, "count_fn")
 
     def value_and_grad(
         self,
@@ -179,23 +158,21 @@ class Window:
         checks.check_nnx_variables(params)
         given = MicroBatch(micro_batches, rng, loss_kwargs)
         peers = self._peers_in_map(given, params, model_state, num_micro_batches)
-        (state, (new_model_state, _, totals), aux) = self.run(
+        (state, (new_model_state, _), aux) = self.run(
             self.accumulation.on(SumsInMap(), PeersInMap(())),
             None,
             given,
             peers.own(params),
             peers.own(model_state),
             num_micro_batches,
-            counted_by=peers,
         )
         state = peers.reduced_like(state, params)
         model_state = peers.unified_like(new_model_state, model_state)
         loss, num_tokens = self.accumulation.window_so_far(state)
-        num_tokens = num_tokens if self.count_fn is None else totals
         # Reverse-mode derivatives are lost where the backward pass adds.
         may_loop = BackwardPass.is_supported
-        gradient = window_gradient(
-            self.accumulation, state, like=params, may_loop=may_loop
+        gradient = self.accumulation.window_gradient_in_place(
+            state, params, may_loop=may_loop
         )
         return ((loss, (num_tokens, aux)), model_state), gradient
 
@@ -207,18 +184,14 @@ class Window:
         num_micro_batches: Bound,
     ) -> PeersInMap:
         """The devices that share the window, if this is called in a `shard_map`."""
-        _, groups = groups_of(micro_batches.rows, num_micro_batches)
+        stack = stack_of(micro_batches.rows, num_micro_batches)
 
         def of_first() -> Any:
-            first = micro_batches._replace(rows=groups[0].pick(0))
+            first = micro_batches._replace(rows=stack.pick(0))
             returned, new = call(self.loss, params, model_state, first.at(0))
             same = integers_of(model_state, changes(model_state, new))
-            if self.count_fn is None:
-                losses, (counts, _) = unpack(returned, self.loss.has_aux)
-            else:
-                losses, _ = split(returned, self.loss.has_aux)
-                counts = self.count_fn(first.rows)
-            return losses, counts, params, same
+            loss_sum, (num_tokens, _) = unpack(returned, self.loss.has_aux)
+            return loss_sum, num_tokens, params, same
 
         return peers_in_map(of_first)
 
@@ -231,7 +204,6 @@ class Window:
         model_state: M,
         num_micro_batches: Bound,
         gradient_step: jax.Array | None = None,
-        counted_by: Peers | None = None,
     ) -> Output:
         """Runs the micro-batches, from an empty window to one that may be closed.
 
@@ -239,33 +211,26 @@ class Window:
         `make_train_step`; without one, it is the key of this window.
 
         Returns:
-          `Output(opt_state, (model_state, any_skipped, num_tokens), aux)`.
+          `Output(opt_state, (model_state, any_skipped), aux)`.
         """
-        capacity, groups = groups_of(micro_batches.rows, num_micro_batches)
+        stack = stack_of(micro_batches.rows, num_micro_batches)
 
-        def with_note(f: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*args: Any, **kwargs: Any) -> Any:
-                with explained(micro_batches.rows, args[-1]):
-                    return f(*args, **kwargs)
+        def with_note(*args: Any, **kwargs: Any) -> Any:
+            with explained(micro_batches.rows, args[-1]):
+                return self.loss.call(*args, **kwargs)
 
-            return called
-
-        loss = replace(self.loss, call=with_note(self.loss.call))
+        loss = replace(self.loss, call=with_note)
         accumulation = replace(accumulation, begins_empty=True)
-        empty, totals = accumulation.empty_window(params), None
+        empty = accumulation.empty_window(params)
         if gradient_step is not None:
             empty = empty._replace(gradient_step=gradient_step)
-        if self.count_fn is not None:
-            terms = LossTerms(loss, with_note(self.count_fn), empty.acc_tokens.dtype)
-            totals = terms.totals(groups, counted_by or accumulation.peers)
-            loss = terms.share_of(totals)
 
         def at(batch: Batch, state: TokenAccumulationState) -> MicroBatch:
             run = () if gradient_step is None else (state.gradient_step,)
             return micro_batches._replace(rows=batch).at(*run, state.mini_step)
 
         def loss_of_first(params: optax.Params) -> jax.Array:
-            first = at(groups[0].pick(0), empty)
+            first = at(stack.pick(0), empty)
             returned, _ = call(loss, params, model_state, first)
             return unpack(returned, loss.has_aux)[0]
 
@@ -290,9 +255,7 @@ class Window:
         begun = empty._replace(acc_grads=turned.take(empty.acc_grads))
         carry = begun, model_state, jnp.zeros((), jnp.bool_)
         (state, model_state, any_skipped), aux = for_each(
-            groups, add, carry, aux_of if loss.has_aux else None, capacity
+            stack, add, carry, aux_of if loss.has_aux else None
         )
         state = state._replace(acc_grads=turned.hand_over(state.acc_grads))
-        if self.count_fn is None:
-            totals = accumulation.window_so_far(state)[1]
-        return Output(state, (model_state, any_skipped, totals), aux)
+        return Output(state, (model_state, any_skipped), aux)

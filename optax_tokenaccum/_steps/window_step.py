@@ -1,11 +1,10 @@
 """A train step that runs one window per call."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_tokenaccum._core import checks
@@ -18,15 +17,8 @@ from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType
 from optax_tokenaccum._devices.mode import Mode, ReduceEvery, make_mode
-from optax_tokenaccum._steps.compile_ahead import Programs, Progress, compile_all
 from optax_tokenaccum._steps.keywords import Keywords
-from optax_tokenaccum._steps.loss_terms import CountFn
-from optax_tokenaccum._steps.micro_batches import (
-    Bound,
-    GroupedWindow,
-    check_micro_batches,
-    explained,
-)
+from optax_tokenaccum._steps.micro_batches import Bound, check_micro_batches, explained
 from optax_tokenaccum._steps.program import Program
 from optax_tokenaccum._steps.state import (
     AnyStepState,
@@ -62,11 +54,7 @@ class WindowStep(Step[P]):
         super().__init__(window.loss, window.accumulation, mode, donate)
         self._window = window
         self._run = Program(
-            self._whole,
-            self._micro_batches,
-            agree=self._agree,
-            row_axis=1,
-            **self._of_programs,
+            self._whole, self._micro_batches, row_axis=1, **self._of_programs
         )
         self.lower = self._run.lower
 
@@ -86,9 +74,8 @@ class WindowStep(Step[P]):
 
         Args:
           state: as for `TrainStep`.
-          micro_batches: leaves `[k, micro, ...]`, see `split_batch`; or a
-            `PlannedWindow`, see `pad_window`. An error in `loss_fn` has a note with the
-            shapes that `loss_fn` received.
+          micro_batches: leaves `[k, micro, ...]`, see `split_batch`. An error in
+            `loss_fn` has a note with the shapes that `loss_fn` received.
           rng: as for `TrainStep`; `mini_step` is here the number of micro-batches that
             this window has added so far.
           num_micro_batches: runs only the first `num_micro_batches`. All numbers share
@@ -103,53 +90,6 @@ class WindowStep(Step[P]):
             **loss_kwargs,
         )
 
-    def compile(
-        self,
-        state: AnyStepState[P],
-        windows: Iterable[Batch],
-        *,
-        progress: Progress = iter,
-        **kwargs: Any,
-    ) -> None:
-        """Compiles the programs for all shapes, so that no call has to compile.
-
-        Args:
-          state: as for `TrainStep.compile`.
-          windows: a list of the `micro_batches` of later calls, or of their shapes.
-            Windows of the same shapes share a program, and so do all `PlannedWindow`
-            with the same settings.
-          progress: as for `TrainStep.compile`.
-          **kwargs: the keywords of a call; one `num_micro_batches` compiles the program
-            for all.
-
-        Raises:
-          TypeError: `windows` is not a list. A call's own errors are raised too.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, numpy as np, optax
-          >>> from optax_tokenaccum import make_window_step
-          >>> from optax_tokenaccum.ragged import pad_window
-          >>> def loss_fn(w, x):
-          ...     return jnp.sum(w * x), jnp.sum(x != 0)
-          >>> sequences = [np.ones(n) for n in (2, 7, 3)]
-          >>> window = pad_window(sequences, pad_values=0, max_tokens=8)
-          >>> step = make_window_step(loss_fn, optax.sgd(1.0))
-          >>> step.compile(jax.eval_shape(step.init, jnp.zeros(())), [window])
-          >>> state, metrics = step(step.init(jnp.zeros(())), window)
-          >>> print(state.params, metrics.num_tokens)
-          -1.0 12.0
-        """
-        compile_all(self._programs(state, **kwargs), windows, "windows", progress)
-
-    def _programs(self, state: AnyStepState[P], **kwargs: Any) -> Programs:
-        return Programs(state, lambda x: self._run.lowering(state, x, **kwargs))
-
-    def _agree(
-        self, micro_batches: Batch, *, num_micro_batches: Bound = None, **_: Any
-    ) -> None:
-        is_known = isinstance(num_micro_batches, int | np.integer)
-        self._mode.agree(micro_batches, int(num_micro_batches) if is_known else None)
-
     def _micro_batches(
         self,
         state: AnyStepState[P],
@@ -161,17 +101,8 @@ class WindowStep(Step[P]):
     ) -> tuple[MicroBatch, Bound]:
         self._require(state)
         check_micro_batches(micro_batches, num_micro_batches)
-        mode, is_planned = self._mode, isinstance(micro_batches, GroupedWindow)
-        if is_planned and micro_batches.parts % mode.num_devices:
-            raise ValueError(
-                "A PlannedWindow must be in as many parts as there are devices, or a "
-                f"multiple: got batch_multiple {micro_batches.parts} and "
-                f"{mode.num_devices} devices of data_axes {mode.data_axes}. Give "
-                "pad_window that number."
-            )
         with explained(micro_batches, micro_batches):
-            # Leaves of a planned window differ in the length of this axis.
-            rows = mode.spread(micro_batches, axis=1, check_rows=not is_planned)
+            rows = self._mode.spread(micro_batches, axis=1)
         return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
 
     def _whole(
@@ -185,7 +116,7 @@ class WindowStep(Step[P]):
         old = state.opt_state
         run = self._mode.on_rows(self._window.run, self._accumulation.on, shardings)
         with collect() as reported:
-            window, (model_state, any_skipped, num_tokens), aux = run(
+            window, (model_state, any_skipped), aux = run(
                 None,
                 micro_batches,
                 state.params,
@@ -211,7 +142,7 @@ class WindowStep(Step[P]):
         )
         if old.has_updated is not None:  # an nnx.Optimizer has no place for it
             opt_state = opt_state._replace(has_updated=new.has_updated)
-        metrics = metrics._replace(num_tokens=num_tokens, skipped=any_skipped)
+        metrics = metrics._replace(skipped=any_skipped)
         return Output(state._replace(opt_state=opt_state), metrics, aux)
 
 
@@ -221,7 +152,6 @@ def make_window_step(
     *,
     has_aux: bool = False,
     has_model_state: bool = False,
-    count_fn: CountFn | None = None,
     should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -244,8 +174,6 @@ def make_window_step(
       optimizer: as for `make_train_step`.
       has_aux: as for `make_train_step`.
       has_model_state: as for `make_train_step`.
-      count_fn: for several losses with different denominators, see
-        `window_value_and_grad`; `num_tokens` in the metrics is then a dictionary.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: as for `make_train_step`.
@@ -255,8 +183,6 @@ def make_window_step(
       donate: as for `make_train_step`.
 
     Raises:
-      ValueError: `count_fn` is given together with `should_skip_update_fn`, since a
-        rejected micro-batch would already have been counted.
       TypeError: an argument of the wrong type.
 
     Example:
@@ -272,26 +198,13 @@ def make_window_step(
       >>> print(state.params["w"], metrics.loss, metrics.num_tokens)
       0.2 1.0 8.0
     """
-    check_options(count_fn, should_skip_update_fn)
     checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
         make_schedule(),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
-        token_mean=count_fn is None,
     )
     loss = make_loss(loss_fn, has_aux, has_model_state)
-    window = Window(loss, count_fn, accumulation)
+    window = Window(loss, accumulation)
     return WindowStep(window, make_mode(mesh, data_axes, reduce_every), donate)
-
-
-def check_options(
-    count_fn: CountFn | None, should_skip_update_fn: SkipFn | None
-) -> None:
-    if count_fn is not None and should_skip_update_fn is not None:
-        raise ValueError(
-            "count_fn and should_skip_update_fn cannot go together: counts are summed "
-            "before the first backward pass, and a micro-batch rejected later would "
-            "stay in every denominator. Drop one of them."
-        )

@@ -52,9 +52,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def lengths(self) -> list[int]:
-        return [self.read(index)[1] for index in range(len(self))]
-
     def read(self, index: int) -> tuple[list[np.ndarray], int]:
         """The leaves of one sequence, checked against the first, and its length."""
         leaves, structure = jax.tree.flatten(self._sequences[index])

@@ -14,7 +14,6 @@ from optax_tokenaccum import (
     make_train_step,
     make_window_step,
     token_accumulation,
-    window_value_and_grad,
 )
 
 # A batch is (x, num_tokens). The loss is linear, so x is its gradient, and `identity`
@@ -102,32 +101,6 @@ def test_fractional_weights_beside_float64_parameters(way: Any):
         for rounded in (in_float32, sums_in_float32):
             error = helpers.relative_error(rounded, expected)
             assert error > 1e3 * helpers.RTOL["float64"]
-
-
-def test_a_count_of_each_loss_beside_float64_parameters():
-    with jax.enable_x64(True):
-        value_and_grad = window_value_and_grad(
-            lambda w, batch: {"a": jnp.sum(w * batch["x"])},
-            count_fn=lambda batch: {"a": jnp.sum(batch["weights"])},
-        )
-        batch = {"x": jnp.asarray([[1.0], [2.0]]), "weights": jnp.full((2, 1), 0.1)}
-        (_, (totals, _)), grad = value_and_grad(jnp.ones(()), batch)
-        assert (totals["a"].dtype, totals["a"]) == (jnp.float64, 0.2)
-        assert abs(grad - 15) < 1e-12 < abs(3 / np.float64(np.float32(0.2)) - 15)
-
-
-def test_a_checkpoint_whose_count_is_float32_goes_on():
-    """Version 0.1.0 counted in float32 next to float64 parameters."""
-    with jax.enable_x64(True):
-        step = make_train_step(loss_fn, optax.sgd(1.0), 2, donate=False)
-        x = jnp.asarray(numbers(6).reshape(2, 3))
-        state, _ = step(step.init(jnp.zeros(3)), (x[0], 1.0))
-        whole, _ = step(state, (x[1], 2.0))
-        count = state.opt_state.acc_tokens.astype(jnp.float32)
-        old = state._replace(opt_state=state.opt_state._replace(acc_tokens=count))
-        got, metrics = step(old, (x[1], 2.0))
-        chex.assert_trees_all_equal(got.params, whole.params)
-        assert metrics.num_tokens.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 from window_gradients import BATCHES, loss_through, params_of, squares, through_layers
 
-from optax_tokenaccum import make_train_step, window_value_and_grad
+from optax_tokenaccum import make_train_step, whole_gradients, window_value_and_grad
 from optax_tokenaccum._core.backward import BackwardPass
-from optax_tokenaccum.compiled import whole_gradients
 
 # Of the 8 devices with one row each, some have tokens.
 WINDOW, PARAMS = stack(BATCHES), params_of()

@@ -12,8 +12,6 @@ import pytest
 from jax.sharding import Mesh
 from meshes import TYPES, make_mesh, make_step
 
-from optax_tokenaccum import make_window_step
-
 K, ROWS, LENGTH = 4, 16, 4
 X = np.random.default_rng(0).integers(0, 4, (K, ROWS, LENGTH)).astype(np.float32)
 WINDOW = {"x": X, "n": np.full(K, ROWS * LENGTH, np.float32)}
@@ -208,22 +206,3 @@ def test_where_it_is_added_once_it_is_right(options: Any):
     np.testing.assert_allclose(-state.params["w"], expected, rtol=1e-6)
     # What version 0.1.0 did on 8 devices, without an error.
     assert abs(expected / 8 - expected).max() > 0.1
-
-
-def test_counts_of_several_losses():
-    def loss_fn(w: Any, batch: Any) -> Any:
-        return {"a": jnp.sum(w * batch["x"]), "b": jnp.sum(w * batch["x"] ** 2)}
-
-    def trace_counts(count_fn: Any) -> None:
-        options: dict[str, Any] = {"mesh": make_mesh((8,)), "data_axes": "data"}
-        step = make_window_step(loss_fn, optax.sgd(1.0), count_fn=count_fn, **options)
-        jax.eval_shape(step, step.init(jnp.zeros(())), WINDOW)
-
-    trace_counts(lambda batch: {"a": jnp.sum(batch["x"]), "b": batch["x"].size})
-    trace_counts(lambda _: {"a": None, "b": 1})
-    for count_fn, named in (
-        (lambda batch: {"a": batch["n"], "b": None}, "'a'"),
-        (lambda batch: {"a": jnp.sum(batch["x"]), "b": batch["n"]}, "'b'"),
-    ):
-        with pytest.raises(ValueError, match=f"the count {named} must be a count"):
-            trace_counts(count_fn)

@@ -17,9 +17,8 @@ from meshes import make_mesh
 from window_gradients import KEEPS, batch_of, by_hand, loss_through, squares
 
 import optax_tokenaccum.nnx
-from optax_tokenaccum import make_window_step, window_value_and_grad
+from optax_tokenaccum import make_window_step, whole_gradients, window_value_and_grad
 from optax_tokenaccum._core.backward import BackwardPass
-from optax_tokenaccum.compiled import whole_gradients
 
 LAYERS, WIDTH, ROWS = 3, 8, 16
 NEW_JAX = BackwardPass.is_supported

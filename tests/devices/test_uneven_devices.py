@@ -11,13 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from helpers import float64_gradient, init_params, loss_sum_fn, relative_error
 from jax.sharding import Mesh
 from meshes import ALL_WAYS, make_mesh
-from ragged_windows import PADS, ragged_window
 
 from optax_tokenaccum import make_train_step, regroup_sums
-from optax_tokenaccum.ragged import pad_window
 
 DEVICES = 8
 SGD = optax.sgd(1.0)
@@ -119,38 +116,6 @@ def test_token_budget_counts_all_devices():
     state, metrics = step.close_window(state)
     assert metrics.updated and metrics.num_tokens == 8
     assert state.params == -1 - 3
-
-
-def test_several_losses_of_the_first_micro_batches():
-    """They are divided by the counts of all devices."""
-
-    def losses(w: Any, x: Any) -> Any:
-        return {"small": jnp.sum(w * x * (x < 4)), "all": jnp.sum(w * x)}
-
-    def counts(x: Any) -> Any:
-        return {"small": jnp.sum((x < 4) & (x > 0)), "all": jnp.sum(x > 0)}
-
-    step, window = make_step("window", losses, count_fn=counts), ragged()
-    first = window[:2]
-    state, metrics = step(step.init(jnp.zeros(())), window, num_micro_batches=2)
-    small = first[(first < 4) & (first > 0)]
-    expected = small.mean() + mean_of(first)
-    np.testing.assert_allclose(-state.params, expected, rtol=1e-6)
-    assert metrics.num_tokens["small"] == small.size
-
-
-def test_planned_window_is_shared_by_the_devices():
-    """Sequences of many lengths, in micro-batches of two shapes and 8 parts."""
-    batch, sequences = ragged_window(0)
-    cut = {"max_tokens": 512, "length_buckets": [24, 64], "batch_multiple": 8}
-    window = pad_window(sequences, pad_values=PADS, **cut)
-    assert all(window.counts)
-    options = {"loss_fn": loss_sum_fn, "mesh": make_mesh((4, 2))}
-    step = meshes.make_step("window", optax.sgd(meshes.SCALE), **options)
-    state, metrics = step(step.init(init_params(0)), window)
-    assert metrics.num_tokens == batch["mask"].sum()
-    expected = float64_gradient(init_params(0), batch)
-    assert relative_error(meshes.applied(state.params), expected) < 2e-6
 
 
 def step_on(devices: int | str, loss_fn: Any = loss_fn) -> Any:

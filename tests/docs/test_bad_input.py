@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_tokenaccum.nnx
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
-from optax_tokenaccum.compiled import memory
 
 PAGE = (Path(__file__).parents[2] / "docs/bad_input.md").read_text(encoding="utf-8")
 SGD, PARAMS, BATCH = optax.sgd(1.0), {"w": jnp.zeros(3)}, jnp.ones((4, 3))
@@ -166,35 +165,6 @@ def with_rows(make: Any, batch: Any, **options: Any) -> None:
     step(step.init(PARAMS, {"rows": 0}), batch)
 
 
-def whole_sums() -> Any:
-    optimizer = token_accumulation(SGD, 2, axis_name="data")
-    state = optimizer.init(jnp.zeros(3))._replace(acc_grads=jnp.zeros((8, 3)))
-    return jax.vmap(
-        lambda x: optimizer.update(x, state, num_tokens=1)[0], axis_name="data"
-    )(jnp.ones((8, 3)))
-
-
-def under_shard_map(gradients: Any, gradient_and_tokens: Any) -> Any:
-    """Trace an update over 8 devices."""
-    optimizer = token_accumulation(SGD, 2, gradients=gradients, axis_name="data")
-
-    def step(w: Any, x: Any) -> Any:
-        gradient, n = gradient_and_tokens(w, x)
-        return optimizer.update(gradient, optimizer.init(w), w, num_tokens=n)[0]
-
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    over = jax.shard_map(step, mesh=OVER["mesh"], **specs)
-    return jax.eval_shape(over, jnp.zeros(()), jnp.ones(8))
-
-
-def with_own_gradient(w: Any, x: Any) -> Any:
-    return jax.grad(lambda w: jnp.sum(w * x))(w * x[0]), 8
-
-
-def with_reduced_mean(w: Any, x: Any) -> Any:
-    return jax.grad(lambda w: jnp.mean(w * x))(w), jnp.sum(x)
-
-
 def sum_and_rows(model: Any, batch: Any) -> Any:
     return jnp.sum(model(batch)), len(batch)
 
@@ -275,6 +245,10 @@ NOT_ON_THE_PAGE = {
       ValueError: should_skip_update_fn must return (a bool scalar, …): got bool of …
     MultiSteps(sgd, None)
       TypeError: MultiSteps needs every_k_schedule: got None.
+    token_accumulation(sgd, 2, axis_name="data")
+      TypeError: token_accumulation() has no keywords ['axis_name']. In place of ….
+    token_accumulation(sgd, 2).init({"_overwrite_with_gradient": 1.0})
+      ValueError: Scales of 8-bit floats cannot be summed: …
     with_num_tokens(optax.GradientTransformation(*sgd), 3)
       TypeError: tx must take extra arguments, to be given num_tokens: got a ….
     with_num_tokens(sgd, 3).update(params, sgd.init(params), params)
@@ -287,8 +261,6 @@ NOT_ON_THE_PAGE = {
       ValueError: tx must accumulate with optax_tokenaccum: its state holds no ….
 """,
     "Steps and losses": """
-    window_step.compile(window_state, window)
-      TypeError: … must be a list, one for each shape of the run: got …. Put a single …
     regroup_sums(make_train_step(loss_fn, adam).init(params), train_state)
       ValueError: The states must be of the same training: …
     reduce_loss(losses, mask, "mean")
@@ -317,8 +289,6 @@ NOT_ON_THE_PAGE = {
       ValueError: A micro-batch must have a row for …: got 2 sequences and num_rows 1. …
 """,
     "Devices": """
-    whole_sums()
-      ValueError: With axis_name every device must …: at the root of acc_grads got ….
     new_step(mesh="data", data_axes="data")
       TypeError: mesh must be a jax.sharding.Mesh: got 'data'.
     new_step(mesh=mesh, data_axes=("data", 0))
@@ -328,20 +298,6 @@ NOT_ON_THE_PAGE = {
       ValueError: data_axes must be the name of a mesh axis or several …: got ….
     new_step(reduce_every="step", **over)
       ValueError: reduce_every must be 'window' or 'micro_batch', …: got 'step'.
-""",
-    "Compiled programs": """
-    largest_micro_batch(step, state, batch_of, limit_bytes="2GB")
-      TypeError: limit_bytes must be a number of bytes: got '2GB'.
-    largest_micro_batch(step, batch_of, state)
-      TypeError: batch_of must be a function of a size that returns …: got …. Write ….
-    largest_micro_batch(step, state, lambda size: batch_of(size)[0], limit_bytes=10)
-      TypeError: What batch_of returns must be a list, one for each shape …: got ….
-    largest_micro_batch(step, state, lambda size: [], limit_bytes=10)
-      ValueError: batch_of must return a batch: got none for size 1.
-""",
-    "Flax": """
-    nnx_stepped(token_accumulation(sgd, 2, axis_name="data"), **over)
-      ValueError: The step spreads rows over devices …: got … with one. Leave it out, ….
 """,
 }
 
@@ -353,8 +309,6 @@ IN_WORDS: dict[str, list[str]] = {
     "no `value` for an optimizer that needs the loss, such as `optax.polyak_sgd()`": [
         "updated(token_accumulation(optax.polyak_sgd(), 2))",
     ],
-    "`optimizer.update(grads, state, params, num_tokens=1)` outside of `shard_map`, "
-    "with an `axis_name`": ["updated(token_accumulation(sgd, 2, axis_name='data'))"],
     "an optimizer that needs more than `value`, such as `optax.lbfgs()`": [
         "stepped(make_train_step(loss_fn, optax.lbfgs(), 2), batch)",
         "stepped(make_window_step(loss_fn, optax.lbfgs()), window)",
@@ -362,9 +316,6 @@ IN_WORDS: dict[str, list[str]] = {
     "`make_window_step(lambda w, x: (jnp.sum(x @ w), len(x)), sgd)` with a batch that "
     "was not split": [
         "stepped(make_window_step(dot, sgd), jnp.ones((4, 1)), jnp.ones(2))",
-    ],
-    "`aux` of another shape for another length": [
-        "window_value_and_grad(sum_and_losses, has_aux=True)(params, planned)"
     ],
     "parameters on another mesh than the step": ["step.init(on_an_explicit_mesh())"],
     "a `custom_vjp` that synchronizes gradients over the data axes": [
@@ -377,11 +328,6 @@ IN_WORDS: dict[str, list[str]] = {
     "a count of the whole batch, which is the same on all devices": [
         "stepped(make_train_step(counted_for_all, sgd, 2, **over), COUNTED[0])",
         "stepped(make_window_step(counted_for_all, sgd, **over), COUNTED[1])",
-    ],
-    "a count that is the same on all devices, with gradients that are not, in a "
-    "`shard_map`": ["under_shard_map('sum', with_own_gradient)"],
-    "means that were reduced already, in a `shard_map`": [
-        "under_shard_map('mean', with_reduced_mean)"
     ],
     "a variable of another shape after the loss, with a skip function, over a mesh, "
     "or in a window step": [
@@ -482,15 +428,6 @@ def counts_that_look_own() -> None:
     batch = {"x": jnp.ones((8, 2)), "n": jnp.float32(16)}
     state, _ = stepped(step, batch, jnp.zeros(()))
     assert float(state.params) == -1 / 8
-
-
-@shows("an array that a program closes over, in `memory`")
-def an_array_that_is_closed_over() -> None:
-    x, closed_over = jnp.zeros(1000), jax.random.normal(jax.random.key(0), 1000)
-    as_constant = jax.jit(lambda x: x + closed_over).lower(x)
-    as_argument = jax.jit(lambda x, y: x + y).lower(x, closed_over)
-    assert memory(as_constant.compile()).peak == 2 * x.nbytes
-    assert memory(as_argument.compile()).peak == 3 * x.nbytes
 
 
 @pytest.mark.parametrize(("program", "code", "seen"), [*mistakes()])

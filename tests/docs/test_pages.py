@@ -81,9 +81,9 @@ def test_the_map_of_the_package_has_every_file():
 
 def public() -> list[str]:
     names = [f"optax_tokenaccum.{name}" for name in optax_tokenaccum.__all__]
-    for module in (optax_tokenaccum.compiled, optax_tokenaccum.ragged):
-        names += [f"{module.__name__}.{name}" for name in module.__all__]
-    for module in ("grain", "linen", "microbatching", "nnx"):
+    ragged = optax_tokenaccum.ragged
+    names += [f"{ragged.__name__}.{name}" for name in ragged.__all__]
+    for module in ("linen", "nnx"):
         module = f"optax_tokenaccum.{module}"
         names += [
             f"{module}.{name}"

@@ -27,7 +27,6 @@ from optax.experimental import aggregating
 
 from benchmarks.chips import CHIPS
 from optax_tokenaccum import make_window_step, token_accumulation
-from optax_tokenaccum.compiled import memory
 
 UPSTREAM = Path(__file__).parents[2] / "upstream"
 PATCHES = sorted(UPSTREAM.glob("*.patch"))
@@ -154,8 +153,9 @@ def table(device: Any = None) -> Iterator[str]:
         counted = loop(aggregated, "num_tokens")
         programs["`aggregating`, `num_tokens` of patch 3 | 1"] = counted
     for way, program in programs.items():
-        found = memory(program.compile())
-        held = found.temporaries + found.outputs - found.aliased
+        found = program.compile().memory_analysis()
+        held = found.temp_size_in_bytes + found.output_size_in_bytes
+        held -= found.alias_size_in_bytes
         yield f"| {way} | {held / (LAYERS * WIDTH * WIDTH * 4):.2f} |"
 
 

@@ -20,9 +20,8 @@ import pytest
 from data import InputError, Pair
 from helpers import RTOL, relative_error
 
-from optax_tokenaccum import make_train_step
+from optax_tokenaccum import make_train_step, whole_gradients
 from optax_tokenaccum._core.backward import BackwardPass
-from optax_tokenaccum.compiled import whole_gradients
 
 SMALL = ("--max-length", 64, "--d-model", 32, "--layers", 1)
 

@@ -13,7 +13,12 @@ from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from optax_tokenaccum import MultiSteps, softmax_cross_entropy_sum, token_accumulation
+from optax_tokenaccum import (
+    MultiSteps,
+    make_train_step,
+    softmax_cross_entropy_sum,
+    token_accumulation,
+)
 from optax_tokenaccum.linen import TrainState
 
 K = 4
@@ -115,38 +120,13 @@ def fp8_params(w: Any, s: Any) -> Any:
     return {"params": params, OVERWRITE_WITH_GRADIENT: {"s": jnp.full(1, s)}}
 
 
-def test_scales_of_8_bit_floats_are_overwritten_when_the_window_closes():
-    tx = token_accumulation(SGD, 3, should_skip_update_fn=optax.skip_not_finite)
-    state = TrainState.create(apply_fn=None, params=fp8_params(0.0, 1.0), tx=tx)
-    structure = jax.tree.structure(state)
-
-    @jax.jit
-    def apply(state: Any, w: Any, s: Any, n: Any, close_window: Any = False) -> Any:
-        return state.apply_gradients(
-            grads=fp8_params(w, s), num_tokens=n, close_window=close_window
-        )
-
-    def scale(state: Any) -> float:
-        return float(state.params[OVERWRITE_WITH_GRADIENT]["s"][0])
-
-    nan = float("nan")
-    for w, s, n in [(nan, nan, 2), (4.0, 5.0, 2), (nan, 9.0, 3), (4.0, 3.0, 2)]:
-        state = apply(state, w, s, n)
-        assert scale(state) == 1
-    opened = apply(state, nan, nan, 0)  # the third, without tokens
-    assert scale(opened) == 5 and opened.step == 1
-    chex.assert_trees_all_equal(opened.params["params"], {"w": jnp.full(2, -2.0)})
-    assert scale(apply(state, 1.0, 7.0, 1)) == 7
-    assert scale(apply(state, 1.0, 2.0, 1)) == 5
-    assert scale(apply(state, nan, 7.0, 1, close_window=True)) == 5
-    state = jax.jit(TrainState.close_window)(state)
-    assert scale(state) == 5 and state.step == 1
-    # The maximum starts over in each window, so smaller values count again.
-    for s in (0.5, 0.25, 0.125):
-        state = apply(state, 1.0, s, 1)
-    assert scale(state) == 0.5
-    assert jax.tree.structure(state) == structure
-    assert state.close_window().step == 2
+def test_scales_of_8_bit_floats_are_refused():
+    """Summed and divided, they would be ruined without an error."""
+    params = fp8_params(0.0, 1.0)
+    with pytest.raises(ValueError, match=OVERWRITE_WITH_GRADIENT):
+        TrainState.create(apply_fn=None, params=params, tx=token_accumulation(SGD, 3))
+    with pytest.raises(ValueError, match=OVERWRITE_WITH_GRADIENT):
+        make_train_step(lambda params, x: (jnp.sum(x), 1), SGD, 3).init(params)
 
 
 ACCUMULATING = token_accumulation(SGD, 2)

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import OVER
-from ragged_windows import planned
 
 import optax_tokenaccum.nnx
 from optax_tokenaccum import (
@@ -26,7 +25,6 @@ from optax_tokenaccum import (
     token_accumulation,
     window_value_and_grad,
 )
-from optax_tokenaccum.ragged import pad_window
 
 K, ROWS, DEVICES, FEATURES, RATE = 3, 16, 8, 4, 0.5
 SGD, RTOL = optax.sgd(0.1), helpers.RTOL["float32"]
@@ -55,7 +53,7 @@ def new_model_state(dtype: Any = jnp.float32) -> Any:
     }
 
 
-def terms_of(params: Any, model_state: Any, batch: Any) -> Any:
+def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
     """A regression on features that running statistics center and scale.
 
     It assigns to the state that it is given, as a loss may; aux is a dropout mask.
@@ -69,16 +67,7 @@ def terms_of(params: Any, model_state: Any, batch: Any) -> Any:
     key, model_state["key"] = jax.random.split(model_state["key"])
     mask = jax.random.bernoulli(key, shape=(64,))
     loss_sum = jnp.sum(losses * batch["weights"].reshape(-1))
-    return ({"loss": loss_sum}, mask), model_state
-
-
-def count_fn(batch: Any) -> Any:
-    return {"loss": jnp.sum(batch["weights"])}
-
-
-def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
-    (terms, mask), model_state = terms_of(params, model_state, batch)
-    return (terms["loss"], (count_fn(batch)["loss"], mask)), model_state
+    return (loss_sum, (jnp.sum(batch["weights"]), mask)), model_state
 
 
 def by_hand(windows: Any, devices: int = 1, frozen: bool = False, apart: bool = False):
@@ -135,8 +124,6 @@ def new_step(way: str, loss: Any = loss_fn, **options: Any) -> Any:
     options = {"has_aux": True, "has_model_state": True} | options
     if way == "value and grad":
         return OwnStep(loss, **options)
-    if way == "count_fn":
-        return make_window_step(terms_of, SGD, count_fn=count_fn, **options)
     if way == "window":
         return make_window_step(loss, SGD, **options)
     if way == "every_n_tokens":
@@ -146,7 +133,7 @@ def new_step(way: str, loss: Any = loss_fn, **options: Any) -> Any:
 
 
 def calls(way: str, windows: list[list[Any]]) -> list[Any]:
-    if way in ("window", "count_fn", "value and grad"):
+    if way in ("window", "value and grad"):
         return [helpers.stack(window) for window in windows]
     return [batch for window in windows for batch in window]
 
@@ -188,9 +175,8 @@ def same(got: Any, expected: Any, rtol: float = 0) -> None:
         ("window", "1"),
         ("window", "8"),
         ("window", "8, explicit, each"),
-        ("count_fn", "1"),
-        ("count_fn", "8, explicit"),
-        ("count_fn", "8, each"),
+        ("window", "8, explicit"),
+        ("window", "8, each"),
         ("value and grad", "1"),
         ("value and grad", "8"),
         ("value and grad", "8, explicit"),
@@ -236,18 +222,6 @@ def test_in_place_with_one_compilation_of_each_program(way: str, over: str):
     for x in jax.tree.leaves(state.model_state):
         assert len(x.sharding.device_set) == (1 if over == "1" else DEVICES)
         assert x.is_fully_replicated
-
-
-@pytest.mark.parametrize("way", ["window", "value and grad"])
-def test_a_planned_window(way: str):
-    sequences = [batch_of(K * n, n) for n in (2, 9, 3, 16, 5)]
-    cut = {"max_tokens": 16, "length_buckets": [4, 16]}
-    batches = planned(sequences, 0, **cut)
-    assert len({batch["x"].shape for batch in batches}) > 1
-    step = new_step(way)
-    state = step.init(PARAMS, new_model_state())
-    state, _ = step(state, pad_window(sequences, pad_values=0, **cut))
-    check(state, by_hand([batches]), by_hand([batches], frozen=True))
 
 
 @pytest.mark.parametrize("over", OVER)

@@ -11,9 +11,13 @@ import pytest
 from helpers import SKIPS
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
+from optax_tokenaccum import (
+    make_train_step,
+    make_window_step,
+    whole_gradients,
+    window_value_and_grad,
+)
 from optax_tokenaccum._core.backward import BackwardPass
-from optax_tokenaccum.compiled import whole_gradients
 
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}

@@ -41,8 +41,7 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from optax_tokenaccum import make_train_step
-      >>> from optax_tokenaccum.compiled import whole_gradients
+      >>> from optax_tokenaccum import make_train_step, whole_gradients
       >>> def loss_fn(params, x):
       ...     layers = jnp.clip(params["layers"], -1, 1)  # of all layers at once
       ...     y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
