@@ -1,8 +1,7 @@
 """Checkpoints in the middle of a window, of every kind of state.
 
 `python tests/checkpoints/kinds.py DIRECTORY` writes them with the installed version of
-the library; names of kinds may follow. Each directory was written by the version of its
-name, on jax 0.10.2. `v0.2.0_more` has the kinds that `v0.2.0` lacks.
+the library. Each directory was written by the version of its name.
 """
 
 import sys
@@ -15,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import linen as nn
 from flax import nnx
-from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
-from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -34,18 +32,47 @@ if __name__ == "__main__":
 
 K, SAVED, STEPS = 2, 3, 4  # the second window of two micro-batches is open
 ADAM = optax.adam(0.1)
+WINDOWED = token_accumulation(ADAM, K)
 INIT = np.arange(6.0, dtype=np.float32).reshape(2, 3) / 10
+MESH = jax.sharding.Mesh(jax.devices(), "data")
+OVER_8: dict[str, Any] = {"mesh": MESH, "data_axes": "data"}
+FSDP = OVER_8 | {"reduce_every": "micro_batch"}
+# Every device has a part of these parameters.
+SPREAD = jax.device_put(
+    np.arange(16.0, dtype=np.float32).reshape(2, 8) / 10,
+    NamedSharding(MESH, P(None, "data")),
+)
 
 
-def batch_of(i: int, rows: int = 4) -> dict[str, Any]:
+def batch_of(i: int) -> dict[str, Any]:
+    """One row for each device; some rows have a token."""
     rng = np.random.default_rng(i)
-    mask = np.arange(rows) < [1, 4, 2, 3][i]
-    return {"x": rng.normal(size=(rows, 2)).astype(np.float32), "mask": mask}
+    mask = np.arange(8) < [1, 4, 2, 3][i]
+    return {"x": rng.normal(size=(8, 2)).astype(np.float32), "mask": mask}
+
+
+def window_of(i: int) -> Any:
+    """The window that the micro-batch ends, if it ends one."""
+    if i % K != K - 1:
+        return None
+    return jax.tree.map(lambda *xs: np.stack(xs), batch_of(i - 1), batch_of(i))
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
     losses = jnp.sum((batch["x"] @ params["w"] - 1) ** 2, -1)
     return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def in_plain_jax(w: Any) -> jax.Array:
+    """The weights after all windows, each of which is one batch here."""
+    state = ADAM.init(w)
+    for i in range(0, STEPS, K):
+        pair = batch_of(i), batch_of(i + 1)
+        batch = jax.tree.map(lambda *xs: np.concatenate(xs), *pair)
+        grads, n = jax.grad(loss_fn, has_aux=True)({"w": w}, batch)
+        updates, state = ADAM.update(grads["w"] / n, state, w)
+        w = optax.apply_updates(w, updates)
+    return w
 
 
 gradient_of = jax.jit(jax.grad(loss_fn, has_aux=True))
@@ -59,49 +86,24 @@ class Kind(NamedTuple):
     weights: Callable[[Any], Any]
 
 
-def window_of(i: int) -> Any:
-    """The window that the micro-batch ends, if it ends one."""
-    if i % K != K - 1:
-        return None
-    return jax.tree.map(lambda *xs: np.stack(xs), batch_of(i - 1), batch_of(i))
-
-
-def of_step(
-    step: Any,
-    batch_of: Callable[[int], Any] = batch_of,
-    params: Any = lambda: {"w": jnp.asarray(INIT)},
-    weights: Any = lambda state: state.params["w"],
-) -> Kind:
+def of_step(step: Any, batch_of: Any = batch_of, w: Any = INIT) -> Kind:
     """A window step is saved between windows, here after the first."""
 
     def add(state: Any, i: int) -> Any:
         batch = batch_of(i)
         return state if batch is None else step(state, batch)[0]
 
-    return Kind(lambda: step.init(params()), add, weights)
-
-
-def train_step(batch_of: Any = batch_of, **options: Any) -> Kind:
-    return of_step(make_train_step(loss_fn, ADAM, K, **options), batch_of)
-
-
-def train_step_in_fp8() -> Kind:
-    """Has a collection that is overwritten: its sums are maxima."""
-    dense = nn.Dense(16, dot_general_cls=lambda: Fp8DirectDotGeneralOp(4))
-
-    def wide(i: int) -> Any:
-        return batch_of(i) | {"x": np.tile(batch_of(i)["x"], 8)}
-
-    def fp8_loss_fn(params: Any, batch: Any) -> Any:
-        losses = jnp.sum(dense.apply(params, batch["x"]), -1)
-        return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
-
-    return of_step(
-        make_train_step(fp8_loss_fn, optax.sgd(0.1, momentum=0.9), K),
-        wide,
-        lambda: dense.init(jax.random.key(0), wide(0)["x"]),
-        lambda state: ravel_pytree(state.params)[0],
+    return Kind(
+        lambda: step.init({"w": jnp.asarray(w)}), add, lambda state: state.params["w"]
     )
+
+
+def train_step(w: Any = INIT, **options: Any) -> Kind:
+    return of_step(make_train_step(loss_fn, ADAM, K, **options), w=w)
+
+
+def window_step(w: Any = INIT, **options: Any) -> Kind:
+    return of_step(make_window_step(loss_fn, ADAM, **options), window_of, w)
 
 
 def transformation(tx: Any) -> Kind:
@@ -120,8 +122,8 @@ def transformation(tx: Any) -> Kind:
 
 def linen() -> Kind:
     def init() -> Any:
-        params, tx = {"w": jnp.asarray(INIT)}, token_accumulation(ADAM, K)
-        return TrainState.create(apply_fn=None, params=params, tx=tx)
+        params = {"w": jnp.asarray(INIT)}
+        return TrainState.create(apply_fn=None, params=params, tx=WINDOWED)
 
     def add(state: Any, i: int) -> Any:
         grads, n = gradient_of(state.params, batch_of(i))
@@ -131,20 +133,23 @@ def linen() -> Kind:
 
 
 class Model(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.asarray(INIT))
+    def __init__(self, w: Any = INIT) -> None:
+        self.w = nnx.Param(jnp.array(w))
+
+    def __call__(self, x: Any) -> jax.Array:
+        return x @ self.w[...]
 
 
-class DropoutModel(nnx.Module):
+class DropoutModel(Model):
     """With batch statistics, and random streams, which no `rng` decides."""
 
     def __init__(self) -> None:
-        self.linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        super().__init__()
         self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
 
     def __call__(self, x: Any) -> jax.Array:
-        return self.dropout(self.norm(self.linear(x)))
+        return self.dropout(self.norm(super().__call__(x)))
 
 
 def nnx_kind(
@@ -163,16 +168,10 @@ def nnx_kind(
         add(both, i)
         return nnx.state(both)
 
-    return Kind(
-        lambda: nnx.state(whole()),
-        after,
-        lambda state: state[0]["linear"]["kernel"][...],
-    )
+    return Kind(lambda: nnx.state(whole()), after, lambda state: state[0]["w"][...])
 
 
-def nnx_transformation() -> Kind:
-    """Saved as a dictionary."""
-
+def nnx_transformation() -> Kind:  # saved as a dictionary
     def add(both: Any, i: int) -> None:
         model, optimizer = both
         grads, n = gradient_of({"w": model.w[...]}, batch_of(i))
@@ -180,50 +179,51 @@ def nnx_transformation() -> Kind:
         nnx.replace_by_pure_dict(of_model, grads)
         optimizer.update(model, of_model, num_tokens=n)
 
-    kind = nnx_kind(Model, token_accumulation(ADAM, K), lambda *both: None, add)
+    kind = nnx_kind(Model, WINDOWED, lambda *both: None, add)
     return Kind(
         lambda: nnx.to_pure_dict(kind.init()),
         lambda state, i: nnx.to_pure_dict(kind.add(state, i)),
-        lambda state: state[0]["w"],
+        kind.weights,
     )
 
 
-def nnx_step(make: Any, tx: Any, batch_of: Callable[[int], Any]) -> Kind:
+def nnx_step(
+    make: Any, tx: Any, batch_of: Any, model: Any = DropoutModel, **options: Any
+) -> Kind:
     def model_loss_fn(model: Any, batch: Any) -> Any:
         losses = jnp.sum((model(batch["x"]) - 1) ** 2, -1)
         return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
 
-    step = make(model_loss_fn)
+    step = make(model_loss_fn, **options)
 
     def add(both: Any, i: int) -> None:
         batch = batch_of(i)
         if batch is not None:
             step(*both, batch)
 
-    return nnx_kind(DropoutModel, tx, step.init, add)
+    return nnx_kind(model, tx, step.init, add)
+
+
+def nnx_train_step(*model: Any, **options: Any) -> Kind:
+    return nnx_step(nnx_steps.make_train_step, WINDOWED, batch_of, *model, **options)
 
 
 KINDS: dict[str, Kind] = {
     "train_step": train_step(),
     "train_step_that_skips": train_step(should_skip_update_fn=optax.skip_not_finite),
-    "train_step_with_noise": train_step(),  # of 0.2.0, which kept it in the state
-    "train_step_in_fp8": train_step_in_fp8(),
     # Sums of shape `[8, 2, 3]`, of which some are zeros.
-    "train_step_on_8_devices": train_step(
-        lambda i: batch_of(i, rows=8),
-        mesh=jax.sharding.Mesh(jax.devices(), "data"),
-        data_axes="data",
-    ),
-    "window_step": of_step(make_window_step(loss_fn, ADAM), window_of),
-    "transformation": transformation(
-        optax.chain(optax.scale(2.0), token_accumulation(ADAM, K))
-    ),
+    "train_step_on_8_devices": train_step(**OVER_8),
+    "train_step_fsdp": train_step(SPREAD, **FSDP),
+    "window_step": window_step(),
+    "window_step_on_8_devices": window_step(**OVER_8),
+    "window_step_fsdp": window_step(SPREAD, **FSDP),
+    "transformation": transformation(optax.chain(optax.scale(2.0), WINDOWED)),
     "multi_steps": transformation(MultiSteps(ADAM, K, gradients="sum")),
     "linen": linen(),
     "nnx": nnx_transformation(),
-    "nnx_train_step": nnx_step(
-        nnx_steps.make_train_step, token_accumulation(ADAM, K), batch_of
-    ),
+    "nnx_train_step": nnx_train_step(),
+    "nnx_train_step_on_8_devices": nnx_train_step(Model, **OVER_8),
+    "nnx_train_step_fsdp": nnx_train_step(lambda: Model(SPREAD), **FSDP),
     "nnx_window_step": nnx_step(nnx_steps.make_window_step, ADAM, window_of),
 }
 
@@ -244,6 +244,5 @@ def saved_and_end(kind: Kind) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with ocp.StandardCheckpointer() as checkpointer:
-        names = sys.argv[2:] or KINDS
-        written = {name: saved_and_end(KINDS[name]) for name in names}
+        written = {name: saved_and_end(kind) for name, kind in KINDS.items()}
         checkpointer.save(Path(sys.argv[1]).absolute(), written)
