@@ -1,6 +1,9 @@
-"""What `docs/recipes` says and does not run, on ragged text, against float64."""
+"""What recipes of `docs` say and do not run, mostly on ragged text, against float64."""
 
+import doctest
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import helpers
@@ -9,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from meshes import make_mesh
 
-from optax_tokenaccum import close_window, token_accumulation
+from optax_tokenaccum import close_window, make_train_step, token_accumulation
 
 pytestmark = pytest.mark.slow
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 K, RATE = 8, 4.0
 RTOL = helpers.RTOL["float32"]
@@ -113,3 +119,93 @@ def test_close_window_closes_what_is_open_in_a_partition(n: int, closed: set[str
             assert helpers.relative_error(update, -RATE * gradient[name]) < RTOL
         else:
             assert not np.any(update)
+
+
+def code_of(page: str, words: str) -> str:
+    """Return the first block of a page that has these words."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    examples = doctest.script_from_examples(next(x for x in blocks if words in x))
+    return "\n".join(x for x in examples.splitlines() if not x.startswith("#"))
+
+
+def test_several_losses_on_a_mesh():
+    """With the share of a device's tokens, next to the sum that the page writes."""
+    code = code_of("several_losses.md", "def totals_of")
+    per_micro_batch, per_token = (
+        '1 / totals["micro_batches"]',
+        'jnp.sum(batch["mask"]) / totals["tokens"]',
+    )
+    assert per_micro_batch in code
+    assert per_token in (DOCS / "several_losses.md").read_text(encoding="utf-8")
+    rng, mesh = np.random.default_rng(0), make_mesh((4,))
+    params = {"embedding": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)}
+    params["head"] = jnp.asarray(rng.normal(size=(4, 8)), jnp.float32)
+    lengths = rng.integers(0, 6, (4, 8))  # of micro-batches, and their rows
+    lengths[1], lengths[2, :2] = 0, 0  # a micro-batch and a device without tokens
+    window = {
+        "inputs": rng.integers(0, 8, (4, 8, 5)),
+        "labels": rng.integers(0, 8, (4, 8, 5)),
+        "mask": np.arange(5) < lengths[..., None],
+        "reward": rng.normal(size=(4, 8)).astype(np.float32),
+    }
+    batch = jax.tree.map(np.concatenate, window)
+    names: dict[str, Any] = {}
+    for share in (per_micro_batch, per_token):
+        exec(code.replace(per_micro_batch, share), names)
+        totals = names["totals_of"](window["mask"])
+        step = make_train_step(
+            names["loss_fn"], optax.sgd(1.0), 4, mesh=mesh, data_axes="data"
+        )
+        state = step.init(params)
+        micro_batches = [jax.tree.map(lambda x, i=i: x[i], window) for i in range(4)]
+        if share == per_micro_batch:
+            with pytest.raises(ValueError, match="num_tokens"):
+                step(state, micro_batches[0], totals=totals)
+            continue
+        for micro_batch in micro_batches:
+            state, metrics = step(state, micro_batch, totals=totals)
+        assert metrics.updated
+        np.testing.assert_allclose(metrics.num_tokens, 1, rtol=1e-6)
+    whole = names["totals_of"]([batch["mask"]])
+    gradient, _ = jax.grad(names["loss_fn"], has_aux=True)(params, batch, totals=whole)
+    moved = optax.tree.sub(params, state.params)
+    assert helpers.relative_error(moved, gradient) < RTOL
+
+
+def test_the_noise_of_equal_counts_is_another():
+    """The figure of the page, from the formula for micro-batches of equal counts."""
+    names = {"rng": np.random.default_rng(0), "np": np}
+    code = code_of("how_many_tokens.md", "def micro_batches")
+    start = code.index("def micro_batches")
+    exec(code[start : code.index("estimates =")], names)
+    traces, norms = [], []
+    for _ in range(4000):
+        window = names["micro_batches"](k=8)
+        tokens = window["mask"].sum(1)
+        losses = -2 * window["y"] * window["mask"]
+        means = (
+            np.einsum("kr,krd->kd", losses, window["x"])
+            / np.maximum(tokens, 1)[:, None]
+        )
+        of_parts, of_window = (means**2).sum(1).mean(), (means.mean(0) ** 2).sum()
+        traces.append(tokens.mean() * 8 / 7 * (of_parts - of_window))
+        norms.append((8 * of_window - of_parts) / 7)
+    assert round(np.mean(traces) / np.mean(norms)) == 37
+
+
+def test_a_token_mean_of_bfloat16_gradients():
+    """300 ones: in bfloat16, `optax.microbatching` alone counts 256."""
+    code = code_of("recipes/other_libraries.md", "def token_mean")
+    names = {"jax": jax, "jnp": jnp, "optax": optax}
+    exec(code[: code.index("def masked_loss_fn")], names)
+
+    def value_and_grad(x: jax.Array) -> Any:
+        return (jnp.sum(x), x.size), jnp.sum(x)
+
+    microbatch, ones = optax.microbatching.microbatch, jnp.ones(300, jnp.bfloat16)
+    token_mean = names["token_mean"]()
+    (loss, n), grads = microbatch(value_and_grad, 0, 1, token_mean)(ones)
+    assert (float(loss), float(n), float(grads)) == (1, 300, 1)
+    assert grads.dtype == jnp.float32
+    assert float(microbatch(jnp.sum, 0, 1)(ones)) == 256
