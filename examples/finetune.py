@@ -46,7 +46,6 @@ from optax_tokenaccum import (
     regroup_sums,
     token_accumulation,
 )
-from optax_tokenaccum.microbatching import token_mean
 
 OPTIMIZERS = {"adamw": optax.adamw, "sgd": optax.sgd}
 LEARNING_RATES = {"adamw": 3e-3, "sgd": 0.1}
@@ -100,9 +99,13 @@ def seven_ways(
     of_mean = jax.value_and_grad(mean_loss_fn, has_aux=True)
     of_sum = jax.value_and_grad(loss_fn, has_aux=True)
     # optax cuts up the whole window, so the padding is the same as in the window step.
-    of_cut = optax.microbatching.microbatch(
-        of_sum, argnums=1, microbatch_size=rows, accumulator=token_mean()
-    )
+    # By default, it adds up what the function returns.
+    sums = optax.microbatching.microbatch(of_sum, argnums=1, microbatch_size=rows)
+
+    def of_cut(*args: Any) -> tuple[Any, Params]:
+        (loss_sum, n), grads = sums(*args)
+        return (loss_sum / n, n), jax.tree.map(lambda g: g / n, grads)
+
     ours = optax_tokenaccum.MultiSteps(inner, k)
     transformation = token_accumulation(inner, k)
     step = make_train_step(loss_fn, inner, k)
@@ -229,14 +232,11 @@ def train_one_run(
             f": gradient_step {state.opt_state.gradient_step}, mini_step "
             f"{state.opt_state.mini_step}; devices: {mesh.size}"
         )
-        left = micro_batches[start:]
-        shapes = {batch.inputs.shape: batch for batch in left}
         waiting = []
         with Progress(console=console) as bar:
-            if shapes:
-                ahead = map(place, shapes.values())
-                step.compile(state, ahead, progress=bar.track, frozen=frozen)
-            left = bar.track(left, total, start, description="training")
+            left = bar.track(
+                micro_batches[start:], total, start, description="training"
+            )
             for done, batch in enumerate(left, start=start + 1):
                 state, metrics = step(state, place(batch), frozen=frozen)
                 waiting.append(metrics)
