@@ -16,6 +16,7 @@ WORDS = {
     "docs/many_devices": ["shard_map", "check_vma"],
     "docs/performance": ["memory", "speed", "GPU", "TPU", "remat", "whole gradients"],
     "docs/does_it_fit": ["out of memory", "OOM", "RESOURCE_EXHAUSTED"],
+    "docs/how_many_tokens": ["batch size", "gradient noise scale"],
     "docs/ragged_run": ["padding", "ragged", "length buckets"],
     "docs/reinforcement_learning": [
         *("GRPO", "DAPO", "Dr. GRPO", "RL", "PPO", "RLHF", "policy gradient"),
@@ -30,7 +31,7 @@ WORDS = {
     "docs/keras": ["Keras"],
     "docs/maxtext": ["MaxText"],
     "docs/tunix": ["Tunix"],
-    "docs/recipes/losses": ["fp8", "DPO", "loss scaling", "jax.checkpoint"],
+    "docs/recipes/losses": ["DPO", "loss scaling", "jax.checkpoint"],
     "docs/recipes/optimizers": ["clipping", "schedules", "lookahead", "NaN"],
     "docs/recipes/other_libraries": ["Equinox", "Haiku"],
 }

@@ -154,9 +154,7 @@ def require_step_state(
     elif not isinstance(opt_state, TokenAccumulationState):
         raise TypeError(
             "The opt_state of a window step must be the TokenAccumulationState that "
-            f"step.init or the last call returned: got {type(opt_state).__name__}. Up "
-            "to version 0.2.0 it was the inner optimizer's state: take such a state "
-            "over with regroup_sums(state, step.init(params))."
+            f"step.init or the last call returned: got {type(opt_state).__name__}."
         )
     if has_sums(opt_state) != accumulates and jax.tree.leaves(state.params):
         own, other = ("train", "window") if accumulates else ("window", "train")
