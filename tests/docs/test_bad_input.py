@@ -233,7 +233,7 @@ def with_full_disk(loss_fn: Any) -> Any:
 
 # Errors that nobody would search for, by the section in which their code runs.
 NOT_ON_THE_PAGE = {
-    "Building": """
+    "Optimizers": """
     wrap(sgd, 0)
     wrap(sgd, 2.0)
       …Error: every_k_schedule must be an integer of at least 1 or a function of …
@@ -261,14 +261,13 @@ NOT_ON_THE_PAGE = {
       TypeError: tx must take extra arguments, to be given num_tokens: got a ….
     with_num_tokens(sgd, 3).update(params, sgd.init(params), params)
       ValueError: tx must accumulate, or num_tokens would be dropped: got a state ….
-""",
-    "Updating": """
     update(grads, state, params)
       TypeError: update() needs num_tokens, …. If you did, something in between …
     update(grads, state, params, num_tokens=jnp.ones(8))
     update(grads, state, params, num_tokens=True)
     optimizer.update(grads, state, params, num_tokens=-1)
-      …Error: num_tokens must be …: got …
+    update(grads, state, params, num_tokens=1, close_window=1)
+      …Error: … must be …: got …
     update({"w": jnp.ones(4)}, state, params, num_tokens=1)
     optimizer.update((batch,), optimizer.init([batch]), [batch], num_tokens=1)
       ValueError: Gradients must have the tree and shapes of the parameters …, got …
