@@ -1,19 +1,20 @@
-"""Planned micro-batches and windows hold their sequences, and padding."""
+"""Planned micro-batches hold their sequences, and padding."""
 
 from typing import Any
 
+import chex
+import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from ragged_windows import CUT, PADS, planned, ragged_window
 
-from optax_tokenaccum.ragged import (
-    MicroBatchPlan,
-    pad_micro_batch,
-    plan_window,
-)
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum.ragged import MicroBatchPlan, pad_micro_batch, plan_window
 
 PAD_VALUES = {"ids": -1, "deep": (7, {"mask": False, "score": -2.0})}
 PLAN = MicroBatchPlan(np.array([1, 0]), 3, 4)
@@ -140,3 +141,23 @@ def test_pad_values_fit_their_leaf_or_are_refused(dtype: str, value: Any, fits: 
     batch = pad(sequences, value)
     expected = np.asarray(value).astype(batch.dtype)
     np.testing.assert_array_equal(batch[2], np.full(4, expected))
+
+
+def test_batches_without_tokens_compile_every_shape_and_add_nothing():
+    """The sums stay the same bit for bit; each counts as a micro-batch."""
+    _, sequences = ragged_window(0)
+    batches = planned(sequences)
+    shapes = [MicroBatchPlan(np.arange(0), 128 // n, n) for n in CUT["length_buckets"]]
+    empty = [pad_micro_batch(sequences, shape, pad_values=PADS) for shape in shapes]
+    step = make_train_step(helpers.loss_sum_fn, optax.sgd(0.1))
+    state, _ = step.accumulate(step.init(helpers.init_params(0)), batches[0])
+    before = jax.device_get(state.opt_state)
+    for batch in empty:
+        state, _ = step.accumulate(state, batch)
+    after = state.opt_state._replace(mini_step=before.mini_step)
+    chex.assert_trees_all_equal(before, after)
+    assert state.opt_state.mini_step == 1 + len(empty)
+    with helpers.count_compilations() as compilations:
+        for batch in batches:
+            state, _ = step.accumulate(state, batch)
+    assert not compilations
