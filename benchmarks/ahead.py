@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.chips import CHIPS
+from benchmarks.compiled_text import bytes_sent
 from benchmarks.settings import Settings
 from benchmarks.ways import WAYS
 from benchmarks.workloads import Window, Workload, stacked_layers
 from optax_tokenaccum._steps.abstract import init_of_shapes
-from optax_tokenaccum.compiled import collectives
 
 # What each way of ours is compared with.
 BY_HAND = {
@@ -268,7 +268,7 @@ class Case:
             compiled = program.lowered.compile()
             peaks[name] = program.peak(compiled)
             runs = self._k if name in EVERY_MICRO_BATCH else 1
-            sent += runs * collectives(compiled).bytes()
+            sent += runs * bytes_sent(compiled.as_text())
         return Measured(peaks, sent)
 
     def _placed(self, spread: Callable[[jax.Array], jax.Array]) -> Workload:

@@ -10,7 +10,6 @@ smaller decoder it is that of a TPU's programs as well.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -23,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import chips, report
+from benchmarks.compiled_text import bytes_sent
+from benchmarks.loops import size_in_bytes
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
-from optax_tokenaccum.compiled import collectives, memory
 
 
 class Model(NamedTuple):
@@ -166,27 +166,20 @@ def lowered(
     )
 
 
-def bytes_of(tree: Any) -> int:
-    """Bytes on one device, of shapes with shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-    )
-
-
 def held(programs: Programs) -> dict[str, str]:
     """What a device holds, in GB."""
     params, opt_state = programs.state
     parts = {
-        "parameters": bytes_of(params),
-        "moments": bytes_of(opt_state.inner_opt_state),
-        "sums": bytes_of(opt_state.acc_grads),
+        "parameters": size_in_bytes(params),
+        "moments": size_in_bytes(opt_state.inner_opt_state),
+        "sums": size_in_bytes(opt_state.acc_grads),
     }
     columns = {name: f"{size / 1e9:.1f}" for name, size in parts.items()}
     if chips.CHIPS["v5e"].missing():
         return columns
     try:
-        temporaries = max(memory(x.compile()).temporaries for x in programs[1:])
+        analyses: list[Any] = [x.compile().memory_analysis() for x in programs[1:]]
+        temporaries = max(x.temp_size_in_bytes for x in analyses)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -200,7 +193,7 @@ def held(programs: Programs) -> dict[str, str]:
 
 def sent(programs: Programs) -> list[int]:
     """The bytes that a device sends in a micro-batch, and at the close."""
-    return [collectives(x.compile()).bytes() for x in programs[1:]]
+    return [bytes_sent(x.compile().as_text()) for x in programs[1:]]
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.workloads import Window, Workload
-from optax_tokenaccum.compiled import memory
 
 Optimizer = optax.GradientTransformation
 
@@ -27,8 +26,9 @@ class Program(NamedTuple):
 
     def peak(self, compiled: jax.stages.Compiled | None = None) -> int:
         """Counts temporaries, outputs that alias nothing, and `held`, on a device."""
-        report = memory(compiled or self.lowered.compile())
-        return report.temporaries + report.outputs - report.aliased + self.held
+        found: Any = (compiled or self.lowered.compile()).memory_analysis()
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        return found.temp_size_in_bytes + outputs + self.held
 
 
 class Loop(NamedTuple):

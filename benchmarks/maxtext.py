@@ -10,7 +10,6 @@ It needs an environment of its own, with Python 3.12:
 """
 
 import argparse
-import collections
 import functools
 import os
 from collections.abc import Callable
@@ -31,8 +30,9 @@ from maxtext.utils import maxtext_utils, model_creation_utils, sharding  # pyref
 
 from benchmarks import maxtext_glue
 from benchmarks.chips import ENVIRONMENT
+from benchmarks.compiled_text import bytes_sent
 from benchmarks.measure import interleaved, ratios, relative_error
-from optax_tokenaccum.compiled import collectives, whole_gradients
+from optax_tokenaccum import whole_gradients
 
 K = 4
 OPTIONS = {
@@ -158,7 +158,8 @@ def print_memory(only: str) -> None:
             train.gradient_accumulation_loss_and_grad = accumulate
             step = compiled_step(configured(k, options))
             cells.append(held(step))
-            print(f"{name}, {way}: {cells[-1]}, {sent(step)}", flush=True)
+            size = bytes_sent(step.as_text())
+            print(f"{name}, {way}: {cells[-1]}, sends {size:,} bytes", flush=True)
         if cells:
             rows.append(f"| {name} | {' | '.join(cells[:3])} |")
     print("\n".join(rows))
@@ -169,17 +170,6 @@ def held(step: Any) -> str:
     memory = step.memory_analysis()
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     return f"{peak / 1e6:,.0f} ({memory.temp_size_in_bytes / 1e6:,.0f})"
-
-
-def sent(step: Any) -> str:
-    """The collectives of each kind: how many, outside of loops and in all; bytes."""
-    found = collections.defaultdict(lambda: np.zeros(3, int))
-    for x in collectives(step).entries:
-        found[x.kind] += x.instructions * (x.times == 1), x.instructions, x.bytes
-    return ", ".join(
-        f"{kind} {once} of {number} ({size:,} bytes)"
-        for kind, (once, number, size) in sorted(found.items())
-    )
 
 
 def print_check() -> None:

@@ -21,14 +21,12 @@ from optax_tokenaccum import (
 from optax_tokenaccum.ragged import (
     choose_length_buckets,
     pad_micro_batch,
-    pad_window,
     plan_window,
 )
 
 ROWS = 8
 LAYERS, WIDTH = 2, 128
 BASE = "scan, padded to the longest"
-PLANNED = "planned, one program"
 
 Sequences = list[Batch]
 
@@ -105,7 +103,6 @@ def measure(
             "lengths": name,
             "way": way,
             "scan / it": ratio(times[BASE], times[way]),
-            "it / planned": ratio(times[way], times[PLANNED]),
             "computed / real tokens": ways[way].tokens(windows) / real,
             "update differs by": relative_error(updates[way], updates[BASE]),
         }
@@ -130,10 +127,6 @@ def _ways(
         whole = pad(window, [longest])
         yield jax.tree.map(lambda x: x.reshape(-1, ROWS, longest), whole)
 
-    def as_they_come(window: Sequences) -> Iterator[Batch]:
-        for start in range(0, size, ROWS):
-            yield pad(window[start : start + ROWS], list(buckets))
-
     def packed(window: Sequences) -> Iterator[Packed]:
         yield pack(window, max_length)
 
@@ -141,13 +134,10 @@ def _ways(
         for plan in plan_window([len(x.inputs) for x in window], **cut):
             yield pad_micro_batch(window, plan, pad_values=PADDING)
 
-    def call_each(layout: Callable[[Sequences], Iterator[Batch]]) -> Way:
-        def run(state: Any, window: Sequences) -> Any:
-            for batch in layout(window):
-                state, _ = train_step.accumulate(state, batch)
-            return train_step.close_window(state)[0]
-
-        return Way(train_step.init(params), run, layout)
+    def run_planned(state: Any, window: Sequences) -> Any:
+        for batch in planned(window):
+            state, _ = train_step.accumulate(state, batch)
+        return train_step.close_window(state)[0]
 
     def run_padded(state: Any, window: Sequences) -> Any:
         return window_step(state, *padded(window))[0]
@@ -161,16 +151,10 @@ def _ways(
         )
         return packed_step(state, stacked, num_micro_batches=k)[0]
 
-    def run_planned(state: Any, window: Sequences) -> Any:
-        laid_out = pad_window(window, pad_values=PADDING, **cut)
-        return window_step(state, laid_out)[0]
-
     return {
         BASE: Way(window_step.init(params), run_padded, padded),
-        "random micro-batches": call_each(as_they_come),
         "packed in rows": Way(packed_step.init(params), run_packed, packed),
-        "planned, a call each": call_each(planned),
-        PLANNED: Way(window_step.init(params), run_planned, planned),
+        "planned": Way(train_step.init(params), run_planned, planned),
     }
 
 

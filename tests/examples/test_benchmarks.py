@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import ahead
 from benchmarks.chips import CHIPS
+from benchmarks.compiled_text import bytes_sent
 from benchmarks.measure import interleaved
 from benchmarks.speed import check
 from benchmarks.ways import WAYS
@@ -55,6 +58,36 @@ def test_a_way_that_is_wrong_is_found(monkeypatch):
     monkeypatch.setitem(WAYS, "optax.MultiSteps", naive)
     with pytest.raises(AssertionError, match="optax.MultiSteps"):
         check(square_layers(16, 1), k=3)
+
+
+def test_the_bytes_that_a_program_sends_are_those_worked_out_by_hand():
+    def in_loop(x: Any, _: Any) -> Any:
+        summed = jax.lax.psum(x[:30], "data")
+        part = jax.lax.psum_scatter(x, "data", tiled=True)  # 80 values into 10
+        gathered = jax.lax.all_gather(part[:5], "data", tiled=True)
+        return x.at[:30].add(summed).at[40:].add(gathered), None
+
+    def on_device(x: Any) -> Any:
+        x, _ = jax.lax.scan(in_loop, x, length=6)
+        return jax.lax.cond(
+            jax.lax.pmax(x[0], "data") > 1, lambda: jax.lax.psum(x, "data"), lambda: -x
+        )
+
+    mesh = jax.sharding.Mesh(jax.devices(), "data")
+    sharded = jax.shard_map(
+        on_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    text = jax.jit(sharded).lower(jnp.ones(640)).compile().as_text()
+    assert bytes_sent(text) == 4 * (6 * (30 + 80 + 40) + 1 + 80)
+    for known, other in (
+        (" = f32[30]{0} all-reduce(", " = ? f32[30] all-reduce("),
+        ("HloModule ", "HloModule replica_count=2, "),
+        ("known_trip_count", "trips"),
+        ("ENTRY ", ""),
+    ):
+        assert known in text
+        with pytest.raises((ValueError, KeyError)):
+            bytes_sent(text.replace(known, other))
 
 
 # Where a way of ours needs more memory than the same by hand, and why.
