@@ -41,9 +41,6 @@ SGD = optax.sgd(1e-4)
 # Updates that hold more than plain SGD does, each for a reason of its own.
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "clipped AdamW": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
-    "Adam, clipped late": optax.chain(
-        optax.scale_by_adam(), optax.clip_by_global_norm(1.0)
-    ),
     "LAMB": optax.lamb(1e-4),
     "apply_if_finite(AdamW)": optax.apply_if_finite(optax.adamw(1e-4), 3),
     "Muon": optax.contrib.muon(1e-4),
@@ -184,15 +181,10 @@ def models(settings: Settings, layers: int) -> dict[str, partial[Workload]]:
 
 
 class Measured(NamedTuple):
-    """What the programs of a way need.
+    """What the programs of a way need; see `benchmarks.programs` for peaks."""
 
-    Attributes:
-      peaks: of every program, in bytes on each device; see `benchmarks.programs`.
-      sent: the bytes that a device sends in a window.
-    """
-
-    peaks: dict[str, int]
-    sent: int
+    peaks: dict[str, int]  # of every program, in bytes on each device
+    sent: int  # the bytes that a device sends in a window
 
     @property
     def peak(self) -> int:

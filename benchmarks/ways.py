@@ -1,7 +1,7 @@
 """Every way to accumulate.
 
-First come two limits, then optax's ways and the four forms that people write by hand,
-then the entry points of this library.
+First come two limits, then optax's ways and forms that people write by hand, then the
+entry points of this library.
 """
 
 from collections.abc import Callable
@@ -119,29 +119,6 @@ def sums_by_hand(
     return jax.lax.scan(body, empty_sums(params), micro_batches)[0]
 
 
-def cond_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
-    """One program per micro-batch, with update and reset in a cond, like Tunix."""
-
-    def init(params: Any) -> Any:
-        return inner.init(params), empty_sums(params), jnp.zeros((), jnp.int32)
-
-    def step(params: Any, carried: Any, batch: Any, frozen: Any) -> Any:
-        opt_state, sums, index = carried
-        sums = add(sums, _gradient(workload, params, batch, frozen))
-
-        def close() -> Any:
-            updated = apply_sums(inner, params, opt_state, sums)
-            return *updated, jax.tree.map(jnp.zeros_like, sums)
-
-        def leave() -> Any:
-            return params, opt_state, sums[0] / sums[1], sums
-
-        params, opt_state, loss, sums = jax.lax.cond(index == k - 1, close, leave)
-        return params, (opt_state, sums, (index + 1) % k), loss
-
-    return one_program(workload, init, step, one_by_one, lambda carried: carried[1])
-
-
 def pair_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """Two programs: one adds a micro-batch, one updates and resets the sums."""
 
@@ -180,35 +157,6 @@ def pair_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
         }
 
     return Loop(init, run, lower)
-
-
-def loop_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
-    """A jitted gradient, summed outside of jit, and a jitted update."""
-    gradient = jax.jit(partial(_gradient, workload))
-    close = jax.jit(partial(apply_sums, inner), donate_argnums=(0, 1))
-
-    def run(state: Any, window: Window) -> Any:
-        sums = None
-        for batch in window.micro_batches:
-            terms = gradient(state[0], batch, workload.frozen)
-            sums = terms if sums is None else add(sums, terms)
-        *updated, _ = close(*state, sums)
-        return updated
-
-    def lower(state: Any, window: Window) -> Any:
-        batch, sums = window.micro_batches[0], jax.eval_shape(empty_sums, state[0])
-        held = size_in_bytes(sums)
-        lowered = gradient.lower(state[0], batch, workload.frozen)
-        terms = lowered.out_info
-        # Outside of jit, this is a program for each array, and allocates the same.
-        lowered_add = jax.jit(add).lower(sums, terms)
-        return {
-            "gradient": Program(lowered, held),
-            "add": Program(lowered_add, held + size_in_bytes(terms)),
-            "close": Program(close.lower(*state, sums), held),
-        }
-
-    return Loop(lambda params: owned((params, inner.init(params))), run, lower)
 
 
 def _gradient(workload: Workload, params: Any, batch: Any, frozen: Any) -> Any:
@@ -337,9 +285,7 @@ WAYS: dict[str, Way] = {
     "optax.MultiSteps": Way("optax", optax_multi_steps, exact=False),
     "optax.microbatching": Way("optax", optax_microbatching),
     "scan by hand": Way("by hand", scan_by_hand),
-    "cond by hand": Way("by hand", cond_by_hand),
     "pair by hand": Way("by hand", pair_by_hand),
-    "loop by hand": Way("by hand", loop_by_hand),
     "gradient by hand": Way("by hand", gradient_by_hand),
     "token_accumulation": Way("ours", transformation),
     "MultiSteps": Way("ours", multi_steps),
