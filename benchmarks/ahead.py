@@ -16,7 +16,6 @@ from benchmarks.compiled_text import bytes_sent
 from benchmarks.settings import Settings
 from benchmarks.ways import WAYS
 from benchmarks.workloads import Window, Workload, stacked_layers
-from optax_tokenaccum._steps.abstract import init_of_shapes
 
 # What each way of ours is compared with.
 BY_HAND = {
@@ -51,17 +50,11 @@ EVERY_MICRO_BATCH = "gradient", "accumulate"
 
 
 class Layout(NamedTuple):
-    """How eight devices share the work; rows are always spread over "data".
+    """How eight devices share the work; rows are always spread over "data"."""
 
-    Attributes:
-      mesh: the sizes of the axes "data" and "model".
-      fsdp: the axis over which parameters are spread, if any.
-      tensor: the axis over which the inner width of the layers is spread, if any.
-    """
-
-    mesh: tuple[int, ...]
-    fsdp: str | None = None
-    tensor: str | None = None
+    mesh: tuple[int, ...]  # the sizes of the axes "data" and "model"
+    fsdp: str | None = None  # the axis over which parameters are spread
+    tensor: str | None = None  # the axis of the inner width of the layers
 
     def spec(self, name: str, ndim: int, axis: int) -> P:
         """How a parameter is spread whose layers are stacked along this axis."""
@@ -120,23 +113,14 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 
 class What(NamedTuple):
-    """What is compiled for each chip.
+    """What is compiled for each chip."""
 
-    Attributes:
-      layout: one device, or a key of `LAYOUTS`.
-      model: a key of `models`.
-      ways: keys of `WAYS`.
-      modes: of steps over several devices.
-      layers: how many the model has.
-      optimizer: a key of `OPTIMIZERS`; empty for SGD.
-    """
-
-    layout: str
-    model: str
-    ways: tuple[str, ...]
-    modes: tuple[str, ...]
-    layers: int
-    optimizer: str = ""
+    layout: str  # one device, or a key of `LAYOUTS`
+    model: str  # a key of `models`
+    ways: tuple[str, ...]  # keys of `WAYS`
+    modes: tuple[str, ...]  # of steps over several devices
+    layers: int  # of the model
+    optimizer: str = ""  # a key of `OPTIMIZERS`; empty for SGD
 
 
 def cases(settings: Settings) -> Iterator[What]:
@@ -253,7 +237,7 @@ class Case:
         if way in STEPS:
             state = loop.init(workload.params)
         else:
-            state = init_of_shapes(loop.init, (), workload.params)
+            state = self._placed_like(workload.params, loop.init)
         programs = loop.lower(state, self._window(workload))
         peaks, sent = {}, 0
         for name, program in programs.items():
@@ -262,6 +246,16 @@ class Case:
             runs = self._k if name in EVERY_MICRO_BATCH else 1
             sent += runs * bytes_sent(compiled.as_text())
         return Measured(peaks, sent)
+
+    def _placed_like(self, params: Any, init: Callable[[Any], Any]) -> Any:
+        """The shapes of a state; no two parameters with one shape are spread unlike."""
+        leaves = jax.tree.leaves(params)
+        specs = {x.shape: getattr(x.sharding, "spec", P()) for x in leaves}
+
+        def place(x: Any) -> Any:
+            return self._place(x, specs.get(x.shape, P()))
+
+        return jax.tree.map(place, jax.eval_shape(init, params))
 
     def _placed(self, spread: Callable[[jax.Array], jax.Array]) -> Workload:
         """The workload with shapes in the place of its arrays."""

@@ -78,13 +78,13 @@ def _trips(loop: str, caller: dict, bodies: dict) -> int:
     bound = _operands(test)[1:]
     counter = condition[_operands(test)[0]][3] if bound else test
     place = int(re.findall(r"index=(\d+)", counter)[0])
-    first = _operands(caller[_operands(loop)[0]][3])[place]
     after = _operands(body["ROOT "][3])[place]
     step, more = (_number(body, after, place, x) for x in (0, 1))
     if not bound and step == more == 0:
         return 1
     if "direction=LT" not in test or step < 1 or more != step + 1:
         raise ValueError(f"How often this loop runs cannot be read: {loop[:80]}.")
+    first = _operands(caller[_operands(loop)[0]][3])[place]
     return len(range(_number(caller, first), _number(condition, bound[0]), step))
 
 

@@ -46,19 +46,12 @@ class Batch(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the arrays of a step are.
+    """Where the arrays of a step are."""
 
-    Attributes:
-      mesh: the sizes of the axes "data" and "model".
-      reduce_every: of the step.
-      is_spread: whether parameters are spread over both axes.
-      constrains: whether the loss constrains activations to be spread over "data".
-    """
-
-    mesh: tuple[int, int]
+    mesh: tuple[int, int]  # the sizes of the axes "data" and "model"
     reduce_every: Literal["micro_batch", "window"]
-    is_spread: bool
-    constrains: bool
+    is_spread: bool  # whether parameters are spread over both axes
+    constrains: bool  # whether the loss spreads activations over "data"
 
 
 SEVEN_B, BATCH = Model(32, 4096, 11008, 32, 32000), Batch(16, 2048)

@@ -12,42 +12,27 @@ ADAMW = optax.adamw(1e-4)
 
 
 class Settings(NamedTuple):
-    """The settings of all suites.
+    """The settings of all suites."""
 
-    Attributes:
-      workloads: the workloads of the speed and programs suites, by name.
-      k: the number of micro-batches in a window.
-      rounds: the maximum number of rounds of an interleaved measurement.
-      seconds: the time limit of one measurement, once there are five rounds.
-      memory_ks: the values of k in the memory suite.
-      host_leaves: the numbers of leaves in the host suite.
-      host_variables: the numbers of variables of nnx models in the host suite.
-      compiled_leaves: the numbers of leaves in the compile suite.
-      sequences: the number of sequences in a window of the ragged suite.
-      windows: the number of windows of real dialogue in the ragged suite.
-      max_length: the maximum length of a sequence in the ragged suite, in tokens.
-      shapes: the number of micro-batch shapes in the ragged suite.
-      lengths: the names of the length distributions in the ragged suite.
-      ahead_sizes: layers, width, length and vocabulary in the ahead suite. Gradients
-        must not fit into the on-chip memory of a TPU, 128 MiB.
-      ahead_all: whether the ahead suite compiles all cases, or the few of its test.
-    """
-
-    workloads: Workloads
-    k: int = 8
-    rounds: int = 21
-    seconds: float = 20
-    memory_ks: tuple[int, ...] = (1, 2, 4, 8, 16)
+    workloads: Workloads  # of the speed and programs suites, by name
+    k: int = 8  # micro-batches in a window
+    rounds: int = 21  # at most, of an interleaved measurement
+    seconds: float = 20  # the limit of one measurement, once there are five rounds
+    memory_ks: tuple[int, ...] = (1, 2, 4, 8, 16)  # values of k in the memory suite
     host_leaves: tuple[int, ...] = (10, 300, 3000)
-    host_variables: tuple[int, ...] = (10, 100, 1000)
+    host_variables: tuple[int, ...] = (10, 100, 1000)  # of nnx models
     compiled_leaves: tuple[int, ...] = (300, 1000)
+    # Of the ragged suite: sequences in a window, windows of real dialogue, the longest
+    # sequence in tokens, shapes of micro-batches, and distributions of lengths.
     sequences: int = 128
     windows: int = 7
     max_length: int = 512
     shapes: int = 6
     lengths: tuple[str, ...] = ("dialogue", "log-normal", "uniform", "two lengths")
+    # Of the ahead suite: layers, width, length and vocabulary. Gradients must not fit
+    # into the on-chip memory of a TPU, 128 MiB.
     ahead_sizes: tuple[int, int, int, int] = (24, 2048, 512, 32_768)
-    ahead_all: bool = True
+    ahead_all: bool = True  # otherwise the few cases of its test
 
     def say(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
