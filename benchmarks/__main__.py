@@ -9,7 +9,7 @@ runs everything on small inputs, to check that it works. The results of other su
 the folder are kept.
 
 To put new results into docs/performance.md, run `python -m benchmarks.page
-docs/performance.md` for its tables and `python -m benchmarks.picture` for its picture.
+docs/performance.md` for its tables.
 """
 
 import argparse
@@ -70,8 +70,6 @@ def main() -> None:
     suites = SUITES | ONLY_IF_NAMED
     results = {name: suites[name](chosen) for name in options.suite}
     report.write({name: rows for name, rows in results.items() if rows}, options.out)
-    if "ragged" in results:
-        ragged.picture(chosen, options.out / "ragged.png")
     print((options.out / "benchmarks.md").read_text())
 
 

@@ -1,11 +1,9 @@
 """A window of ragged sequences: padded, packed, and planned."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib
 import model as transformer
 import numpy as np
 import optax
@@ -219,37 +217,3 @@ def sequences_of(name: str, settings: Settings) -> Sequences:
 def _random(rng: np.random.Generator, length: int) -> Batch:
     tokens = rng.integers(0, 256, length + 1).astype(np.int32)
     return Batch(tokens[:-1], tokens[1:], np.ones(length, bool))
-
-
-def picture(settings: Settings, path: Path) -> None:
-    """Draws a window before and after planning, one line per row."""
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    sequences = sequences_of("dialogue", settings)
-    everything = [len(sequence.inputs) for sequence in sequences]
-    buckets = choose_length_buckets(everything, settings.shapes)
-    drawn = np.random.default_rng(0).permutation(everything)[: settings.sequences]
-    plans = plan_window(
-        drawn, max_tokens=2 * settings.max_length, length_buckets=buckets
-    )
-    before = [(length, drawn.max()) for length in drawn]
-    after = [
-        (drawn[plan.indices[row]] if row < len(plan.indices) else 0, plan.length)
-        for plan in plans
-        for row in range(plan.num_rows)
-    ]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 5), sharex=True)
-    titles = ("padded to the longest", f"planned in {len(set(buckets))} shapes")
-    for panel, rows, title in zip(panels, (before, after), titles, strict=True):
-        tokens, widths = np.array(rows).T
-        places, share = np.arange(len(rows)), widths.sum() / tokens.sum()
-        panel.barh(places, widths, height=1, color="C7", alpha=0.35, label="padding")
-        panel.barh(places, tokens, height=1, color="C0", label="tokens")
-        panel.set(title=f"{title}: {share:.2f} times the tokens", xlabel="positions")
-        panel.invert_yaxis()
-    panels[0].set_ylabel("rows of a window")
-    panels[0].legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
