@@ -30,7 +30,6 @@ from benchmarks import (
 SUITES = {
     "speed": speed.run,
     "programs": programs.run,
-    "memory": programs.run_growing,
     "host": host.run,
     "compile": compile_time.run,
     "ragged": ragged.run,

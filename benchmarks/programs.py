@@ -1,4 +1,4 @@
-"""The memory of the programs of every way, and how it grows with k.
+"""The memory of the programs of every way.
 
 The peak of a program leaves out parameters, optimizer state and batch: temporaries +
 outputs - aliased outputs + gradients and sums of them among the arguments. It is
@@ -14,14 +14,6 @@ from benchmarks.ways import WAYS
 from benchmarks.workloads import Workload, window_of
 
 BASE = "gradients alone"
-GROWN = (
-    BASE,
-    "optax.MultiSteps",
-    "optax.microbatching",
-    "scan by hand",
-    "train step",
-    "window step",
-)
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
@@ -39,27 +31,6 @@ def run(settings: Settings) -> list[dict[str, Any]]:
                 "peak / gradients alone": {x: own[x] / least for x in own},
             }
             for way, own in peaks.items()
-        ]
-    return rows
-
-
-def run_growing(settings: Settings) -> list[dict[str, Any]]:
-    """Returns a row for every k and way: the highest peak of its programs."""
-    name = "stacked"
-    workload = settings.workloads[name]()
-    rows = []
-    for k in settings.memory_ks:
-        settings.say(f"memory of {name}, k = {k}")
-        peaks = {way: max(_peaks(workload, way, k).values()) for way in GROWN}
-        rows += [
-            {
-                "workload": name,
-                "k": k,
-                "way": way,
-                "peak MB": round(peak / 1e6, 1),
-                "peak / gradients alone": peak / peaks[BASE],
-            }
-            for way, peak in peaks.items()
         ]
     return rows
 

@@ -18,7 +18,6 @@ class Settings(NamedTuple):
     k: int = 8  # micro-batches in a window
     rounds: int = 21  # at most, of an interleaved measurement
     seconds: float = 20  # the limit of one measurement, once there are five rounds
-    memory_ks: tuple[int, ...] = (1, 2, 4, 8, 16)  # values of k in the memory suite
     host_leaves: tuple[int, ...] = (10, 300, 3000)
     host_variables: tuple[int, ...] = (10, 100, 1000)  # of nnx models
     compiled_leaves: tuple[int, ...] = (300, 1000)
@@ -43,7 +42,6 @@ QUICK = Settings(
     k=2,
     rounds=1,
     seconds=0,
-    memory_ks=(1, 2),
     host_leaves=(3,),
     host_variables=(3,),
     compiled_leaves=(3,),
