@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import meshes
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import ahead, fits
 from benchmarks.workloads import stacked_layers
-from optax_tokenaccum import window_value_and_grad
 
 MODEL = fits.Model(
     layers=2, width=32, hidden=64, heads=4, vocabulary=64, dtype=jnp.float32
@@ -86,31 +84,3 @@ def test_words_are_looked_up_with_what_is_sent_by_hand():
 def mean_loss(model: fits.Model, params: Any, batch: Any) -> jax.Array:
     loss_sum, num_tokens = fits.loss_fn(model, None, params, batch)
     return loss_sum / num_tokens
-
-
-def test_the_gradient_of_a_table_may_have_another_dtype():
-    """A `custom_vjp` may return float32 for a bfloat16 table."""
-
-    @jax.custom_vjp
-    def look_up(table: Any, tokens: Any) -> Any:
-        return table[tokens]
-
-    def backward(kept: Any, g: Any) -> Any:
-        rows, tokens = kept
-        zeros = jnp.zeros((rows, g.shape[-1]), jnp.float32)
-        return zeros.at[tokens].add(g.astype(jnp.float32)), None
-
-    look_up.defvjp(lambda t, i: (look_up(t, i), (len(t), i)), backward)
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        x = look_up(params["table"], batch["tokens"]).astype(jnp.float32)
-        return jnp.sum(x * params["w"]), jnp.sum(batch["mask"])
-
-    mesh = meshes.make_mesh((8,))
-    params = {"table": jnp.ones((8, 16), jnp.bfloat16), "w": jnp.arange(16.0)}
-    tokens = jnp.arange(16).reshape(2, 8) % 6
-    window = {"tokens": tokens, "mask": jnp.ones((2, 8))}
-    f = jax.jit(window_value_and_grad(loss_fn))
-    expected = f(params, window)
-    on_mesh = jax.device_put(params, NamedSharding(mesh, P()))
-    chex.assert_trees_all_equal(jax.device_get(f(on_mesh, window)), expected)

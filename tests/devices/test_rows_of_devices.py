@@ -83,11 +83,6 @@ def check(step: Any, batches: list[Any]) -> None:
     assert relative_error(got, EXACT) < 2e-6
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct(x.shape, jnp.result_type(x), sharding=sharding)
-
-
 @pytest.mark.parametrize(
     ("way", "kind", "axis"),
     [

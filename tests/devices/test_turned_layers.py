@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import window_gradients
 from flax import nnx
 from helpers import relative_error, stack
 from jax.sharding import NamedSharding
@@ -17,7 +16,7 @@ from meshes import make_mesh
 from window_gradients import KEEPS, batch_of, by_hand, loss_through, squares
 
 import optax_tokenaccum.nnx
-from optax_tokenaccum import make_window_step, whole_gradients, window_value_and_grad
+from optax_tokenaccum import make_window_step, whole_gradients
 from optax_tokenaccum._core.backward import BackwardPass
 
 LAYERS, WIDTH, ROWS = 3, 8, 16
@@ -92,45 +91,6 @@ def test_a_skip_function_is_shown_gradients_as_they_are():
     step = make_window_step(loss_fn, KEEPS, should_skip_update_fn=skip)
     state, _ = step(step.init(PARAMS), stack(BATCHES))
     got = state.opt_state.inner_opt_state
-    assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
-
-
-def test_gradients_of_every_kind_on_an_explicit_mesh():
-    """Layer by layer; whole, of a spread bfloat16 head; and whole along axis 1."""
-    mesh = make_mesh((4, 2), "explicit")
-
-    def gathered(w: Any) -> Any:
-        return jax.sharding.reshard(w, NamedSharding(mesh, P()))
-
-    def loss_fn(params: Any, x: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
-            return jnp.tanh(x @ w[0] @ gathered(w[1])), None
-
-        layers = params["first"], jnp.moveaxis(params["turned"], 1, 0)
-        y, _ = jax.lax.scan(layer, x, layers)
-        y = y @ gathered(params["head"]).astype(x.dtype)
-        return jnp.sum(y), jnp.sum(x != 0)
-
-    specs = {"first": P(), "turned": P(None, None, "model"), "head": P(None, "model")}
-    params = {"first": PARAMS["w"].swapaxes(0, 1), "turned": PARAMS["w"]}
-    params["head"] = jnp.asarray(PARAMS["w"][:, 0], jnp.bfloat16)
-    batches = [batch["x"] for batch in BATCHES]
-    with jax.set_mesh(mesh):
-        placed = {k: jax.device_put(x, specs[k]) for k, x in params.items()}
-        expected = by_hand(loss_fn, placed, batches)
-        got = window_gradients.train_step(loss_fn, placed, batches)
-    assert relative_error(got, expected) < 0.01  # a bfloat16 head
-
-
-def test_in_a_map_of_ones_own():
-    mesh = make_mesh((8,))
-    f = jax.shard_map(
-        lambda p, b: window_value_and_grad(loss_fn)(p, b)[1],
-        mesh=mesh,
-        in_specs=(P(), {"x": P(None, "data"), "mask": P(None, "data")}),
-        out_specs=P(),
-    )
-    got = jax.jit(f)(PARAMS, stack(BATCHES))
     assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
 
 

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from helpers import SKIPS, numbers_of, slow
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from meshes import OVER
 
@@ -282,25 +282,6 @@ def test_gradients_of_a_model_in_ones_own_shard_map():
         jax.eval_shape(of_window, state, helpers.stack(MICRO_BATCHES))
 
 
-@pytest.mark.slow
-def test_the_ways_move_variables_alike():
-    """And no two devices or micro-batches share a dropout mask."""
-    moved = []
-    for way in ("two programs", "window"):
-        run = Run(way, masked_loss_fn, has_aux=True, rate=0.5, **ON_MESH)
-        keys, seen = run.held(nnx.RngKey), []
-        for _ in range(2):
-            seen += [m.aux.reshape(-1, 64) for m in run.window(MICRO_BATCHES)]
-        masks = np.concatenate(seen)
-        assert masks.shape == (2 * K * DEVICES, 64)
-        assert len({mask.tobytes() for mask in masks}) == len(masks)
-        chex.assert_trees_all_equal(run.held(nnx.RngKey), keys)
-        assert run.model.dropout.rngs.count[...] == 2 * 2 * K  # the loss asks twice
-        kinds = nnx.Any(nnx.BatchStat, nnx.RngCount, nnx.Param)
-        moved.append([masks, *run.held(kinds)])
-    assert helpers.relative_error(*moved) < RTOL
-
-
 @pytest.mark.parametrize(
     ("way", "options"), [("two programs", ONE_DEVICE), slow("window", ON_MESH)]
 )
@@ -418,47 +399,6 @@ def test_an_array_that_stands_twice_is_donated_once():
         return run.held(), seen
 
     chex.assert_trees_all_equal(trained(True), trained(False))
-
-
-@pytest.mark.slow
-def test_on_a_mesh_each_program_is_compiled_once():
-    """Without a mesh of its own, a step takes arrays where they are, as with FSDP."""
-    model, spread = Model(nnx.Rngs(0)), NamedSharding(MESH, P("data"))
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        where = NamedSharding(MESH, P()) if "lora" in path else spread
-        param.set_raw_value(jax.device_put(param.get_raw_value(), where))
-    tx = token_accumulation(optax.adafactor(0.1), K)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    micro_batch = jax.device_put(MICRO_BATCHES[0], spread)
-    step = make_train_step(loss_fn)
-    step.init(model, optimizer)
-    with helpers.count_compilations() as compilations:
-        for _ in range(2 * K + 1):
-            step(model, optimizer, micro_batch)
-        for _ in range(2):
-            metrics = step.close_window(model, optimizer)
-    assert metrics.gradient_step == 3 and len(compilations) == 2
-    kernel = model.hidden.kernel.get_raw_value()
-    sums = optimizer.opt_state.acc_grads.hidden.kernel.get_raw_value()
-    for x in (kernel, sums):
-        assert x.sharding.is_equivalent_to(spread, x.ndim)
-
-
-@SLOW
-def test_gradients_are_sent_once_a_window_and_frozen_parameters_never():
-    run = Run("two programs", inner=optax.adamw(1e-3), **ON_MESH)
-    size = sum(x.nbytes for x in run.held(nnx.Param))
-    statistics = sum(x.nbytes for x in run.held(nnx.BatchStat))
-
-    def sent(part: Any, run: Any, *batch: Any) -> float:
-        lowered = part.lower(run.model, run.optimizer, *batch)
-        return helpers.bytes_sent(lowered.compile())
-
-    assert sent(run.step.accumulate, run, MICRO_BATCHES[0]) < 0.1 * size  # statistics
-    assert size <= sent(run.step.close_window, run) < 1.01 * size
-    lora = Run("two programs", nnx.remat(loss_fn), wrt=nnx.LoRAParam, **ON_MESH)
-    of_lora = sent(lora.step.accumulate, lora, MICRO_BATCHES[0])
-    assert statistics <= of_lora < 2 * statistics
 
 
 def test_init_lays_out_and_may_be_called_again():

@@ -56,13 +56,8 @@ def in_workers(dataset: grain.IterDataset) -> grain.IterDataset:
     return dataset.mp_prefetch(options)
 
 
-def in_thread(dataset: grain.IterDataset) -> grain.IterDataset:
-    return grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=3)
-
-
 PIPELINES: dict[str, Callable[[], grain.IterDataset]] = {
     "one thread": lambda: flat(windows_of()),
-    "flattened in a thread": lambda: in_thread(flat(windows_of())),
     "cut by workers": lambda: flat(in_workers(windows_of())),
 }
 
@@ -113,13 +108,3 @@ def test_resumes_bit_for_bit_after_a_micro_batch(name: str):
         rest = list(iterator)
         assert len(rest) == len(whole) - done
         chex.assert_trees_all_equal(rest, whole[done:])
-
-
-@pytest.mark.slow
-def test_workers_after_the_flattening_interleave_windows():
-    """A rule of the page: Grain raises no error."""
-    marks, interleaved = (
-        [is_last for _, is_last in dataset]
-        for dataset in (flat(windows_of()), in_workers(flat(windows_of())))
-    )
-    assert sum(marks) == sum(interleaved) and marks != interleaved

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
-import optax
 import pytest
 import window_gradients
 from helpers import relative_error, run_step, slow, stack
@@ -94,38 +93,6 @@ def test_nan_gradients_of_no_tokens_add_nothing(
     check(way, loss_fn, params, batches, rtol)
 
 
-def unrolled(params: Any, batch: Any) -> Any:
-    """The same without a loop."""
-    y = batch["x"].astype(params["out"].dtype)
-    for w in params["layers"]:
-        y = jnp.tanh(y @ w)
-    loss_sum, n = window_gradients.squares(y + params["out"], batch)
-    return loss_sum / n * n, n
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="there is one way")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("add", [BackwardPass._add_within, BackwardPass._add_after])
-def test_no_tokens_add_nothing_but_empty_the_sums_without_loops_too(
-    add: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(BackwardPass, "_add_in_least_memory", add)
-    rtol = 2e-2 if dtype == jnp.bfloat16 else 1e-5
-    params = params_of(dtype)
-    params["layers"] = [*params["layers"]]
-    step = make_train_step(unrolled, KEEPS, 3)
-    state = step.init(params)
-    for tokens in ((8, 0, 3), (0, 5, 2)):
-        batches = window_of(*tokens)
-        state, metrics = run_step(step, state, batches)
-        got, expected = (
-            state.opt_state.inner_opt_state,
-            by_hand(unrolled, params, batches),
-        )
-        chex.assert_trees_all_close(got, expected, rtol=rtol, atol=rtol / 10)
-        assert metrics.num_tokens == sum(tokens)
-
-
 COUNTS = {
     # Known while the loss is traced.
     "int": 5,
@@ -149,22 +116,6 @@ def with_count(count: Any) -> Any:
 @every_way
 def test_counts_that_are_known_or_not_usable(way: Any, count: Any):
     check(way, with_count(count), batches=window_of(8, 4), rtol=1e-5)
-
-
-def test_tokens_that_are_known_need_no_conditional():
-    def conditionals_of(count: Any) -> int:
-        step = make_train_step(with_count(count), optax.sgd(1.0), 2)
-        state = jax.eval_shape(step.init, params_of())
-        text = step.accumulate.lower(state, batch_of(0, 8)).as_text()
-        return text.count("stablehlo.case")
-
-    conditionals = conditionals_of(lambda n: n)
-    for known in (0, 5):
-        fewer = conditionals_of(known) < conditionals
-        assert fewer or jax.__version_info__ < (0, 11)  # none in a backward pass
-    step = make_train_step(with_count(2**31), optax.sgd(1.0), 1)  # beyond int32
-    _, metrics = step(step.init(params_of()), batch_of(0, 8))
-    assert metrics.updated and metrics.num_tokens == 2.0**31
 
 
 @pytest.mark.parametrize("over", ["1", "8", "8, each"])
@@ -348,13 +299,6 @@ def test_vmap_is_a_window_for_each_lane(axes: Any):
         lane = jax.tree.map(lambda x, i=i: x[i], got)
         expected = by_hand(loss_fn, params, batches)
         chex.assert_trees_all_close(lane, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_xla_does_not_see_that_layers_are_added_in_a_loop():
-    """Otherwise a GPU holds two more sums: see `_rounded` in `_core/stand_ins.py`."""
-    f = window_value_and_grad(window_gradients.loss_fn)
-    text = str(jax.make_jaxpr(f)(params_of(), stack(BATCHES)))
-    assert ("reduce_precision" in text) == BackwardPass.is_supported
 
 
 def test_reverse_mode_is_right_or_an_error():

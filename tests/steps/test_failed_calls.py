@@ -53,22 +53,6 @@ def test_an_error_in_the_optimizer_leaves_the_window_open(options: Any, error: A
     assert metrics.updated and metrics.num_tokens == 80
 
 
-def test_an_interrupted_compilation_leaves_the_window_open(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Interrupts the long compilation of the second program, when sums exist."""
-    compile_ = jax.stages.Lowered.compile
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
-        raise KeyboardInterrupt("once")
-
-    expected, got = (make_train_step(ways_in.loss_fn, ways_in.SGD, 2) for _ in "ab")
-    expected = run(expected, BATCHES[:2])
-    monkeypatch.setattr(jax.stages.Lowered, "compile", interrupted)
-    chex.assert_trees_all_equal(run(got, BATCHES[:2], KeyboardInterrupt), expected)
-
-
 class FullDisk:
     """A loss with a callback that raises while the program runs, if it is told to."""
 

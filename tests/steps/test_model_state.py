@@ -12,17 +12,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import OVER
 
-import optax_tokenaccum.nnx
 from optax_tokenaccum import (
     make_train_step,
     make_window_step,
     regroup_sums,
-    token_accumulation,
     window_value_and_grad,
 )
 
@@ -238,41 +235,6 @@ def test_a_rejected_micro_batch_leaves_no_trace(over: str):
         same((state.params, state.model_state), (clean.params, clean.model_state), 1e-5)
     naive, _ = train("window", [[bad]], over=over)
     assert np.isnan(naive.model_state["var"]).all()
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.norm = nnx.BatchNorm(FEATURES, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.out = nnx.Linear(FEATURES, 1, rngs=rngs)
-
-    def loss(self, batch: Any) -> Any:
-        errors = self.out(self.dropout(self.norm(batch["x"])))[:, 0] - batch["y"]
-        return jnp.sum(errors**2 * batch["weights"]), jnp.sum(batch["weights"])
-
-
-@pytest.mark.parametrize("over", ["1", "8", helpers.slow("8, each")])
-def test_the_same_as_the_steps_for_nnx(over: str):
-    model = Model()
-    optimizer = nnx.Optimizer(model, token_accumulation(SGD, K), wrt=nnx.Param)
-    graph, *arrays = nnx.split(model, nnx.Param, ...)
-
-    def of_arrays(params: Any, rest: Any, batch: Any) -> Any:
-        model = nnx.merge(graph, params, rest)
-        return model.loss(batch), nnx.state(model, nnx.Not(nnx.Param))
-
-    step = new_step("two programs", of_arrays, has_aux=False, **OVER[over])
-    state = step.init(*arrays)
-    nnx_step = optax_tokenaccum.nnx.make_train_step(Model.loss, **OVER[over])
-    for batch in calls("two programs", WINDOWS):
-        state, metrics = step(state, batch)
-        assert metrics.loss == nnx_step(model, optimizer, batch).loss
-    trained = nnx.split(model, nnx.Param, ...)[1:]
-    same((state.params, state.model_state), trained)
-    for x in jax.tree.leaves(nnx.state(model)):
-        assert len(x.sharding.device_set) == (1 if over == "1" else DEVICES)
-        assert x.is_fully_replicated
 
 
 def returning(name: str, change: Any) -> Any:

@@ -1,6 +1,5 @@
 """What the train step compiles to: number of programs, memory, no blocking."""
 
-import re
 from typing import Any
 
 import chex
@@ -17,14 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.chips import CHIPS
-from benchmarks.loops import mean_like
-from benchmarks.ways import WAYS, sums_by_hand
-from benchmarks.workloads import Workload, square_layers, stacked_layers, window_of
+from benchmarks.ways import WAYS
+from benchmarks.workloads import square_layers, stacked_layers, window_of
 from optax_tokenaccum import (
     make_train_step,
     make_window_step,
     token_accumulation,
-    window_value_and_grad,
 )
 from optax_tokenaccum._core.backward import BackwardPass
 
@@ -51,8 +48,6 @@ ADAFACTOR = optax.adafactor(1e-3)
 LAMB = optax.lamb(1e-3)
 CLIPPED_LATE = optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0))
 IF_FINITE = optax.apply_if_finite(ADAMW, 3)
-SCALARS = optax.stateless(lambda g, _: jax.tree.map(lambda x: x * jnp.vdot(x, x), g))
-PRODUCTS = optax.stateless(lambda g, _: jax.tree.map(lambda x: x @ x, g))
 NEEDS_LIBTPU = pytest.mark.skipif(
     bool(CHIPS["v5e"].missing()), reason="needs libtpu, to compile"
 )
@@ -248,220 +243,6 @@ def test_steps_need_no_more_memory_than_by_hand(
     assert peak("train step") <= 1.01 * peak("pair by hand")
 
 
-def many_words(params: Any, batch: Any) -> Any:
-    """A loss with `aux`, whose logits need more than everything else."""
-
-    @jax.checkpoint
-    def layer(x: Any, w: Any) -> Any:
-        return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("data")), None
-
-    embed, layers, head = (x.astype(jnp.bfloat16) for x in params)
-    x, _ = jax.lax.scan(layer, embed[batch["x"]], layers)
-    logits = (x @ head).astype(jnp.float32)
-    losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["y"], len(embed)))
-    loss_sum = jnp.sum(losses * batch["mask"])
-    return loss_sum, (jnp.sum(batch["mask"]), {"loss_sum": loss_sum})
-
-
-@pytest.mark.slow
-@NEEDS_LIBTPU
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
-def test_aux_over_tpus_needs_no_more_memory_than_by_hand():
-    """XLA gathers the head of a lone forward pass in a loop, and copies the logits."""
-    mesh = Mesh(CHIPS["v5e"].devices(), ("data",))
-
-    def spread(*shape: int, axis: int = 1, dtype: Any = jnp.float32) -> Any:
-        sharding = NamedSharding(mesh, P(*[None] * axis, "data"))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    params = spread(32000, 256), spread(4, 256, 256), spread(256, 32000, axis=0)
-    dtypes = {"x": jnp.int32, "y": jnp.int32, "mask": jnp.float32}
-    window = {name: spread(4, 16, 1024, dtype=x) for name, x in dtypes.items()}
-
-    def without_aux(params: Any, batch: Any, _: Any) -> Any:
-        loss_sum, (n, _) = many_words(params, batch)
-        return loss_sum, n
-
-    def by_hand(params: Any, window: Any) -> Any:
-        workload = Workload(params, None, without_aux, len)
-        return mean_like(params, sums_by_hand(workload, params, window, None))
-
-    def peak(f: Any) -> int:
-        with jax.set_mesh(mesh):
-            memory = jax.jit(f).lower(params, window).compile().memory_analysis()
-        return memory.peak_memory_in_bytes
-
-    assert peak(window_value_and_grad(many_words, has_aux=True)) <= peak(by_hand)
-
-
-LOOP, CONDITIONAL, BARRIER = "while", "case", "optimization_barrier"
-
-
-def operations(text: str) -> set[str]:
-    """Which of these operations a lowered program has."""
-    found = {x for x in (LOOP, BARRIER) if f"stablehlo.{x}" in text}
-    # A choice between platforms is a case of a case of a constant.
-    cases = dict(re.findall(r'(%\w+)[:\d]* = "stablehlo.case"\((%\w+)\)', text))
-    is_traced = [x not in cases and "%c" not in x for x in cases.values()]
-    return found | {CONDITIONAL} if any(is_traced) else found
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a loop")
-@pytest.mark.parametrize(
-    ("platform", "optimizer", "dtype", "width", "expected"),
-    [
-        ("cpu", ADAMW, jnp.float32, 64, {LOOP, BARRIER}),
-        # Tiny: compiling a loop would take minutes.
-        ("cpu", ADAMW, jnp.float32, 32, {CONDITIONAL}),
-        ("tpu", CLIPPED, jnp.float32, 128, {CONDITIONAL, BARRIER}),
-        ("tpu", CLIPPED, jnp.bfloat16, 128, {BARRIER, LOOP}),
-        ("tpu", IF_FINITE, jnp.float32, 128, {CONDITIONAL, BARRIER, LOOP}),
-        ("tpu", PRODUCTS, jnp.float32, 128, {BARRIER}),
-        ("tpu", PRODUCTS, jnp.bfloat16, 128, {BARRIER}),
-        ("tpu", SCALARS, jnp.float32, 128, {CONDITIONAL, BARRIER}),
-        ("cuda", CLIPPED, jnp.bfloat16, 128, {LOOP, BARRIER}),
-        ("cuda", PRODUCTS, jnp.bfloat16, 128, {BARRIER}),
-    ],
-)
-def test_how_an_update_runs_depends_on_the_platform(
-    platform: str, optimizer: Any, dtype: Any, width: int, expected: set[str]
-):
-    step = make_train_step(loss_fn, optimizer, 4)
-    state = step.init([jnp.ones((width, width), dtype)] * 3)
-    traced = jax.jit(lambda state: step.close_window(state)).trace(state)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert operations(text) == expected
-
-
-def counted(params: Any, batch: Any) -> Any:
-    loss_sum, _ = loss_fn(params, batch)
-    return loss_sum, jnp.sum(batch > 0)
-
-
-def recurrent(params: Any, batch: Any) -> Any:
-    """Reads its parameters in a loop, though none is stacked."""
-    steps = jax.lax.scan(lambda x, _: (jnp.tanh(x @ params[0]), None), batch, length=3)
-    return jnp.sum(steps[0]), jnp.sum(batch > 0)
-
-
-def stacked(params: Any, batch: Any) -> Any:
-    """Scans over layers that it casts before, so that no loop reads the parameter."""
-    layers = params[0].astype(jnp.bfloat16)
-    x = batch.astype(jnp.bfloat16)
-    y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
-    return jnp.sum(y.astype(jnp.float32)), jnp.sum(batch > 0)
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="never emptied ahead")
-def test_how_gradients_are_added_depends_on_the_platform_and_on_loops():
-    def traced(loss_fn: Any, *shape: int) -> Any:
-        step = make_train_step(loss_fn, ADAMW, 4)
-        state = step.init([jnp.ones((*shape, WIDTH, WIDTH))] * DEPTH)
-        return jax.jit(lambda state: step.accumulate(state, BATCH)).trace(state)
-
-    without_loops = traced(counted)
-    for platform, empties_ahead in (("cpu", True), ("tpu", False), ("cuda", True)):
-        text = without_loops.lower(lowering_platforms=(platform,)).as_text()
-        assert ("stablehlo.while" in text) == empties_ahead
-    assert "platform_index" in str(without_loops.jaxpr)
-    assert "platform_index" not in str(traced(recurrent).jaxpr)
-    assert "platform_index" not in str(traced(stacked, 2).jaxpr)
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
-@pytest.mark.parametrize(
-    ("dtype", "copied"), [(jnp.bfloat16, True), (jnp.float32, False)]
-)
-def test_a_tpu_adds_whole_gradients_rather_than_copy_more(dtype: Any, copied: bool):
-    """It keeps half of these layers transposed, and would copy sums of float32."""
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        def layer(x: Any, weights: Any) -> Any:
-            up, down = weights
-            return jnp.tanh(x @ up) @ down, None
-
-        y, _ = jax.lax.scan(layer, batch.astype(dtype), params)
-        return jnp.sum(y.astype(jnp.float32)), jnp.sum(batch > 0)
-
-    shapes = (2, WIDTH, WIDTH // 2), (2, WIDTH // 2, WIDTH)
-    step = make_train_step(loss_fn, ADAMW, 4)
-    state = step.init(tuple(jnp.ones(shape, dtype) for shape in shapes))
-    traced = jax.jit(lambda state: step.accumulate(state, BATCH)).trace(state)
-    assert ("platform_index" in str(traced.jaxpr)) == copied
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a conditional")
-@pytest.mark.parametrize(
-    ("dtype", "devices", "has_mesh", "whole"),
-    [
-        (jnp.float32, 1, False, set()),
-        (jnp.bfloat16, 1, False, {"tpu"}),
-        (jnp.float32, 2, False, {"tpu", "cuda"}),
-        (jnp.bfloat16, 2, False, {"tpu", "cuda"}),
-        (jnp.float32, 2, True, set()),
-        (jnp.bfloat16, 2, True, {"tpu"}),
-    ],
-)
-def test_how_a_window_adds_gradients_of_unrolled_layers(
-    dtype: Any, devices: int, has_mesh: bool, whole: set[str]
-):
-    mesh = Mesh(jax.devices()[:devices], ("data",))
-    over = {"mesh": mesh, "data_axes": "data", "reduce_every": "micro_batch"}
-    step = make_window_step(counted, optax.sgd(1.0), **over if has_mesh else {})
-    params = [jnp.ones((WIDTH, WIDTH), dtype)] * DEPTH
-    state = step.init(jax.device_put(params, NamedSharding(mesh, P())))
-    rows = NamedSharding(mesh, P(None, "data"))
-    window = jax.device_put(WINDOW, rows)
-    traced = jax.jit(lambda state: step(state, window)).trace(state)
-    for platform in ("cpu", "tpu", "cuda"):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        selected = re.findall(f"stablehlo.select .*tensor<{WIDTH}x{WIDTH}x", text)
-        # A TPU selects what is updated, too, after the window and the norm.
-        is_tpu = platform == "tpu"
-        assert len(selected) == DEPTH * (is_tpu + (platform in whole))
-        assert text.count("stablehlo.while") == 2 - is_tpu
-        if is_tpu:
-            assert text.count("stablehlo.optimization_barrier") == 2
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
-def test_a_step_is_traced_for_the_platform_of_its_state(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """In a user's own `jit`, which may run anywhere, for all platforms."""
-
-    def fail(*args: Any, **ways: Any) -> Any:
-        raise AssertionError("traced for all platforms")
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", fail)
-    mesh = Mesh(jax.devices()[:2], ("data",))
-    over = {"mesh": mesh, "data_axes": "data"}
-    made = [
-        (make(loss_fn, MUON, *every, **options), batch)
-        for make, every, batch in (
-            (make_train_step, [8], BATCH),
-            (make_window_step, [], WINDOW),
-        )
-        for options in ({}, over)
-    ]
-    for step, batch in made:
-        state = step.init(new_params())
-        step(state, batch)
-        with pytest.raises(AssertionError, match="for all platforms"):
-            jax.jit(step).trace(state, batch)
-
-
-@NEEDS_LIBTPU
-def test_shapes_on_a_tpu_that_is_not_there_are_traced_for_it():
-    where = jax.sharding.SingleDeviceSharding(CHIPS["v5e"].devices()[0])
-    shape = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=where)
-    step = make_window_step(loss_fn, ADAMW)
-    state = step.init([shape] * DEPTH)
-    # Only a TPU ends the window, and computes the norm, before it updates.
-    text = step.lower(state, WINDOW).as_text()
-    assert text.count("stablehlo.optimization_barrier") == 2
-
-
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_whole_gradients_of_a_window_over_devices_are_those_of_its_tokens(
     platform: str, monkeypatch: pytest.MonkeyPatch
@@ -492,35 +273,6 @@ def test_whole_gradients_of_a_window_over_devices_are_those_of_its_tokens(
     chex.assert_trees_all_close(moved, mean(params, 0, 2), rtol=1e-4, atol=1e-6)
     naive = jax.tree.map(lambda a, b: (a + b) / 2, mean(params, 0), mean(params, 2))
     assert not np.allclose(moved[0], naive[0], rtol=1e-2, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "devices", "leaves"),
-    [(jnp.float32, 1, True), (jnp.bfloat16, 1, False), (jnp.float32, 2, False)],
-)
-def test_a_lone_tpu_writes_no_zeros_after_wide_updates(
-    dtype: Any, devices: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
-):
-    helpers.run_as_if_on("tpu", monkeypatch)
-    mesh = Mesh(jax.devices()[:devices], ("data",))
-    over = {} if devices == 1 else {"mesh": mesh, "data_axes": "data"}
-    step = make_train_step(loss_fn, CLIPPED, 1, **over)
-    state, _ = step(step.init([jnp.full((64, 64), 0.01, dtype)]), BATCH[:, :64])
-    assert np.any(state.opt_state.acc_grads[0]) == leaves
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
-@pytest.mark.parametrize("has_aux", [False, True], ids=["plain", "aux"])
-def test_the_forward_pass_of_a_window_is_never_run_alone(has_aux: bool):
-    def loss(params: Any, batch: Any) -> Any:
-        loss_sum, n = stacked(params, batch)
-        return loss_sum, ((n, {"loss_sum": loss_sum}) if has_aux else n)
-
-    step = make_window_step(loss, ADAMW, has_aux=has_aux)
-    state = step.init([jnp.ones((2, WIDTH, WIDTH))])
-    text = step.lower(state, WINDOW).as_text()
-    layers = f"stablehlo.tanh %[^ ]+ : tensor<{len(BATCH)}x{WIDTH}xbf16>"
-    assert len(re.findall(layers, text)) == 1
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
