@@ -21,8 +21,6 @@ TokenMean = NAMES["TokenMean"]
 
 K, ROWS, LENGTH = 4, 8, helpers.MAX_LENGTH
 RTOL = helpers.RTOL["float32"]
-# A parameter of size 1 rounds its updates to about 1e-7 of the *parameter*.
-RTOL_OF_MOVES = 1e-5
 ACCUMULATE = {"gradient_accumulation_steps": K}
 
 
@@ -38,22 +36,13 @@ def data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tokens, batch["labels"], mask.astype(np.float32)
 
 
-def tensors(
-    mask_zero: bool = False,
-    batch_norm: bool = False,
-    dropout: float = 0.0,
-    regularizers: Any = None,
-) -> tuple[Any, Any]:
+def tensors(mask_zero: bool = False, regularizers: Any = None) -> tuple[Any, Any]:
     """Return the input and the output of a small model, the same in every call."""
     keras.utils.set_random_seed(0)
     size, width = helpers.VOCABULARY, helpers.WIDTH
     inputs = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(size, width, mask_zero=mask_zero)(inputs)
-    if batch_norm:
-        x = layers.BatchNormalization()(x)
     x = layers.Dense(width, activation="tanh", **(regularizers or {}))(x)
-    if dropout:
-        x = layers.Dropout(dropout, seed=1)(x)
     return inputs, layers.Dense(size)(x)
 
 
@@ -147,44 +136,32 @@ def test_the_blocks_of_the_page():
     assert ours < 4e-7
 
 
-def test_what_each_reduction_divides_by():
+@pytest.mark.parametrize(
+    ("row", "reduction", "mask_zero"),
+    [
+        ("default, `mask_zero`", "sum_over_batch_size", True),
+        ("default, `sample_weight`", "sum_over_batch_size", False),
+        ('`"mean_with', "mean_with_sample_weight", True),
+    ],
+    ids=["default", "default, weights", "mean"],
+)
+def test_what_each_reduction_divides_by(row: str, reduction: str, mask_zero: bool):
     """The table of the page."""
-    x, y, weights = data()
+    arrays = data()[: 2 if mask_zero else 3]
 
-    def gradients(reduction: str, mask_zero: bool) -> list[Any]:
-        given = (x, y) if mask_zero else (x, y, weights)
-        return [
-            fit(
-                new(
-                    keras.Model, accumulate=size < ROWS, loss=loss, mask_zero=mask_zero
-                ),
-                *given,
-                batch_size=size,
-            )[0]
-            for loss in [new_loss(reduction)]
-            for size in (ROWS // K, ROWS)
-        ]
+    def gradient(size: int, reduction: str = reduction) -> Any:
+        options = {"loss": new_loss(reduction), "mask_zero": mask_zero}
+        model = new(keras.Model, accumulate=size < ROWS, **options)
+        return fit(model, *arrays, batch_size=size)[0]
 
-    def difference(pair: Any) -> float:
-        return helpers.relative_error(*pair)
-
-    default, token_mean = "sum_over_batch_size", "mean_with_sample_weight"
-    masked, weighted = (gradients(default, mask) for mask in (True, False))
-    masked_mean, weighted_mean = (gradients(token_mean, mask) for mask in (True, False))
-    assert difference(weighted) < RTOL
-    share = weights.mean()
-    as_mean = [g / share for g in weighted[1]]
-    assert difference((as_mean, weighted_mean[1])) < RTOL_OF_MOVES
-    assert difference((masked[1], masked_mean[1])) < RTOL
-    off = difference((weighted[1], weighted_mean[1]))
-    naive = [difference(g) for g in (masked, masked_mean, weighted_mean)]
-    assert f"exact, but {percent(off)} off the token mean" in TEXT and off > 0.1
-    for row, got in zip(
-        ("default, `mask_zero`", '`"mean_with'), naive[:2], strict=True
-    ):
-        (line,) = re.findall(rf"^\| {row}.*", PAGE, re.MULTILINE)
-        assert line.endswith(f"| {percent(got)} |")
-    assert naive[1] == pytest.approx(naive[2], rel=1e-5)
+    (line,) = re.findall(rf"^\| {row}.*", PAGE, re.MULTILINE)
+    error = helpers.relative_error(gradient(ROWS // K), gradient(ROWS))
+    if mask_zero:
+        assert line.endswith(f"| {percent(error)} |") and error > 0.1
+        return
+    mean = gradient(ROWS, "mean_with_sample_weight")
+    off = percent(helpers.relative_error(gradient(ROWS), mean))
+    assert error < RTOL and f"exact, but {off} off the token mean" in line
 
 
 @pytest.mark.parametrize("given", ["mask", "weights", "mask and weights", "ignored"])
@@ -266,32 +243,6 @@ def test_devices():
     assert naive > 0.1
 
 
-def test_dropout_and_batch_statistics_move_as_shipped():
-    """Where all micro-batches count alike, Keras's accumulation is right."""
-    x, y, _ = data()
-    order = np.arange(ROWS).reshape(-1, K).T.ravel()  # what split_batch deals out
-    options = {"batch_norm": True, "dropout": 0.5, "optimizer": sgd}
-    shipped = new(keras.Model, accumulate=True, **options)
-    expected, _ = fit(shipped, x[order], y[order], batch_size=ROWS // K)
-    ours = new(Model, **options)
-    got, _ = fit(ours, x, y)
-    assert helpers.relative_error(got, expected) < RTOL
-    full = new(keras.Model, **options)
-    assert helpers.relative_error(fit(full, x, y)[0], expected) > 0.01
-
-    models = shipped, ours, full
-    mean, variance, *_ = zip(
-        *(values(model.layers[2].non_trainable_variables) for model in models),
-        strict=True,
-    )
-    np.testing.assert_allclose(mean[1], mean[0], rtol=RTOL_OF_MOVES, atol=1e-9)
-    np.testing.assert_allclose(variance[1], variance[0], rtol=RTOL)
-    assert np.all(variance[2] > 1.02 * variance[1])  # moved once, not K times
-    seeds = [v for m in models for v in m.non_trainable_variables if "seed" in v.path]
-    draws = [state[1] for state in values(seeds)]
-    assert draws == [K, K, 1]
-
-
 def test_weight_regularization_is_exact():
     l2 = {"kernel_regularizer": keras.regularizers.L2(0.1)}
     naive, ours = three_ways(*data()[:2], mask_zero=True, regularizers=l2)
@@ -305,7 +256,7 @@ def still(**options: Any) -> Any:
 
 def test_what_is_logged():
     """The loss is the token mean of the epoch; metrics leave out what is masked."""
-    x, y, weights = data(3 * ROWS - 1)
+    x, y, _ = data(3 * ROWS - 1)
     compiled = {"metrics": ["accuracy"]}
     logs = {}
     for model_class in (keras.Model, Model):
@@ -320,16 +271,6 @@ def test_what_is_logged():
     shipped = logs[keras.Model]
     assert shipped["loss"][0] != pytest.approx(expected["loss"], rel=1e-3)
     assert shipped["accuracy"][0] != pytest.approx(expected["accuracy"], rel=1e-3)
-
-    metric = keras.metrics.SparseCategoricalCrossentropy("token_loss", from_logits=True)
-    model = new(keras.Model, still, compiled={"weighted_metrics": [metric]})
-    for variable in model.trainable_variables:
-        variable.assign(10 * variable)
-    evaluated = model.evaluate(
-        x, y, sample_weight=weights, batch_size=ROWS, verbose=0, return_dict=True
-    )
-    assert evaluated["token_loss"] == pytest.approx(expected["loss"], rel=RTOL)
-    assert evaluated["loss"] != pytest.approx(expected["loss"], rel=1e-3)
 
 
 def with_loss_scale(**options: Any) -> Any:
@@ -351,17 +292,8 @@ def test_options_of_compile(compiled: dict[str, Any], optimizer: Any):
     arrays = data(3 * ROWS)
     shared = {key: x for key, x in compiled.items() if key == "loss_weights"}
     full, _ = fit(new(keras.Model, optimizer, compiled=shared), *arrays)
-    ours, history = fit(new(Model, optimizer, compiled=compiled), *arrays)
+    ours, _ = fit(new(Model, optimizer, compiled=compiled), *arrays)
     assert helpers.relative_error(ours, full) < RTOL
-    naive, _ = fit(
-        new(keras.Model, optimizer, accumulate=True, compiled=shared),
-        *arrays,
-        batch_size=ROWS // K,
-    )
-    assert helpers.relative_error(naive, full) > 0.1
-    assert history["loss"][0] == pytest.approx(
-        3.45 * shared.get("loss_weights", 1), rel=0.05
-    )
 
 
 ACTIVITY = {"activity_regularizer": keras.regularizers.L2(0.1)}
@@ -371,10 +303,6 @@ ACTIVITY = {"activity_regularizer": keras.regularizers.L2(0.1)}
     ("build", "message"),
     [
         (lambda: new(Model, accumulate=True), "optimizer must not: got .*steps=4"),
-        (
-            lambda: new(Model, with_loss_scale, accumulate=True),
-            "optimizer must not: got .*steps=4",
-        ),
         (lambda: new(Model, loss=new_loss("sum")), "mean_with_sample_weight"),
         (
             lambda: new(Model, loss="sparse_categorical_crossentropy"),
@@ -382,7 +310,7 @@ ACTIVITY = {"activity_regularizer": keras.regularizers.L2(0.1)}
         ),
         (lambda: new(Model, regularizers=ACTIVITY), "add_loss or of an activity"),
     ],
-    ids=["accumulates twice", "inside", "reduction", "by name", "activity"],
+    ids=["accumulates twice", "reduction", "by name", "activity"],
 )
 def test_errors(build: Any, message: str):
     model = build()
@@ -390,14 +318,13 @@ def test_errors(build: Any, message: str):
         fit(model, *data())
 
 
-@pytest.mark.parametrize("losses", [1, 2])
-def test_several_outputs_raise(losses: int):
+def test_several_outputs_raise():
     inputs = keras.Input((3,))
     model = Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    model.compile(sgd(), loss if losses == 1 else [loss, loss])
+    model.compile(sgd(), loss)
     x, y = np.ones((4, 3)), np.ones((4, 1))
-    with pytest.raises(ValueError, match="one output|one keras.losses.Loss"):
+    with pytest.raises(ValueError, match="one output"):
         model.fit(x, [y, y], verbose=0)
 
 

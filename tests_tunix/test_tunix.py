@@ -40,14 +40,10 @@ RTOL_OF_MOVES = 1e-5
 class Tiny(nnx.Module):
     """Attends to the mean of visible positions; has the signature of Tunix's models."""
 
-    def __init__(self, lora: bool = False):
+    def __init__(self):
         rngs, size, width = nnx.Rngs(0), helpers.VOCABULARY, helpers.WIDTH
         self.embed = nnx.Embed(size, width, rngs=rngs)
         self.hidden = nnx.Linear(width, width, rngs=rngs)
-        if lora:
-            self.hidden = nnx.LoRALinear(width, width, lora_rank=2, rngs=rngs)
-            lora_b = self.hidden.lora.lora_b
-            lora_b[...] = jax.random.normal(jax.random.key(1), lora_b.shape)
         self.out = nnx.Linear(width, size, rngs=rngs)
 
     def __call__(self, tokens: Any, positions: Any, cache: Any, mask: Any) -> Any:
@@ -92,19 +88,14 @@ def arrays(state: Any) -> Any:
     return jax.tree.map(np.asarray, nnx.to_pure_dict(state))
 
 
-@nnx.jit(static_argnums=2)
-def _loss_and_gradient(model: Any, batch: TrainingInput, wrt: Any) -> Any:
-    argnums = nnx.DiffState(0, wrt)
-    return nnx.value_and_grad(_default_loss_fn, argnums=argnums)(
-        model, **gen_model_input(batch)
-    )
+@nnx.jit
+def _loss_and_gradient(model: Any, batch: TrainingInput) -> Any:
+    return nnx.value_and_grad(_default_loss_fn)(model, **gen_model_input(batch))
 
 
-def full_batch(
-    model: Any, batch: TrainingInput, wrt: Any = nnx.Param
-) -> tuple[float, Any]:
+def full_batch(model: Any, batch: TrainingInput) -> tuple[float, Any]:
     """Return Tunix's own loss of a whole batch, and its gradient."""
-    loss, gradient = _loss_and_gradient(model, batch, wrt)
+    loss, gradient = _loss_and_gradient(model, batch)
     return float(loss), arrays(nnx.state(gradient))
 
 
@@ -210,35 +201,11 @@ def test_windows_and_a_partial_last_one():
     chex.assert_trees_all_equal(trained(shipped), arrays(nnx.state(Tiny(), nnx.Param)))
 
 
-class StepOfThePage(PeftTrainer):
-    _train_step = TokenTrainer._train_step
-
-
-@pytest.mark.parametrize(
-    ("trainer_class", "message"),
-    [
-        (PeftTrainer, "needs num_tokens"),
-        (StepOfThePage, "around token_accumulation.*got.*MultiSteps"),
-    ],
-    ids=["as shipped", "the step of the page"],
-)
-def test_wrapped_twice_raises(trainer_class: Any, message: str):
-    trainer = new(trainer_class, Tiny(), token_accumulation(SGD, K))
+def test_wrapped_twice_raises():
+    trainer = new(PeftTrainer, Tiny(), token_accumulation(SGD, K))
     trainer.with_loss_fn(token_loss, has_aux=True)
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="needs num_tokens"):
         trainer.train(window(0)[1])
-
-
-def test_lora_alone_is_trained():
-    model = Tiny(lora=True)
-    trainer = new(TokenTrainer, model)
-    batch, micro_batches = window(0)
-    _, expected = full_batch(model, batch, nnx.LoRAParam)
-    frozen = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-    before = arrays(nnx.state(model, frozen))
-    trainer.train(micro_batches)
-    assert helpers.relative_error(applied(trainer), expected) < RTOL
-    chex.assert_trees_all_equal(arrays(nnx.state(model, frozen)), before)
 
 
 def test_steps_count_updates_as_shipped():
