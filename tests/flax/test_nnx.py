@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from helpers import SKIPS, numbers_of, slow
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from meshes import OVER
 
 from optax_tokenaccum import regroup_sums, softmax_cross_entropy_sum, token_accumulation
@@ -248,40 +247,6 @@ def test_a_loop_that_owns_the_optimizer(jit: str):
     assert own.model.calls[...] == 2 * K
 
 
-def test_gradients_of_a_model_in_ones_own_shard_map():
-    """Statistics are each device's own during the window, and then their mean."""
-    model = Model(nnx.Rngs(0))
-    expected = full_gradient(model)
-    graphdef, state = nnx.split(model)
-    value_and_grad = window_value_and_grad(loss_fn)
-
-    def run(state: Any, window: Any) -> Any:
-        model = nnx.merge(graphdef, state)
-        (_, (num_tokens, _)), grads = value_and_grad(model, window)
-        return num_tokens, grads, nnx.state(model)
-
-    of_window = jax.shard_map(
-        run, mesh=MESH, in_specs=(P(), P(None, "data")), out_specs=P()
-    )
-    num_tokens, grads, state = jax.jit(of_window)(state, helpers.stack(MICRO_BATCHES))
-    assert num_tokens == BATCH["mask"].sum()
-    assert helpers.relative_error(held(grads), expected) < RTOL
-    parts = [helpers.cut(m, DEVICES) for m in MICRO_BATCHES]
-    ends = [statistics_of([[part] for part in own]) for own in zip(*parts, strict=True)]
-    means = [np.mean(x, 0) for x in zip(*ends, strict=True)]
-    got = held(state, nnx.BatchStat)
-    assert helpers.relative_error(got, means) < RTOL
-    assert helpers.relative_error(got, ends[0]) > 100 * RTOL
-
-    def counts_tokens(model: Model, batch: Any) -> Any:
-        model.calls[...] += jnp.sum(batch["mask"], dtype=jnp.int32)
-        return loss_fn(model, batch)
-
-    value_and_grad = window_value_and_grad(counts_tokens)
-    with pytest.raises(ValueError, match="calls must be the same on all devices"):
-        jax.eval_shape(of_window, state, helpers.stack(MICRO_BATCHES))
-
-
 @pytest.mark.parametrize(
     ("way", "options"), [("two programs", ONE_DEVICE), slow("window", ON_MESH)]
 )
@@ -330,75 +295,6 @@ def test_a_model_may_change_between_micro_batches():
         masks.append(np.unique(metrics.aux).tolist())
         assert metrics.updated == (i % K == K - 1)
     assert masks == [[1], [0, 2]] * (K // 2)
-
-
-@SLOW
-def test_new_variables_stay_in_a_model_or_are_taken_out():
-    """A window step and a mesh refuse those that stay: docs/bad_input.md."""
-
-    def sowing_loss_fn(model: Model, batch: Any) -> Any:
-        loss_sum, n = loss_fn(model, batch)
-        model.tokens = nnx.Intermediate(n)
-        return loss_sum, n
-
-    run = Run("two programs", sowing_loss_fn)
-    for micro_batch in MICRO_BATCHES[:2]:
-        run.window([micro_batch])
-        assert run.model.tokens[...] == micro_batch["mask"].sum()
-
-    def popping_loss_fn(model: Model, batch: Any) -> Any:
-        loss_sum, n = sowing_loss_fn(model, batch)
-        return loss_sum, (n, jax.tree.leaves(nnx.pop(model, nnx.Intermediate)))
-
-    run = Run("window", popping_loss_fn, has_aux=True, **ON_MESH)
-    [metrics] = run.window(MICRO_BATCHES)
-    assert np.sum(metrics.aux) == BATCH["mask"].sum()
-
-
-class Cyclic(Model):
-    """Has a cycle, which flax allows but jax does not, and an array in no variable."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        self.out.parent = self
-        self.plain = nnx.data(jnp.ones(3))
-        self.sizes = nnx.static([1, 2])  # which cannot be hashed
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        self.plain = self.plain * 2
-        return super().__call__(tokens)
-
-
-def test_modules_that_hold_each_other_and_arrays_in_no_variable():
-    run = Run("two programs", model=Cyclic(nnx.Rngs(0)), **SKIPS)
-    scales = np.asarray([1, np.nan, 1], np.float32)
-    metrics = run.window([MICRO_BATCHES[0] | {"scale": scale} for scale in scales])
-    assert [bool(m.skipped) for m in metrics] == [False, True, False]
-    assert run.model.calls[...] == 2
-    chex.assert_trees_all_equal(run.model.plain, jnp.full(3, 4.0))
-
-
-def test_an_array_that_stands_twice_is_donated_once():
-    """In the model, in model and optimizer, and in a batch with a clone."""
-
-    def with_reference(model: Any, batch: Any) -> Any:
-        loss_sum, n = loss_fn(model, batch["inner"])
-        reference, tokens = batch["reference"], batch["inner"]["tokens"]
-        return loss_sum + jnp.sum(reference.out(reference.embed(tokens))), n
-
-    def trained(donate: bool) -> Any:
-        run = Run("two programs", with_reference, optax.adam(0.1), donate=donate)
-        model, clone, before = run.model, nnx.clone(run.model), run.held()
-        model.hidden.bias.set_raw_value(model.norm.bias.get_raw_value())
-        sums = run.optimizer.opt_state.acc_grads.hidden.kernel
-        sums.set_raw_value(model.hidden.kernel.get_raw_value())
-        batch = {"reference": nnx.clone(model), "inner": MICRO_BATCHES[0]}
-        seen = [m.loss for m in run.window(2 * K * [batch])]
-        if not donate:
-            chex.assert_trees_all_equal(held(clone), before)
-        return run.held(), seen
-
-    chex.assert_trees_all_equal(trained(True), trained(False))
 
 
 def test_init_lays_out_and_may_be_called_again():
