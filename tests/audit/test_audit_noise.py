@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from audited_loops import GALLERY, MICRO_BATCHES, RIGHT, K, of_weights, tokens_of
+from audited_loops import GALLERY, MICRO_BATCHES, K, of_weights, tokens_of
 from helpers import init_params
 from helpers import loss_sum_fn as loss_fn
 
@@ -146,13 +146,3 @@ def test_what_moves_without_a_gradient_is_no_step(drift: Any, where: str):
     ):
         report = audit(drifting(run), loss_fn, init_params(0), MICRO_BATCHES)
         assert report.verdict is verdict, str(report)
-
-
-def test_decay_within_the_update():
-    """`p - g - rate * p`, where the decay uses the parameters before the step."""
-
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        moved = RIGHT["token_accumulation"](optimizer, params, micro_batches)
-        return jax.tree.map(lambda new, old: new - 1e-2 * old, moved, params)
-
-    assert audit(run, loss_fn, init_params(0), MICRO_BATCHES).passed

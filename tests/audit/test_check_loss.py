@@ -40,22 +40,17 @@ def make_batch(random: np.random.Generator) -> dict[str, np.ndarray]:
     prompt = np.arange(LENGTH) < random.integers(1, lengths)[:, None]
     completion = there & ~prompt
     labels = random.integers(0, CLASSES, tokens)
-    some = random.random(tokens) < 0.5
-    some[:, 0] = True
     made = {
         "ids": np.where(there, random.integers(1, CLASSES, tokens), 0),
         "labels": labels,
         "ignored": np.where(completion, labels, -100),
         "attended": there,
         "mask": completion,
-        "mask_ints": completion.astype(np.int32),
         "mask_floats": completion.astype(np.float32),
         "weights": random.random(tokens) * completion,
         "row_weights": random.random(ROWS),
-        "rewards": some * 1.0,
         "x": random.normal(size=(*tokens, WIDTH)),
         "y": random.normal(size=tokens),
-        "zero_or_one": random.integers(0, 2, tokens),
         "keys": jax.random.split(jax.random.key(0), ROWS),
     }
     return {
@@ -130,8 +125,8 @@ def with_auxiliary(p: Any, b: Any) -> Any:
     return loss_sum + 1e-2 * jnp.sum(p["hidden"] ** 2) * n, n
 
 
-def errors(p: Any, b: Any, targets: str) -> jax.Array:
-    return b["x"] @ p["slope"] - b[targets]
+def errors(p: Any, b: Any) -> jax.Array:
+    return b["x"] @ p["slope"] - b["y"]
 
 
 def dropout_with_keys_of_rows(p: Any, b: Any) -> Any:
@@ -160,7 +155,7 @@ RIGHT: dict[str, tuple[Loss, str]] = {
     "no mask": (without_mask, "parameters of zero"),
     "row weights": (
         lambda p, b: masked(
-            errors(p, b, "y") ** 2, b["row_weights"][:, None] * jnp.ones(LENGTH)
+            errors(p, b) ** 2, b["row_weights"][:, None] * jnp.ones(LENGTH)
         ),
         r"entry by entry of \['row_weights'\]",
     ),
@@ -169,14 +164,6 @@ RIGHT: dict[str, tuple[Loss, str]] = {
     "shifted": (shifted, BY_ENTRY),
     "auxiliary loss": (with_auxiliary, BY_ENTRY),
     "token weights": (lambda p, b: masked(nll_of(p, b), b["weights"]), BY_ENTRY),
-    "rewards of zero and one": (
-        lambda p, b: masked(b["rewards"] * nll_of(p, b), b["mask"]),
-        BY_ENTRY,
-    ),
-    "labels of zero and one": (
-        lambda p, b: masked(errors(p, b, "zero_or_one") ** 2, b["mask_ints"]),
-        r"entry by entry of \['mask_ints'\]",
-    ),
     "attention": (attending, "parameters of zero"),
 }
 
@@ -232,10 +219,6 @@ WRONG: dict[str, tuple[Loss, str]] = {
     ),
     "batch statistics": (batch_statistics, "depends on the other rows"),
     "random": (random_loss, "random"),
-    "unshifted without mask": (
-        lambda p, b: (without_mask(p, b)[0], jnp.sum(b["ids"] != 0)),
-        r"\+1 in every row: labels before their shift",
-    ),
     "per sequence": (
         lambda p, b: (ours(p, b)[0], len(b["mask"])),
         f"{ONLY_LOSS}.*one per sequence",

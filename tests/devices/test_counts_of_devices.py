@@ -19,43 +19,11 @@ Count = Callable[..., Any]
 ONES = jnp.ones(LENGTH)
 
 
-@jax.custom_vjp
-def counted(x: Any, n: Any) -> Any:
-    """The rows pass through the call, too."""
-    return n
-
-
-counted.defvjp(lambda x, n: (n, x), lambda x, g: (0 * x, g))
-
-
 ALIKE: dict[str, Count] = {
     "not 0": lambda batch, **_: jnp.maximum(batch["n"].astype(jnp.float32), 1),
     "keyword": lambda batch, number, **_: number,
     "parameter": lambda batch, params, **_: jnp.sum(params["w"]) + 1,
-    "custom_vjp": lambda batch, **_: counted(batch["x"], batch["n"]),
 }
-
-
-def in_a_loop(batch: Any, **_: Any) -> Any:
-    """Depends on the rows from the second iteration, through two loop variables."""
-
-    def body(carry: Any, _: Any) -> Any:
-        count, seen, new = carry
-        return (count + seen, new, jnp.sum(batch["x"])), None
-
-    start = batch["n"], 0 * batch["n"], 0 * batch["n"]
-    return jax.lax.scan(body, start, length=3)[0][0]
-
-
-def place_in_a_loop(batch: Any, **_: Any) -> Any:
-    """A loop adds the device's place to a mutable array."""
-    count = jax.new_ref(batch["n"])
-
-    def body(i: Any, _: Any) -> None:
-        count[...] += jax.lax.axis_index("data")
-
-    jax.lax.fori_loop(0, 3, body, None)
-    return count[...]
 
 
 OWN: dict[str, Count] = {
@@ -69,17 +37,6 @@ OWN: dict[str, Count] = {
     "branch": lambda batch, **_: jax.lax.cond(
         batch["x"][0, 0] > 0, lambda n: n, lambda n: 2 * n, batch["n"]
     ),
-    "callback": lambda batch, **_: jax.pure_callback(
-        lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32)
-    ),
-    "while": lambda batch, **_: jax.lax.while_loop(
-        lambda n: n < jnp.sum(batch["x"]), lambda n: n + 1, batch["n"]
-    ),
-    "trips of a loop": lambda batch, **_: jax.lax.fori_loop(
-        0, len(batch["x"]), lambda _, n: n + 1, batch["n"]
-    ),
-    "scan": in_a_loop,
-    "place in a loop": place_in_a_loop,
 }
 
 
@@ -92,23 +49,11 @@ def asserts(w: Any, x: Any, n: Any) -> Any:
     return plain(w, x, n)
 
 
-def loops(w: Any, x: Any, n: Any) -> Any:
-    return sum(jnp.sum(w * row) for row in x), n
-
-
 def scans(w: Any, x: Any, n: Any) -> Any:
     def body(carry: Any, row: Any) -> Any:
         return (carry[0] + jnp.sum(w * row), carry[1]), None
 
     return jax.lax.scan(body, (0.0, n), x)[0]
-
-
-def while_that_counts(w: Any, x: Any, n: Any) -> Any:
-    def body(carry: Any) -> Any:
-        i, total, n = carry
-        return i + 1, total + jnp.sum(jax.lax.stop_gradient(w) * x[0]), n * 1.5
-
-    return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, 0.0, n))[1:]
 
 
 def prints(w: Any, x: Any, n: Any) -> Any:
@@ -119,12 +64,7 @@ def prints(w: Any, x: Any, n: Any) -> Any:
 # Losses that pass a count on, and look at their rows besides.
 LOSSES: dict[str, Any] = {
     "asserts the number of rows": asserts,
-    "loop in jit": jax.jit(loops),
-    "cond": lambda w, x, n: jax.lax.cond(
-        x[0, 0] > 1, plain, lambda w, x, n: (0.0, n), w, x, n
-    ),
     "scan over rows": scans,
-    "while": while_that_counts,
     "prints": prints,
 }
 

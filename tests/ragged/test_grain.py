@@ -1,18 +1,14 @@
 """Grain pipelines of planned micro-batches, made as docs/ragged_run.md makes them."""
 
 import json
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import absl.flags
 import chex
 import grain
 import helpers
 import jax
 import numpy as np
 import optax
-import pytest
 
 from optax_tokenaccum import make_train_step
 from optax_tokenaccum.ragged import pad_micro_batch, plan_window
@@ -50,18 +46,6 @@ def flat(windows: grain.IterDataset) -> grain.IterDataset:
     return grain.experimental.FlatMapIterDataset(windows, Flatten())
 
 
-def in_workers(dataset: grain.IterDataset) -> grain.IterDataset:
-    absl.flags.FLAGS(sys.argv[:1])  # Grain reads flags of its own
-    options = grain.multiprocessing.MultiprocessingOptions(num_workers=2)
-    return dataset.mp_prefetch(options)
-
-
-PIPELINES: dict[str, Callable[[], grain.IterDataset]] = {
-    "one thread": lambda: flat(windows_of()),
-    "cut by workers": lambda: flat(in_workers(windows_of())),
-}
-
-
 def test_each_window_is_its_full_batch_and_a_mean_of_means_is_not():
     params, inner = helpers.init_params(0), optax.sgd(0.1, momentum=0.0)
     step = make_train_step(helpers.loss_sum_fn, inner)  # its trace is the gradient
@@ -87,23 +71,16 @@ def test_each_window_is_its_full_batch_and_a_mean_of_means_is_not():
     assert sizes == [8, 8, 8, 8, 5] * 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "cut by workers"))
-        for name in PIPELINES
-    ],
-)
-def test_resumes_bit_for_bit_after_a_micro_batch(name: str):
+def test_resumes_bit_for_bit_after_a_micro_batch():
     whole = list(flat(windows_of()))
-    iterator = iter(PIPELINES[name]())
+    iterator = iter(flat(windows_of()))
     states = [iterator.get_state()]
     for micro_batch, expected in zip(iterator, whole, strict=True):
         chex.assert_trees_all_equal(micro_batch, expected)
         states.append(json.loads(json.dumps(iterator.get_state())))
     assert len(whole) > 10
-    for done in (3,) if name == "cut by workers" else range(len(states)):
-        iterator = iter(PIPELINES[name]())
+    for done in range(len(states)):
+        iterator = iter(flat(windows_of()))
         iterator.set_state(states[done])
         rest = list(iterator)
         assert len(rest) == len(whole) - done

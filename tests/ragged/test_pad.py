@@ -105,19 +105,6 @@ def pad(sequences: Any, pad_values: Any = 0) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "pad_values"),
-    [
-        (ValueError, "pad_values must be", None),
-        (TypeError, "must be a number.*'ids'", {"ids": np.zeros(2)}),
-    ],
-    ids=["none", "an array"],
-)
-def test_pad_values_are_numbers(error: type, message: str, pad_values: Any):
-    with pytest.raises(error, match=message):
-        pad([{"ids": np.arange(n)} for n in (2, 4)], pad_values)
-
-
-@pytest.mark.parametrize(
     ("dtype", "value", "fits"),
     [
         ("bool", 1.0, True),

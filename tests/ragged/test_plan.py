@@ -3,7 +3,6 @@
 import functools
 import itertools
 import operator
-import re
 from typing import Any
 
 import hypothesis
@@ -147,40 +146,12 @@ def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
         call()
 
 
-@pytest.mark.parametrize(
-    ("options", "message", "advice"),
-    [
-        (
-            {"max_tokens": 500},
-            "at index 1, the longest default bucket has 256, the largest power of two",
-            "Raise max_tokens to 512, or pass length_buckets.",
-        ),
-        (
-            {"max_tokens": 1000, "batch_multiple": 2},
-            "the longest default bucket has 256",
-            "Raise max_tokens to 1024, or pass length_buckets.",
-        ),
-        (
-            {"max_tokens": 300},
-            "the longest default bucket has 256",
-            "Raise max_tokens to 512.",
-        ),
-        (
-            {"max_tokens": 500, "length_buckets": [64, 256]},
-            "at index 1, the longest bucket has 256.",
-            "Cut it, leave it out, or add a bucket.",
-        ),
-    ],
-    ids=["default buckets", "of two devices", "more than max_tokens", "buckets"],
-)
-def test_a_sequence_without_a_bucket_is_told_what_makes_room(
-    options: Any, message: str, advice: str
-):
-    with pytest.raises(ValueError, match=message) as raised:
+def test_a_sequence_without_a_bucket_is_told_what_makes_room():
+    """The other piece of advice is in docs/bad_input.md."""
+    options: Any = {"max_tokens": 1000, "batch_multiple": 2}
+    with pytest.raises(ValueError, match="longest default bucket has 256") as raised:
         plan_window([9, 384], **options)
+    advice = "Raise max_tokens to 1024, or pass length_buckets."
     assert str(raised.value).endswith(advice)
-    tokens = re.search(r"max_tokens to (\d+)", advice)
-    if tokens:
-        plan_window([9, 384], **options | {"max_tokens": int(tokens[1])})
-    if "length_buckets" in advice:
-        plan_window([9, 384], **options, length_buckets=[384])
+    plan_window([9, 384], **options | {"max_tokens": 1024})
+    plan_window([9, 384], **options, length_buckets=[384])
