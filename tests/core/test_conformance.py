@@ -14,7 +14,6 @@ import chex
 import helpers
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import optax
 import pytest
@@ -248,13 +247,3 @@ def test_mean_of_means_differs():
 def test_enumeration_finds_every_optimizer_that_is_known():
     assert set(OPTIMIZERS) >= {*ARGUMENTS, *DTYPES, *LEFT_OUT}
     assert len(OPTIMIZERS) > 50
-
-
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {*LEFT_OUT}))
-def test_its_state_as_shapes_is_that_of_arrays(name: str):
-    shape, specs = meshes.LAYOUTS["fsdp and tensor parallel"]
-    mesh = meshes.make_mesh(shape)
-    step = meshes.make_step(
-        "window", make_optimizer(name), mesh, reduce_every="micro_batch"
-    )
-    meshes.state_and_shapes(step, meshes.placed(mesh, specs))

@@ -13,8 +13,7 @@ from helpers import cut, difference, in_float64, relative_error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import ahead, fits
-from benchmarks.workloads import stacked_layers
+from benchmarks import fits
 
 MODEL = fits.Model(
     layers=2, width=32, hidden=64, heads=4, vocabulary=64, dtype=jnp.float32
@@ -62,23 +61,6 @@ def test_it_is_exact_and_a_constraint_bounds_what_is_sent(constrains: bool):
     whole = sum(x.nbytes for x in jax.tree.leaves(params))
     assert at_close < 100
     assert in_micro_batch < 3.2 * whole if constrains else in_micro_batch > 10 * whole
-
-
-def test_words_are_looked_up_with_what_is_sent_by_hand():
-    make = partial(
-        stacked_layers,
-        64,
-        2,
-        length=32,
-        vocabulary=1024,
-        tied=False,
-        dtype=jnp.bfloat16,
-    )
-    case = ahead.Case(make, "FSDP", np.array(jax.devices()), K)
-    modes = "no mesh", "micro_batch"
-    measured = case.measure(("pair by hand", "train step"), modes)
-    for mode in modes:  # 1.14 if lookups are added to the sum of the embedding
-        assert measured["train step", mode][" sent / by hand"] < 1.001
 
 
 def mean_loss(model: fits.Model, params: Any, batch: Any) -> jax.Array:

@@ -6,16 +6,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from helpers import relative_error, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from window_gradients import KEEPS, batch_of, by_hand, loss_through, squares
+from window_gradients import KEEPS, batch_of, by_hand, loss_through
 
-import optax_tokenaccum.nnx
 from optax_tokenaccum import make_window_step, whole_gradients
 from optax_tokenaccum._core.backward import BackwardPass
 
@@ -92,43 +89,3 @@ def test_a_skip_function_is_shown_gradients_as_they_are():
     state, _ = step(step.init(PARAMS), stack(BATCHES))
     got = state.opt_state.inner_opt_state
     assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
-
-
-class Scanned(nnx.Module):
-    """Layers as `StateAxes({nnx.Param: 1})` stacks them."""
-
-    AXES = nnx.StateAxes({nnx.Param: 1, ...: 0})
-
-    def __init__(self) -> None:
-        @nnx.split_rngs(splits=LAYERS)
-        @nnx.vmap(in_axes=0, out_axes=self.AXES)
-        def stacked(rngs: nnx.Rngs) -> nnx.Linear:
-            return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-        self.layers = stacked(nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(self.AXES, nnx.Carry), out_axes=nnx.Carry)
-        def run(layer: nnx.Linear, x: jax.Array) -> jax.Array:
-            return jnp.tanh(layer(x))
-
-        return run(self.layers, x)
-
-
-def loss_of_model(model: Scanned, batch: Any) -> Any:
-    return squares(model(batch["x"]), batch)
-
-
-def test_nnx():
-    model = Scanned()
-    graph, params = nnx.split(model)
-    of_params = lambda p, b: loss_of_model(nnx.merge(graph, p), b)  # noqa: E731
-    expected = by_hand(of_params, params, BATCHES)
-    f = optax_tokenaccum.nnx.window_value_and_grad(loss_of_model)
-    _, got = f(model, stack(BATCHES))
-    assert relative_error(got, expected) < 1e-6
-    step = optax_tokenaccum.nnx.make_window_step(loss_of_model)
-    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
-    step.init(model, optimizer)
-    window = stack(BATCHES)
-    assert not NEW_JAX or whole_gradients(step, model, optimizer, window) == {}

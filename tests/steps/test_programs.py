@@ -12,8 +12,6 @@ import optax
 import pytest
 from helpers import net_bytes
 from jax._src.array import ArrayImpl
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.chips import CHIPS
 from benchmarks.ways import WAYS
@@ -44,13 +42,8 @@ WINDOW = np.ones((8, *BATCH.shape), np.float32)
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 MUON = optax.contrib.muon(1e-3)
-ADAFACTOR = optax.adafactor(1e-3)
 LAMB = optax.lamb(1e-3)
-CLIPPED_LATE = optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0))
 IF_FINITE = optax.apply_if_finite(ADAMW, 3)
-NEEDS_LIBTPU = pytest.mark.skipif(
-    bool(CHIPS["v5e"].missing()), reason="needs libtpu, to compile"
-)
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "int k": ({"every_k_schedule": np.int64(3)}, 2),
@@ -110,16 +103,6 @@ def test_restored_state_is_read_once(reads: list[int]):
         updated.append(metrics.updated)
     assert len(reads) == 1
     assert [bool(u) for u in updated] == [False, False, True, False] * 2
-
-
-@pytest.mark.slow
-@NEEDS_LIBTPU
-def test_a_tpu_closes_a_window_without_copies():
-    """It lays out `params` transposed, because 2752 is no multiple of 128."""
-    chip = jax.sharding.SingleDeviceSharding(CHIPS["v5e"].devices()[0])
-    params = jax.ShapeDtypeStruct((8, 1024, 2752), jnp.float32, sharding=chip)
-    step = make_train_step(lambda w, x: (jnp.sum(x @ w), x.size), ADAMW, 4)
-    assert net_bytes(step.close_window.lower(step.init(params))) < 0.1 * 4 * params.size
 
 
 def gradients_alone() -> int:
@@ -183,12 +166,9 @@ def test_close_works_in_place():
     assert not [line for line in lines if " copy(" in line and matrix in line]
 
 
-def layers(*sizes: int, **options: Any) -> Any:
-    return stacked_layers(*sizes, 1, 256, dtype=jnp.bfloat16, **options)
-
-
-UNROLLED = {"scanned": False}
-HALF = {"stored": jnp.bfloat16}
+def layers(width: int) -> Any:
+    half = {"dtype": jnp.bfloat16, "stored": jnp.bfloat16}
+    return stacked_layers(width, 8, 1, 256, **half)
 
 
 @pytest.mark.skipif(not BackwardPass.is_supported, reason="gradients are whole")
@@ -199,23 +179,15 @@ HALF = {"stored": jnp.bfloat16}
         (CLIPPED, lambda: square_layers(WIDTH, dtype=jnp.bfloat16), None),
         (MUON, lambda: square_layers(WIDTH), None),
         helpers.slow(MUON, lambda: square_layers(4096), "v5e"),
-        helpers.slow(ADAFACTOR, lambda: square_layers(4096), "v5e"),
-        helpers.slow(MUON, lambda: layers(512, 12, **UNROLLED), "v5e"),
-        helpers.slow(CLIPPED, lambda: layers(1024, 8, **UNROLLED, **HALF), "v5e"),
         # A TPU keeps half of these parameters transposed.
-        helpers.slow(CLIPPED_LATE, lambda: layers(1088, 8, **HALF), "v5e"),
-        helpers.slow(CLIPPED_LATE, lambda: layers(1024, 8), "v5e"),
+        helpers.slow(CLIPPED, lambda: layers(1088), "v5e"),
     ],
     ids=[
         "AdamW, bfloat16",
         "clipped, bfloat16",
         "Muon",
         "Muon, on a TPU",
-        "Adafactor, on a TPU",
-        "Muon, long rows, on a TPU",
-        "clipped, bfloat16, on a TPU",
-        "clipped late, bfloat16 layers in a scan, on a TPU",
-        "clipped late, layers in a scan, on a TPU",
+        "clipped, bfloat16 layers in a scan, on a TPU",
     ],
 )
 def test_steps_need_no_more_memory_than_by_hand(
@@ -241,38 +213,6 @@ def test_steps_need_no_more_memory_than_by_hand(
 
     assert peak("window step") <= 1.01 * peak("scan by hand")
     assert peak("train step") <= 1.01 * peak("pair by hand")
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_whole_gradients_of_a_window_over_devices_are_those_of_its_tokens(
-    platform: str, monkeypatch: pytest.MonkeyPatch
-):
-    """The gradient of a micro-batch without tokens is NaN."""
-    helpers.run_as_if_on(platform, monkeypatch)
-
-    def loss(params: Any, batch: Any) -> Any:
-        x, mask = batch
-        per_row = jnp.sum(jnp.tanh(x @ params[0]) @ params[1], -1)
-        n = jnp.sum(mask)
-        return jnp.sum(per_row * mask) / n * n, n
-
-    def mean(params: Any, *indices: int) -> Any:
-        sums = jax.grad(lambda p: sum(loss(p, (x[i], mask[i]))[0] for i in indices))
-        total = sum(mask[i].sum() for i in indices)
-        return jax.tree.map(lambda g: g / total, sums(params))
-
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(3, 4, WIDTH)).astype(np.float32)
-    mask = np.float32([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-    mesh = Mesh(jax.devices()[:2], ("data",))
-    replicated, spread = (NamedSharding(mesh, spec) for spec in (P(), P(None, "data")))
-    params = jax.device_put(new_params()[:2], replicated)
-    step = make_window_step(loss, optax.sgd(1.0))
-    state, _ = step(step.init(params), jax.device_put((x, mask), spread))
-    moved = jax.tree.map(np.subtract, params, state.params)
-    chex.assert_trees_all_close(moved, mean(params, 0, 2), rtol=1e-4, atol=1e-6)
-    naive = jax.tree.map(lambda a, b: (a + b) / 2, mean(params, 0), mean(params, 2))
-    assert not np.allclose(moved[0], naive[0], rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])

@@ -56,10 +56,7 @@ def steps_of(kind: str, options: Any) -> Any:
         ("nnx", "8, each", "rejected"),
         helpers.slow("core", "1", "raw"),
         helpers.slow("core", "8, explicit", "rejected"),
-        helpers.slow("core", "8, each", ""),
         helpers.slow("nnx", "1", ""),
-        helpers.slow("nnx", "8", "rejected"),
-        helpers.slow("nnx", "8, explicit", ""),
     ],
 )
 def test_both_steps_draw_the_same_masks_and_no_two_windows_do(
