@@ -273,29 +273,6 @@ def test_what_is_logged():
     assert shipped["accuracy"][0] != pytest.approx(expected["accuracy"], rel=1e-3)
 
 
-def with_loss_scale(**options: Any) -> Any:
-    return keras.optimizers.LossScaleOptimizer(sgd(**options), initial_scale=64.0)
-
-
-@pytest.mark.parametrize(
-    ("compiled", "optimizer"),
-    [
-        ({"steps_per_execution": 2}, sgd),
-        ({"jit_compile": False}, sgd),
-        ({"run_eagerly": True}, sgd),
-        ({"loss_weights": 0.5}, sgd),
-        ({}, with_loss_scale),
-    ],
-    ids=lambda x: x.__name__ if callable(x) else next(iter(x), ""),
-)
-def test_options_of_compile(compiled: dict[str, Any], optimizer: Any):
-    arrays = data(3 * ROWS)
-    shared = {key: x for key, x in compiled.items() if key == "loss_weights"}
-    full, _ = fit(new(keras.Model, optimizer, compiled=shared), *arrays)
-    ours, _ = fit(new(Model, optimizer, compiled=compiled), *arrays)
-    assert helpers.relative_error(ours, full) < RTOL
-
-
 ACTIVITY = {"activity_regularizer": keras.regularizers.L2(0.1)}
 
 

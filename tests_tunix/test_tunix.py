@@ -208,20 +208,6 @@ def test_wrapped_twice_raises():
         trainer.train(window(0)[1])
 
 
-def test_steps_count_updates_as_shipped():
-    schedule = optax.linear_schedule(0.1, 1.0, 9)
-    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
-    micro_batches = [b for seed in range(3) for b in window(seed)[1]]
-    seen = []
-    for trainer_class in (PeftTrainer, TokenTrainer):
-        trainer = new(trainer_class, Tiny(), optimizer, max_steps=2)
-        trainer.train(micro_batches)
-        rates = logged(trainer, "learning_rate")
-        seen.append((trainer.train_steps, trainer.iter_steps, rates))
-    assert seen[0] == seen[1]
-    assert seen[0][:2] == (2, 2 * K)
-
-
 def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
     micro_batches = [b for seed in range(2) for b in window(seed)[1]]
     options = {"checkpoint_root_directory": str(tmp_path / "ours")}

@@ -145,7 +145,7 @@ def attending(p: Any, b: Any) -> Any:
 
 
 BY_ENTRY, BY_MASK = "entry by entry", r"entry by entry of \['mask'\]"
-# Right losses, and how their counts are checked. By default the first five run.
+# Right losses, and how their counts are checked. By default the first three run.
 RIGHT: dict[str, tuple[Loss, str]] = {
     "mask": (ours, BY_MASK),
     "ignored labels": (
@@ -190,7 +190,7 @@ def random_loss(p: Any, b: Any) -> Any:
 ONLY_COUNT = "count takes in what the loss leaves out"
 ONLY_LOSS = "loss takes in what the count leaves out"
 NO_SUM = "not a sum over tokens"
-# Wrong losses, and what is found. By default the first nine run.
+# Wrong losses, and what is found. By default the first five run.
 WRONG: dict[str, tuple[Loss, str]] = {
     "already a mean": (
         lambda p, b: (ours(p, b)[0] / ours(p, b)[1], ours(p, b)[1]),

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from data import InputError, Pair
+from data import Pair
 from helpers import RTOL, relative_error
 
 from optax_tokenaccum import make_train_step, whole_gradients
@@ -81,25 +81,6 @@ def test_no_prompt_is_on_both_sides_of_the_split():
     assert len(sides[1]) == 4 * 5  # a tenth of the 50 prompts
     train, validation = ({pair.prompt.split()[2] for pair in side} for side in sides)
     assert not train & validation
-
-
-def test_jsonl_is_read_in_order_and_a_bad_line_is_named_by_its_number(tmp_path: Path):
-    file = tmp_path / "data.jsonl"
-    good = (
-        '{"prompt": "b", "completion": "é", "id": 7}\n\n'
-        '{"completion": "two\\nlines", "prompt": "a"}\n'
-        '{"prompt": "c", "completion": "d"}\n'
-    ).encode()
-    file.write_bytes(good)
-    assert data.read_jsonl(file) == [("b", "é"), ("a", "two\nlines"), ("c", "d")]
-    for line in (
-        b"{]",
-        b'{"prompt": "a"}',
-        b'{"prompt": "\\ud800", "completion": "b"}',
-    ):
-        file.write_bytes(good + line)
-        with pytest.raises(InputError, match='data.jsonl, line 5 must be like {"promp'):
-            data.read_jsonl(file)
 
 
 def test_a_split_is_judged_by_its_tokens_not_by_its_batches():

@@ -30,7 +30,6 @@ SGD = optax.sgd(1.0, momentum=0.0)
 BATCH = helpers.ragged_batch(0, rows=64)
 MICRO_BATCHES = helpers.cut(BATCH, K)
 RTOL = helpers.RTOL["float32"]
-SLOW = pytest.mark.slow
 
 
 class Model(nnx.Module):
@@ -282,19 +281,6 @@ def test_a_micro_batch_without_tokens_moves_statistics_as_its_rows_are_real():
     assert helpers.relative_error(got, expected) < RTOL
     assert helpers.relative_error(before, expected) > 100 * RTOL
     assert run.model.calls[...] == 1
-
-
-@SLOW
-def test_a_model_may_change_between_micro_batches():
-    """For example its mode; the window goes on."""
-    run = Run("two programs", masked_loss_fn, has_aux=True, rate=0.5)
-    masks = []
-    for i, micro_batch in enumerate(MICRO_BATCHES):
-        run.model.train() if i % 2 else run.model.eval()
-        [metrics] = run.window([micro_batch])
-        masks.append(np.unique(metrics.aux).tolist())
-        assert metrics.updated == (i % K == K - 1)
-    assert masks == [[1], [0, 2]] * (K // 2)
 
 
 def test_init_lays_out_and_may_be_called_again():
