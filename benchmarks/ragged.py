@@ -202,8 +202,7 @@ def sequences_of(name: str, settings: Settings) -> Sequences:
     """Real dialogue, a prompt and its answer in bytes; or random bytes."""
     size, longest = settings.sequences, settings.max_length
     if name == "dialogue":
-        pairs, _ = read_corpus()
-        encoded = [x for x in map(encode, pairs) if len(x.inputs) <= longest]
+        encoded = [x for x in map(encode, read_corpus()) if len(x.inputs) <= longest]
         return encoded[: settings.windows * size]
     rng = np.random.default_rng(0)
     lengths = {

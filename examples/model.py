@@ -67,29 +67,15 @@ def init_adapters(key: jax.Array, frozen: Params, rank: int) -> Params:
     return {"layers": {"adapters": adapters}}
 
 
-def merge(trained: Params, frozen: Params) -> Params:
-    """Merges the two trees into the parameters of the model."""
-    layers = frozen.get("layers", {}) | trained["layers"]
-    return frozen | trained | {"layers": layers}
-
-
-def loss_fn(
-    params: Params, batch: Batch, frozen: Params
-) -> tuple[jax.Array, jax.Array]:
-    """The summed loss of a batch, and the number of tokens in the sum.
-
-    Parameters that are not trained are in `frozen`. They are an argument, because a
-    jitted function copies an array that it closes over into the program.
-    """
-    logits = forward(merge(params, frozen), batch.inputs)
+def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The summed loss of a batch, and the number of tokens in the sum."""
+    logits = forward(params, batch.inputs)
     return softmax_cross_entropy_sum(logits, batch.labels, batch.mask)
 
 
-def mean_loss_fn(
-    params: Params, batch: Batch, frozen: Params
-) -> tuple[jax.Array, jax.Array]:
+def mean_loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """The mean loss of a batch, and the number of tokens in the mean."""
-    loss_sum, num_tokens = loss_fn(params, batch, frozen)
+    loss_sum, num_tokens = loss_fn(params, batch)
     return loss_sum / num_tokens, num_tokens
 
 

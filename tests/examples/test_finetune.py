@@ -1,6 +1,5 @@
 """The example: its data, its model, the comparison, and runs that are killed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,12 +17,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from data import Pair
-from helpers import RTOL, relative_error
 
 from optax_tokenaccum import make_train_step, whole_gradients
 from optax_tokenaccum._core.backward import BackwardPass
-
-SMALL = ("--max-length", 64, "--d-model", 32, "--layers", 1)
 
 
 def ragged_sequences(number: int) -> list[data.Batch]:
@@ -39,11 +35,16 @@ def rows_of(*batches: data.Batch) -> list[Any]:
 
 @pytest.mark.parametrize("adapts", [False, True])
 def test_no_gradient_is_whole(adapts: bool):
-    frozen = model.init(jax.random.key(0), vocabulary=258, d_model=32, layers=3)
-    adapters = model.init_adapters(jax.random.key(1), frozen, 4)
-    params, frozen = (adapters, frozen) if adapts else (frozen, {})
+    whole = model.init(jax.random.key(0), vocabulary=258, d_model=32, layers=3)
+    adapters = model.init_adapters(jax.random.key(1), whole, 4)
+    params, frozen = (adapters, whole) if adapts else (whole, {"layers": {}})
+
+    def loss_fn(params: Any, batch: data.Batch, frozen: Any) -> Any:
+        layers = frozen["layers"] | params["layers"]
+        return model.loss_fn(frozen | params | {"layers": layers}, batch)
+
     batch = data.Batch(*[np.zeros((2, 8), np.int32)] * 3)
-    step = make_train_step(model.loss_fn, optax.adamw(1e-3), 2)
+    step = make_train_step(loss_fn, optax.adamw(1e-3), 2)
     found = whole_gradients(step, step.init(params), batch, frozen=frozen)
     assert not BackwardPass.is_supported or found == {}
 
@@ -58,9 +59,8 @@ def test_the_loss_covers_the_completion_and_its_end():
 
 def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     sequences = ragged_sequences(12)
-    windows = data.make_windows(sequences, (4, 3, 2), 4, [30, 60], seed=0)
+    windows = data.make_windows(sequences, (4, 3, 2), seed=0)
     for window in windows:
-        assert [len(batch.inputs) for batch in window.micro_batches] == [4, 4, 4]
         assert rows_of(*window.micro_batches) == rows_of(*window.whole)
         [stacked] = window.stacked
         assert stacked.inputs.shape[:2] == (3, 2)
@@ -87,34 +87,28 @@ def test_a_split_is_judged_by_its_tokens_not_by_its_batches():
     key = jax.random.key(0)
     params = model.init(key, vocabulary=data.VOCABULARY, d_model=32, layers=2)
     sequences = ragged_sequences(40)
-    cut = data.batches_in_order(sequences, [70, 140])
+    cut = data.batches_in_order(sequences)
     assert len(cut) == 2
     loss_fn = jax.jit(model.loss_fn)
-    sums = [loss_fn(params, batch, {}) for batch in cut]
+    sums = [loss_fn(params, batch) for batch in cut]
     exact = float(sum(x for x, _ in sums) / sum(row.mask.sum() for row in sequences))
     naive = float(np.mean([loss / n for loss, n in sums]))
-    assert finetune.mean_loss(params, {}, cut) == pytest.approx(exact, rel=1e-5)
+    assert finetune.mean_loss(params, cut) == pytest.approx(exact, rel=1e-5)
     assert abs(naive - exact) > 1e-4 * exact
 
 
 class Command:
-    """The example in a process, on small data, with programs cached in the folder."""
+    """The example in a process, with programs cached in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        words = ["abcdefgh"[i % 8] * (1 + 7 * i % 29) for i in range(40)]
-        pairs = [Pair(f"prompt {i}", word)._asdict() for i, word in enumerate(words)]
-        text = "".join(json.dumps(pair) + "\n" for pair in pairs)
-        (folder / "data.jsonl").write_text(text)
 
-    def start(self, *words: Any, devices: int = 1) -> subprocess.Popen:
-        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count="
+    def start(self, *words: Any) -> subprocess.Popen:
         environment = os.environ | {
-            "XLA_FLAGS": f"{flags}{devices}",
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        command = sys.executable, finetune.__file__, *SMALL, *words
+        command = sys.executable, finetune.__file__, *words
         return subprocess.Popen(
             [*map(str, command)],
             env=environment,
@@ -123,17 +117,17 @@ class Command:
             text=True,
         )
 
-    def run(self, *words: Any, **options: Any) -> tuple[int, str]:
+    def run(self, *words: Any) -> tuple[int, str]:
         """Run to the end; return the exit status and what was printed."""
-        with self.start(*words, **options) as process:
-            printed, _ = process.communicate(timeout=300)
+        with self.start(*words) as process:
+            printed, _ = process.communicate(timeout=600)
         return process.returncode, printed
 
-    def resumable(self, directory: Path) -> tuple[Any, ...]:
-        """Return the words of a run with 6 windows of 4, a checkpoint every 3."""
-        data = "--data", self.folder / "data.jsonl", "--checkpoint-dir", directory
-        window = "--gradient-accumulation-steps", 4, "--updates", 6
-        return *data, *window, "--save-every", 3, "--lora-rank", 2
+
+def resumable(directory: Path) -> tuple[Any, ...]:
+    """Return the words of a run with 6 windows of 4, a checkpoint every 3."""
+    window = "--gradient-accumulation-steps", 4, "--updates", 6
+    return "--checkpoint-dir", directory, *window, "--save-every", 3
 
 
 @pytest.fixture(scope="module")
@@ -148,39 +142,27 @@ def test_the_program_prints_a_table_and_draws_a_picture(
     words = "--gradient-accumulation-steps", 4, "--updates", 3, "--out", tmp_path
     status, printed = command.run(*words)
     assert status == 0, printed
-    assert "2026 conversations: left out 1127 repetitions" in printed
     cells = [line.split() for line in printed.splitlines()]
-    rows = {row[0]: row[1:] for row in cells if len(row) == 4}
+    rows = {row[0]: row[1:] for row in cells if len(row) == 3}
     assert rows["full-batch"][0] == "reference"
     assert float(rows["optax.MultiSteps"][0]) > 1e-4
-    for way in (
-        "MultiSteps",
-        "token_accumulation",
-        "make_train_step",
-        "make_window_step",
-        "optax.microbatching",
-    ):
+    for way in ("MultiSteps", "make_train_step", "make_window_step"):
         assert float(rows[way][0]) < 1e-5, way
     assert [path.name for path in tmp_path.iterdir()] == ["finetune.png"]
     picture = (tmp_path / "finetune.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
-def end_of(directory: Path, number: int = 24) -> Any:
-    """Return the state and the losses of a checkpoint."""
+def end_of(directory: Path) -> Any:
+    """Return the state of the last checkpoint."""
     with ocp.CheckpointManager(directory) as manager:
-        items = manager.restore(
-            number,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(), position=ocp.args.JsonRestore()
-            ),
-        )
-    return items["state"], items["position"]["losses"]
+        items = ocp.args.Composite(state=ocp.args.StandardRestore())
+        return manager.restore(24, args=items)["state"]
 
 
-def kill(command: Command, directory: Path, after: int, **options: Any) -> int:
+def kill(command: Command, directory: Path, after: int) -> int:
     """Kill a run as soon as that checkpoint is there; return the last checkpoint."""
-    with command.start(*command.resumable(directory), **options) as process:
+    with command.start(*resumable(directory)) as process:
         deadline = time.monotonic() + 200
         while not (directory / str(after)).exists():
             assert process.poll() is None and time.monotonic() < deadline
@@ -190,36 +172,23 @@ def kill(command: Command, directory: Path, after: int, **options: Any) -> int:
     return max(int(x.name) for x in directory.iterdir() if x.name.isdecimal())
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(command: Command) -> Path:
-    directory = command.folder / "uninterrupted"
-    status, printed = command.run(*command.resumable(directory))
-    assert status == 0, printed
-    assert "starts after 0 of 24" in printed and "devices: 1" in printed
-    state, losses = end_of(directory)
-    assert len(losses) == 6 and losses[-1] < losses[0]
-    assert state["opt_state"]["gradient_step"] == 6
-    return directory
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (8, 1)])
-def test_a_run_that_is_killed_ends_as_if_it_never_had_been_on_any_devices(
-    command: Command, uninterrupted: Path, tmp_path: Path, before: int, after: int
+def test_a_run_that_is_killed_ends_as_if_it_never_had_been(
+    command: Command, tmp_path: Path
 ):
+    status, printed = command.run(*resumable(tmp_path / "uninterrupted"))
+    assert status == 0, printed
+    assert "starts after 0 of 24" in printed
     directory = tmp_path / "killed"
     for checkpoint in (3, 9):  # in the middle of a window
-        done = kill(command, directory, checkpoint, devices=before)
-    status, printed = command.run(*command.resumable(directory), devices=after)
+        done = kill(command, directory, checkpoint)
+    status, printed = command.run(*resumable(directory), "--seed", 1)
+    assert status == 1 and "Give the same options, or another directory" in printed
+    status, printed = command.run(*resumable(directory))
     assert status == 0, printed
     place = f"gradient_step {done // 4}, mini_step {done % 4}"
     assert f"resumes after {done} of 24 micro-batches: {place}" in printed
-    assert f"devices: {after}" in printed
-    (got, losses), (expected, expected_losses) = map(end_of, (directory, uninterrupted))
-    if before == after:
-        assert losses == expected_losses
-        for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
-    # AdamW amplifies the rounding of small gradients.
-    assert relative_error(got["params"], expected["params"]) < 100 * RTOL["float32"]
+    got, expected = end_of(directory), end_of(tmp_path / "uninterrupted")
+    assert expected["opt_state"]["gradient_step"] == 6
+    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
