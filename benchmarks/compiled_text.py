@@ -1,102 +1,68 @@
 """What a compiled program sends, read from its text.
 
-Arrays count as a whole: a result, or the operand of a reduce-scatter. Of a conditional,
-the branch that sends the most counts; a loop of zero or one trips counts as one. What
-custom calls send does not count. Other text raises: groups of one device, the replicas
-of a `pmap`, and loops, unless XLA tells their trips or they count up to a constant.
+Arrays count as a whole: the result of an all-gather, else the operands. Of a
+conditional, the branch that sends the most counts. Loops count from 0, as scans do, or
+test a flag and then run once at most. Custom calls do not count. Other text raises.
 """
 
 import re
 from math import prod
 
-SENDS = re.compile(
-    r"(?:all-gather|all-reduce|(?:ragged-)?all-to-all|collective-\w+|reduce-scatter)"
-    r"(?:-start)?"
-)
 BODY = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{\n((?: .*\n)*)\}", re.M)
-LINE = re.compile(r"^ +(ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)", re.M)
+LINE = re.compile(r"^ +(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)", re.M)
 CALL = re.compile(r"\b(?:body|calls|condition|to_apply|\w+_computations?)=({.*?}|%\S+)")
+KIND = r"((?:ragged-)?all-(?:\w+|to-all)|collective-\w+|reduce-scatter)(-start)?"
+SEND, SENT = re.compile(KIND).fullmatch, re.compile(rf" {KIND}\(")
 OTHER = re.compile(r"replica_count=(?!1\b)|replica_groups=(\{\}|\{\{\d+\}|\[\d+,1\])")
 START = re.compile(r'([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
-CHANNEL = re.compile(r"channel_id=\d+")
+ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[(.*?)\]")
 NAME = re.compile(r"%([\w.-]+)")
 
 
-def bytes_sent(text: str | None) -> int:
+def bytes_sent(text: str) -> int:
     """The bytes that a device sends in one run, at most."""
-    bodies = {}
-    for entry, name, block in BODY.findall(text := text or ""):
-        bodies[entry or name] = {x[0] or x[1]: x[1:] for x in LINE.findall(block)}
-    lines = [x for body in bodies.values() for x in body.values()]
-    found = [x for x in lines if SENDS.fullmatch(x[2])]
-    written = re.findall(rf" {SENDS.pattern}\(", text)
-    if OTHER.search(text) or "ENTRY " not in bodies or len(found) != len(written):
+    bodies = {entry or name: block for entry, name, block in BODY.findall(text)}
+    lines = [x for block in bodies.values() for x in LINE.findall(block)]
+    sizes = {name: _size(result) for name, result, *_ in lines}
+    sends = {x[0]: re.findall(r"channel_id=\d+", x[3]) for x in lines if SEND(x[2])}
+    if OTHER.search(text) or len(sends) != len(SENT.findall(text)):
         raise ValueError(f"What this program sends cannot be read: {text[:80]}.")
     # A TPU splits an operation over fusions with one channel. The first one counts.
     started = {*START.findall(text)}
-    split = {y for x in found if x[0] in started for y in CHANNEL.findall(x[3])}
+    split = {channel for name in started & {*sends} for channel in sends[name]}
 
-    def sent(caller: str) -> int:
-        total, body = 0, bodies[caller]
-        for name, result, opcode, rest in body.values():
-            called = NAME.findall(" ".join(CALL.findall(rest)))
-            if SENDS.fullmatch(opcode):
-                if name in started or split.isdisjoint(CHANNEL.findall(rest)):
-                    operands = " ".join(body[x][1] for x in _operands(rest))
-                    total += _size(opcode, result, operands)
-            elif opcode == "conditional":
-                total += max(map(sent, called))
-            elif not opcode.endswith(("-done", "-update")):  # the start called these
-                trips = _trips(rest, body, bodies) if opcode == "while" else 1
-                total += trips * sum(map(sent, called))
+    def sent(body: str) -> int:
+        total = 0
+        for name, _, opcode, rest in LINE.findall(bodies[body]):
+            inner = [sent(x) for x in NAME.findall(" ".join(CALL.findall(rest)))]
+            if name in started or name in sends and split.isdisjoint(sends[name]):
+                size = given = sum(sizes[x] for x in NAME.findall(rest.split(")")[0]))
+                if "all-gather" in opcode:  # its start returns its operands too
+                    size = sizes[name] - given * opcode.endswith("-start")
+                total += size
+            elif name not in sends and not opcode.endswith(("-done", "-update")):
+                trips = _trips(rest, bodies) if opcode == "while" and any(inner) else 1
+                total += max(inner) if opcode == "conditional" else trips * sum(inner)
         return total
 
     return sent("ENTRY ")
 
 
-def _size(opcode: str, result: str, operands: str) -> int:
-    parts = [operands if opcode == "reduce-scatter" else result]
-    # A start returns (operands, results, ...); that of an all-reduce may not.
-    if opcode.endswith("-start") and (opcode[:5] != "all-r" or result[:2] == "(("):
-        whole = re.sub(r"\{.*?\}", "", result)[1:-1]
-        parts = re.findall(r"\([^()]*\)|\w+\[.*?\]", whole)[:2]
-    arrays = [re.findall(r"\b[a-z]+(\d*)\w*\[(.*?)\]", x) for x in parts]
-    return max(sum(map(_bytes, x)) for x in arrays)
+def _size(types: str) -> int:
+    arrays = [(x or 8, re.findall(r"\d+", n)) for x, n in ARRAY.findall(types)]
+    return sum(int(x) * prod(map(int, n)) // 8 for x, n in arrays)
 
 
-def _bytes(array: tuple[str, str]) -> int:
-    bits, shape = array  # of a bool, no bits; "<=4" is at most 4
-    return -(-prod(map(int, re.findall(r"\d+", shape))) * int(bits or 8) // 8)
-
-
-def _trips(loop: str, caller: dict, bodies: dict) -> int:
+def _trips(loop: str, bodies: dict[str, str]) -> int:
     if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop):
         return int(known[1])
-    # A TPU's program does not tell. `body` must add to a counter, or clear a flag.
+    # A TPU's program does not tell. If it counts otherwise, this unpacks nothing.
     condition, body = (bodies[x] for x in NAME.findall(" ".join(CALL.findall(loop))))
-    test = condition["ROOT "][3]
-    bound = _operands(test)[1:]
-    counter = condition[_operands(test)[0]][3] if bound else test
-    place = int(re.findall(r"index=(\d+)", counter)[0])
-    after = _operands(body["ROOT "][3])[place]
-    step, more = (_number(body, after, place, x) for x in (0, 1))
-    if not bound and step == more == 0:
+    if re.search(r"ROOT \S+ = pred\S+ get-tuple-element", condition):
         return 1
-    if "direction=LT" not in test or step < 1 or more != step + 1:
-        raise ValueError(f"How often this loop runs cannot be read: {loop[:80]}.")
-    first = _operands(caller[_operands(loop)[0]][3])[place]
-    return len(range(_number(caller, first), _number(condition, bound[0]), step))
-
-
-def _number(body: dict, name: str, place: int = -1, x: int = 0) -> int:
-    """A number, where this element of the computation's argument is `x`."""
-    _, _, opcode, rest = body[name]
-    if opcode in ("add", "copy"):
-        return sum(_number(body, y, place, x) for y in _operands(rest))
-    if opcode == "get-tuple-element" and f" index={place}," in f"{rest},":
-        return x
-    return int(rest.split(")")[0].replace("false", "0"))
-
-
-def _operands(rest: str) -> list[str]:
-    return NAME.findall(rest.split(")")[0])
+    [place] = re.findall(r" get-tuple-element\(\S+ index=(\d+)", condition)
+    [bound] = re.findall(r" constant\((\d+)\)(?s:.*), direction=LT", condition)
+    after = NAME.findall(re.findall(r" ROOT .* tuple\((.*?)\)", body)[0])[int(place)]
+    [step] = re.findall(rf" %{re.escape(after)} = \S+ add\(\S+, (\S+?)\)", body)
+    [_] = re.findall(rf" {re.escape(step)} = \S+ constant\(1\)", body)
+    return int(bound)

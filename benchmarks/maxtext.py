@@ -4,18 +4,16 @@ It needs an environment of its own, with Python 3.12:
 
     pip install --no-deps -r benchmarks/maxtext_requirements.txt
     export DECOUPLE_GCLOUD=TRUE JAX_PLATFORMS=cpu
-    python -m benchmarks.maxtext                 # memory on TPUs v5e, without one
-    python -m benchmarks.maxtext --only ZeRO-1   # layouts whose names contain this
-    python -m benchmarks.maxtext --check         # exactness and speed on a CPU
+    python -m benchmarks.maxtext           # memory on TPUs v5e, without one
+    python -m benchmarks.maxtext --check   # exactness and speed on a CPU
 """
 
-import argparse
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import maxtext  # pyrefly: ignore[missing-import]
@@ -32,7 +30,7 @@ from benchmarks import maxtext_glue
 from benchmarks.chips import ENVIRONMENT
 from benchmarks.compiled_text import bytes_sent
 from benchmarks.measure import interleaved, ratios, relative_error
-from optax_tokenaccum import whole_gradients
+from benchmarks.report import table
 
 K = 4
 OPTIONS = {
@@ -86,7 +84,6 @@ LLAMA_7B = {
 }
 LAYOUTS = {
     "7B, FSDP 16": LLAMA_7B,
-    "7B, FSDP 16, `param_scan_axis=0`": LLAMA_7B | {"param_scan_axis": 0},
     "7B, FSDP 4 x tensor parallel 4": LLAMA_7B
     | {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 4},
     "32,000 words, FSDP 8": WORDS,
@@ -105,20 +102,10 @@ TINY = SMALL | {
 
 shipped = train.gradient_accumulation_loss_and_grad
 ours = maxtext_glue.gradient_accumulation_loss_and_grad
-
-
-def not_resharded(*args: Any) -> Any:
-    """The glue without its cast and its resharding of the parameters."""
-    replaced = {"maybe_shard_with_name": lambda x, *_, **__: x, "bfloat16": lambda x: x}
-    with mock.patch.multiple(maxtext_glue, **replaced):
-        return ours(*args)
-
-
 WAYS: dict[str, tuple[int, Callable[..., Any]]] = {
     "one micro-batch": (1, shipped),
     "MaxText's": (K, shipped),
     "ours": (K, ours),
-    "ours, not resharded": (K, not_resharded),
 }
 
 
@@ -141,35 +128,24 @@ def compiled_step(config: Any) -> Any:
     names = "in_shardings", "out_shardings", "static_argnums", "donate_argnums"
     jitted = jax.jit(step, **dict(zip(names, signature, strict=True)))
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
-        if train.gradient_accumulation_loss_and_grad is not shipped:
-            print(f"whole gradients: {whole_gradients(jitted, placed, *args[1:])}")
         return jitted.lower(placed, *args[1:]).compile()
 
 
-def print_memory(only: str) -> None:
-    """Prints peaks less arguments, with temporaries in brackets, and collectives."""
-    head = "| MB | one micro-batch | MaxText's | ours |\n|---|---|---|---|"
-    rows = [head]
+def print_memory() -> None:
+    """Prints peaks less arguments, with all temporaries in brackets, and sent bytes."""
+    rows = []
     for name, options in LAYOUTS.items():
-        cells = []
+        row = {"MB": name}
         for way, (k, accumulate) in WAYS.items():
-            if only not in name or way.endswith("resharded") and options is not ZERO_1:
-                continue
             train.gradient_accumulation_loss_and_grad = accumulate
             step = compiled_step(configured(k, options))
-            cells.append(held(step))
+            memory = step.memory_analysis()
+            peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+            row[way] = f"{peak / 1e6:,.0f} ({memory.temp_size_in_bytes / 1e6:,.0f})"
             size = bytes_sent(step.as_text())
-            print(f"{name}, {way}: {cells[-1]}, sends {size:,} bytes", flush=True)
-        if cells:
-            rows.append(f"| {name} | {' | '.join(cells[:3])} |")
-    print("\n".join(rows))
-
-
-def held(step: Any) -> str:
-    """The peak less the arguments, and all temporaries, in MB."""
-    memory = step.memory_analysis()
-    peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
-    return f"{peak / 1e6:,.0f} ({memory.temp_size_in_bytes / 1e6:,.0f})"
+            print(f"{name}, {way}: {row[way]}, sends {size:,} bytes", flush=True)
+        rows.append(row)
+    print(table(rows))
 
 
 def print_check() -> None:
@@ -185,11 +161,9 @@ def print_check() -> None:
         steps = {name: run() for name, run in runs.items()}
         print(f"dropout {rate}:")
         for name, (gradient, count, loss) in steps.items():
-            print(f"  {name}: loss {loss:.6f}, random streams + {count}", end="")
-            for other in runs:
-                error = relative_error(gradient, steps[other][0])
-                print(f", off {other} by {error:.1e}", end="")
-            print()
+            error = relative_error(gradient, steps["one batch"][0])
+            print(f"  {name}: loss {loss:.6f}, gradient off by {error:.1e}", end="")
+            print(f", random streams + {count}")
     times = interleaved(runs, rounds=20)
     print("time over MaxText's:", ratios(times, "MaxText's")["ours"])
 
@@ -248,10 +222,6 @@ def ragged_batch(config: Any) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.maxtext")
-    parser.add_argument("--only", default="", help="part of the names of layouts")
-    parser.add_argument("--check", action="store_true", help="exactness and speed")
-    chosen = parser.parse_args()
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    print_check() if chosen.check else print_memory(chosen.only)
+    print_check() if sys.argv[1:] == ["--check"] else print_memory()
