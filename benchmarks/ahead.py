@@ -74,7 +74,6 @@ LAYOUTS = {
     "data parallel": Layout((8,)),
     "FSDP": Layout((8,), fsdp="data"),
     "FSDP, tensor parallel": Layout((4, 2), fsdp="data", tensor="model"),
-    "data, tensor parallel": Layout((4, 2), tensor="model"),
 }
 # Values of `reduce_every`. With data parallelism, "micro_batch" is ZeRO-2.
 MODES = NO_MESH, WINDOW, MICRO_BATCH = "no mesh", "window", "micro_batch"
@@ -168,11 +167,8 @@ class Measured(NamedTuple):
     """What the programs of a way need; see `benchmarks.programs` for peaks."""
 
     peaks: dict[str, int]  # of every program, in bytes on each device
+    peak: int  # of the largest
     sent: int  # the bytes that a device sends in a window
-
-    @property
-    def peak(self) -> int:
-        return max(self.peaks.values())
 
 
 class Case:
@@ -205,35 +201,27 @@ class Case:
             for way in ways
             for mode in (on_mesh if way in STEPS else (NO_MESH,))
         }
-        first = measured[ways[0], NO_MESH].peak
-        columns = {}
+        first, columns = measured[ways[0], NO_MESH].peak, {}
         for (way, mode), own in measured.items():
             by_hand = measured.get((BY_HAND.get(way, ""), NO_MESH))
-            columns[way, mode] = self._columns(own, first, by_hand)
-        return columns
-
-    def _columns(
-        self, own: Measured, first: int, by_hand: Measured | None
-    ) -> dict[str, Any]:
-        columns: dict[str, Any] = {
-            "": {name: peak / first for name, peak in own.peaks.items()},
-            " MB": round(own.peak / 1e6),
-            " / by hand": own.peak / by_hand.peak if by_hand else None,
-        }
-        if self._layout:
-            columns[" GB sent"] = own.sent / 1e9
-            columns[" sent / by hand"] = own.sent / by_hand.sent if by_hand else None
+            columns[way, mode] = {
+                "": {name: peak / first for name, peak in own.peaks.items()},
+                " MB": round(own.peak / 1e6),
+                " / by hand": own.peak / by_hand.peak if by_hand else None,
+            }
+            if self._layout:
+                sent = own.sent / by_hand.sent if by_hand else None
+                of_window = {" GB sent": own.sent / 1e9, " sent / by hand": sent}
+                columns[way, mode] |= of_window
         return columns
 
     def _measured(self, way: str, mode: str = NO_MESH) -> Measured:
-        options, spread = {}, self._spread
+        options = {}
         if mode != NO_MESH:
             options = {"mesh": self._mesh, "data_axes": "data", "reduce_every": mode}
-        if mode == WINDOW or not self._layout:  # the loss sees the rows of one device
-            spread = stay
-        workload = self._placed(spread)
-        build = WAYS[way].build
-        loop = build(workload, self._inner, self._k, **options)
+        # With "window", the loss sees the rows of one device.
+        workload = self._placed(bool(self._layout) and mode != WINDOW)
+        loop = WAYS[way].build(workload, self._inner, self._k, **options)
         if way in STEPS:
             state = loop.init(workload.params)
         else:
@@ -245,7 +233,7 @@ class Case:
             peaks[name] = program.peak(compiled)
             runs = self._k if name in EVERY_MICRO_BATCH else 1
             sent += runs * bytes_sent(compiled.as_text())
-        return Measured(peaks, sent)
+        return Measured(peaks, max(peaks.values()), sent)
 
     def _placed_like(self, params: Any, init: Callable[[Any], Any]) -> Any:
         """The shapes of a state; no two parameters with one shape are spread unlike."""
@@ -257,10 +245,11 @@ class Case:
 
         return jax.tree.map(place, jax.eval_shape(init, params))
 
-    def _placed(self, spread: Callable[[jax.Array], jax.Array]) -> Workload:
+    def _placed(self, constrains: bool) -> Workload:
         """The workload with shapes in the place of its arrays."""
-        make = partial(self._make, rows=8 if self._layout else 1, spread=spread)
-        made = []
+        make, made = partial(self._make, rows=8 if self._layout else 1), []
+        if constrains:
+            make = partial(make, spread=self._spread)
 
         def arrays() -> Any:
             made.append(make())
@@ -304,7 +293,3 @@ class Case:
         """Without it, XLA may gather activations instead of parameters."""
         where = NamedSharding(self._mesh, P("data"))
         return jax.lax.with_sharding_constraint(x, where)
-
-
-def stay(x: jax.Array) -> jax.Array:
-    return x

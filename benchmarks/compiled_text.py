@@ -19,8 +19,9 @@ ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[(.*?)\]")
 NAME = re.compile(r"%([\w.-]+)")
 
 
-def bytes_sent(text: str) -> int:
+def bytes_sent(text: str | None) -> int:
     """The bytes that a device sends in one run, at most."""
+    text = text or ""
     bodies = {entry or name: block for entry, name, block in BODY.findall(text)}
     lines = [x for block in bodies.values() for x in LINE.findall(block)]
     sizes = {name: _size(result) for name, result, *_ in lines}

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -13,7 +14,8 @@ from benchmarks.nnx_loop import Holder
 from benchmarks.settings import Settings
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 
-CALLS, K = 20, 8
+CALLS = 20
+BATCH = np.arange(1.0, 5.0, dtype=np.float32)
 SGD = optax.sgd(0.1)
 NEVER = 1_000_000  # micro-batches of one window that stays open
 
@@ -23,13 +25,12 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     rows = []
     for leaves in settings.host_leaves:
         settings.say(f"host time of {leaves} leaves")
-        train_step = make_train_step(_loss_fn, SGD, NEVER)
-        pair = _ours_and_plain(train_step, train_step.accumulate, leaves, _batch())
+        step = make_train_step(_loss_fn, SGD, NEVER)
+        pair = _ours_and_plain(step, step.accumulate, leaves, BATCH)
         rows.append(_measure(settings, leaves, "train step", pair))
         if leaves <= 1000:  # XLA compiles a longer loop for many minutes
-            window_step = make_window_step(_loss_fn, SGD)
-            stacked = jnp.stack([_batch()] * K)
-            pair = _ours_and_plain(window_step, window_step, leaves, stacked)
+            step = make_window_step(_loss_fn, SGD)
+            pair = _ours_and_plain(step, step, leaves, np.stack([BATCH] * 8))
             rows.append(_measure(settings, leaves, "window step", pair))
     for variables in settings.host_variables:
         settings.say(f"host time of {variables} variables")
@@ -79,7 +80,7 @@ def _nnx_steps(variables: int) -> dict[str, Any]:
         def run(state: Any, data: Any) -> Any:
             return state, step(*state, data)
 
-        return _Calls(run, (model, optimizer), _batch())
+        return _Calls(run, (model, optimizer), BATCH)
 
     step = optax_tokenaccum.nnx.make_train_step(loss_fn)
     return {"ours": calls(step), "plain": calls(flax_step)}
@@ -99,14 +100,10 @@ class _Calls:
     """Makes `CALLS` calls in a row and does not wait for their results."""
 
     def __init__(self, step: Any, state: Any, data: Any):
-        self._step, self._state, self._data = step, state, data
+        self._step, self._state, self._data = step, state, jax.device_put(data)
 
     def __call__(self) -> Any:
         metrics = None
         for _ in range(CALLS):
             self._state, metrics = self._step(self._state, self._data)
         return self._state, metrics
-
-
-def _batch() -> jax.Array:
-    return jnp.arange(1.0, 5.0)

@@ -63,18 +63,13 @@ class Way(NamedTuple):
 
 def run(settings: Settings) -> list[dict[str, Any]]:
     """Returns a row for every distribution of lengths and every way."""
-    rows = []
-    for name in settings.lengths:
-        settings.say(f"ragged: {name}")
-        rows += measure(name, sequences_of(name, settings), settings)
-    return rows
+    return [row for name in settings.lengths for row in _measure(name, settings)]
 
 
-def measure(
-    name: str, sequences: Sequences, settings: Settings
-) -> list[dict[str, Any]]:
+def _measure(name: str, settings: Settings) -> list[dict[str, Any]]:
     """Measures all ways on the same windows of shuffled sequences."""
-    size = settings.sequences
+    settings.say(f"ragged: {name}")
+    sequences, size = sequences_of(name, settings), settings.sequences
     shuffled = np.random.default_rng(0).permutation(len(sequences))
     windows = [
         [sequences[i] for i in shuffled[start : start + size]]

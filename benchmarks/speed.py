@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from benchmarks.loops import Loop
-from benchmarks.measure import Running, interleaved, ratios, relative_error, spread
+from benchmarks.measure import Running, interleaved, ratios, relative_error
 from benchmarks.settings import ADAMW, Settings
 from benchmarks.ways import WAYS
 from benchmarks.workloads import Window, Workload, window_of
@@ -21,43 +21,28 @@ RATE = 2.0**30
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """Returns a row for every workload and way.
-
-    The optimizer is AdamW.
-    """
+    """Returns a row for every workload and way, with AdamW."""
     rows = []
-    for name, make in settings.workloads.items():
-        settings.say(f"speed: {name}")
-        rows += measure(name, make(), settings)
-    return rows
-
-
-def measure(
-    workload_name: str, workload: Workload, settings: Settings
-) -> list[dict[str, Any]]:
-    """Measures all ways on one workload in interleaved rounds."""
-    errors = check(workload, settings.k)
-    window = window_of(workload, settings.k)
-    running = {}
-    for name, way in WAYS.items():
-        loop = way.build(workload, ADAMW, settings.k)
-        running[name] = Running(loop.run, loop.init(workload.params), window)
-    times = interleaved(running, rounds=settings.rounds, seconds=settings.seconds)
-    over_base = ratios(times, BASE)
-    rows = [
-        {
-            "workload": workload_name,
-            "k": settings.k,
-            "way": name,
-            "kind": way.kind,
-            "gradient error": errors.get(name),
-            "time": over_base[name],
-        }
-        for name, way in WAYS.items()
-    ]
-    if jax.default_backend() != "cpu":
-        for row, seconds in zip(rows, times.values(), strict=True):
-            row["milliseconds"] = spread([1e3 * x for x in seconds])
+    for workload_name, make in settings.workloads.items():
+        settings.say(f"speed: {workload_name}")
+        workload, running = make(), {}
+        errors, window = check(workload, settings.k), window_of(workload, settings.k)
+        for name, way in WAYS.items():
+            loop = way.build(workload, ADAMW, settings.k)
+            running[name] = Running(loop.run, loop.init(workload.params), window)
+        times = interleaved(running, rounds=settings.rounds, seconds=settings.seconds)
+        over_base = ratios(times, BASE)
+        rows += [
+            {
+                "workload": workload_name,
+                "k": settings.k,
+                "way": name,
+                "kind": way.kind,
+                "gradient error": errors.get(name),
+                "time": over_base[name],
+            }
+            for name, way in WAYS.items()
+        ]
     return rows
 
 

@@ -180,7 +180,7 @@ def multi_steps(workload: Workload, inner: Optimizer, k: int) -> Loop:
 
 
 def train_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> Loop:
-    """`make_train_step` if the host knows when a window closes: two programs."""
+    """`make_train_step`: two programs."""
     step = make_train_step(workload.loss_fn, inner, k, **options)
 
     def lower(state: Any, window: Window) -> Any:
@@ -191,22 +191,6 @@ def train_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> 
             "accumulate": Program(accumulate, held),
             "close": Program(step.close_window.lower(state), held),
         }
-
-    return _loop(workload, step, one_by_one, lower)
-
-
-def train_step_in_one(workload: Workload, inner: Optimizer, k: int) -> Loop:
-    """`make_train_step` if only the device knows, for example with a token budget."""
-    step = make_train_step(workload.loss_fn, inner, lambda gradient_step: k)
-    # `step` does not expose the program behind its call.
-    program = jax.jit(
-        lambda state, batch: step(state, batch, frozen=workload.frozen),
-        donate_argnums=0,
-    )
-
-    def lower(state: Any, window: Window) -> Any:
-        lowered = program.lower(state, window.micro_batches[0])
-        return {"step": Program(lowered, size_in_bytes(sums_of(state.opt_state)))}
 
     return _loop(workload, step, one_by_one, lower)
 
@@ -265,12 +249,7 @@ def _gradient_and_update(
     return Loop(lambda params: owned((params, inner.init(params))), run, lower)
 
 
-def _loop(
-    workload: Workload,
-    step: Any,
-    batches: Callable[[Window], list[Any]],
-    lower: Callable[[Any, Window], dict[str, Program]],
-) -> Loop:
+def _loop(workload: Workload, step: Any, batches: Any, lower: Any) -> Loop:
     def run(state: Any, window: Window) -> Any:
         for batch in batches(window):
             state, _ = step(state, batch, frozen=workload.frozen)
@@ -290,7 +269,6 @@ WAYS: dict[str, Way] = {
     "token_accumulation": Way("ours", transformation),
     "MultiSteps": Way("ours", multi_steps),
     "train step": Way("ours", train_step),
-    "train step, one program": Way("ours", train_step_in_one),
     "window step": Way("ours", window_step),
     "window_value_and_grad": Way("ours", window_gradient),
 }
