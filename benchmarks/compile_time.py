@@ -52,4 +52,4 @@ def _scan_with_norm(workload: Workload, inner: Optimizer, k: int) -> Loop:
         updated = apply_sums(inner, params, opt_state, sums)
         return *updated, optax.tree.norm(sums[2]) / jnp.maximum(sums[1], 1)
 
-    return one_program(workload, inner.init, step, lambda window: [window.stacked])
+    return one_program(workload, inner.init, step, "stacked")

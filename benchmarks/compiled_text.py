@@ -1,8 +1,8 @@
 """What a compiled program sends, read from its text.
 
-Arrays count as a whole: the result of an all-gather, else the operands. Of a
-conditional, the branch that sends the most counts. Loops count from 0, as scans do, or
-test a flag and then run once at most. Custom calls do not count. Other text raises.
+Arrays count as a whole, and of a conditional, the branch that sends the most. Loops
+count from 0, as scans do, or test a flag and then run once at most. Custom calls do not
+count. Other text raises an error.
 """
 
 import re
@@ -11,22 +11,25 @@ from math import prod
 BODY = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{\n((?: .*\n)*)\}", re.M)
 LINE = re.compile(r"^ +(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)", re.M)
 CALL = re.compile(r"\b(?:body|calls|condition|to_apply|\w+_computations?)=({.*?}|%\S+)")
-KIND = r"((?:ragged-)?all-(?:\w+|to-all)|collective-\w+|reduce-scatter)(-start)?"
-SEND, SENT = re.compile(KIND).fullmatch, re.compile(rf" {KIND}\(")
+SEND = r"(?:(?:ragged-)?all-(?:\w+|to-all)|collective-\w+|reduce-scatter)(?:-start)?"
 OTHER = re.compile(r"replica_count=(?!1\b)|replica_groups=(\{\}|\{\{\d+\}|\[\d+,1\])")
 START = re.compile(r'([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
 ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[(.*?)\]")
 NAME = re.compile(r"%([\w.-]+)")
 
 
-def bytes_sent(text: str | None) -> int:
+def bytes_sent(text: str) -> int:
     """The bytes that a device sends in one run, at most."""
-    text = text or ""
     bodies = {entry or name: block for entry, name, block in BODY.findall(text)}
     lines = [x for block in bodies.values() for x in LINE.findall(block)]
-    sizes = {name: _size(result) for name, result, *_ in lines}
-    sends = {x[0]: re.findall(r"channel_id=\d+", x[3]) for x in lines if SEND(x[2])}
-    if OTHER.search(text) or len(sends) != len(SENT.findall(text)):
+    sizes = dict.fromkeys((x[0] for x in lines), 0)
+    for name, result, *_ in lines:
+        for bits, shape in ARRAY.findall(result):
+            length = prod(map(int, re.findall(r"\d+", shape)))
+            sizes[name] += length * int(bits or 8) // 8
+    found = [x for x in lines if re.fullmatch(SEND, x[2])]
+    sends = {x[0]: re.findall(r"channel_id=\d+", x[3]) for x in found}
+    if OTHER.search(text) or len(sends) != len(re.findall(rf" {SEND}\(", text)):
         raise ValueError(f"What this program sends cannot be read: {text[:80]}.")
     # A TPU splits an operation over fusions with one channel. The first one counts.
     started = {*START.findall(text)}
@@ -37,21 +40,15 @@ def bytes_sent(text: str | None) -> int:
         for name, _, opcode, rest in LINE.findall(bodies[body]):
             inner = [sent(x) for x in NAME.findall(" ".join(CALL.findall(rest)))]
             if name in started or name in sends and split.isdisjoint(sends[name]):
-                size = given = sum(sizes[x] for x in NAME.findall(rest.split(")")[0]))
-                if "all-gather" in opcode:  # its start returns its operands too
-                    size = sizes[name] - given * opcode.endswith("-start")
-                total += size
+                given = sum(sizes[x] for x in NAME.findall(rest.split(")")[0]))
+                # A start may return its operands too.
+                total += max(given, sizes[name] - given * opcode.endswith("-start"))
             elif name not in sends and not opcode.endswith(("-done", "-update")):
                 trips = _trips(rest, bodies) if opcode == "while" and any(inner) else 1
                 total += max(inner) if opcode == "conditional" else trips * sum(inner)
         return total
 
     return sent("ENTRY ")
-
-
-def _size(types: str) -> int:
-    arrays = [(x or 8, re.findall(r"\d+", n)) for x, n in ARRAY.findall(types)]
-    return sum(int(x) * prod(map(int, n)) // 8 for x, n in arrays)
 
 
 def _trips(loop: str, bodies: dict[str, str]) -> int:

@@ -186,7 +186,7 @@ def held(programs: Programs) -> dict[str, str]:
 
 def sent(programs: Programs) -> list[int]:
     """The bytes that a device sends in a micro-batch, and at the close."""
-    return [bytes_sent(x.compile().as_text()) for x in programs[1:]]
+    return [bytes_sent(x.compile().as_text() or "") for x in programs[1:]]
 
 
 def main() -> None:

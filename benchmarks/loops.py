@@ -65,8 +65,8 @@ def one_program(
     workload: Workload,
     init: Callable[[Any], Any],
     step: Callable[..., Any],
-    batches: Callable[[Window], list[Any]],
-    sums: Callable[[Any], Any] = lambda opt_state: (),
+    batches: str,
+    holds_sums: bool = False,
 ) -> Loop:
     """A loop of `step(params, opt_state, batch, frozen) -> (params, opt_state, loss)`.
 
@@ -76,20 +76,22 @@ def one_program(
       workload: what to train.
       init: `init(params) -> opt_state`.
       step: called for every batch.
-      batches: the batches of a window.
-      sums: the sums in the `opt_state`.
+      batches: the attribute of `Window` with a batch, or with several.
+      holds_sums: whether they are in the `opt_state`.
     """
     jitted = jax.jit(step, donate_argnums=(0, 1))
 
     def run(state: Any, window: Window) -> Any:
-        for batch in batches(window):
+        for batch in batches_of(window, batches):
             params, opt_state, *_ = jitted(*state, batch, workload.frozen)
             state = params, opt_state
         return state
 
     def lower(state: Any, window: Window) -> Any:
-        lowered = jitted.lower(*state, batches(window)[0], workload.frozen)
-        return {"step": Program(lowered, size_in_bytes(sums(state[1])))}
+        batch = batches_of(window, batches)[0]
+        lowered = jitted.lower(*state, batch, workload.frozen)
+        held = size_in_bytes(state[1].acc_grads) if holds_sums else 0
+        return {"step": Program(lowered, held)}
 
     return Loop(lambda params: owned((params, init(params))), run, lower)
 
@@ -110,15 +112,12 @@ def optimizer_that_accumulates(workload: Workload, optimizer: Any, loss: Any) ->
         updates, opt_state = optimizer.update(gradient, opt_state, params, num_tokens=n)
         return optax.apply_updates(params, updates), opt_state, value
 
-    return one_program(workload, optimizer.init, step, one_by_one, sums_of)
+    return one_program(workload, optimizer.init, step, "micro_batches", True)
 
 
-def one_by_one(window: Window) -> list[Any]:
-    return window.micro_batches
-
-
-def sums_of(opt_state: Any) -> Any:
-    return opt_state.acc_grads
+def batches_of(window: Window, name: str) -> list[Any]:
+    found = getattr(window, name)
+    return found if name == "micro_batches" else [found]
 
 
 def empty_sums(params: Any) -> tuple[jax.Array, jax.Array, Any]:

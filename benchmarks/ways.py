@@ -21,15 +21,14 @@ from benchmarks.loops import (
     add,
     apply,
     apply_sums,
+    batches_of,
     empty_sums,
     mean_like,
-    one_by_one,
     one_program,
     optimizer_that_accumulates,
     owned,
     shardings_of,
     size_in_bytes,
-    sums_of,
 )
 from benchmarks.workloads import Window, Workload
 from optax_tokenaccum import (
@@ -97,7 +96,7 @@ def optax_microbatching(workload: Workload, inner: Optimizer, k: int) -> Loop:
         sums = (loss_sum, num_tokens, gradients)
         return apply_sums(inner, params, opt_state, sums)
 
-    return one_program(workload, inner.init, step, lambda window: [window.whole])
+    return one_program(workload, inner.init, step, "whole")
 
 
 def scan_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
@@ -107,7 +106,7 @@ def scan_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
         sums = sums_by_hand(workload, params, micro_batches, frozen)
         return apply_sums(inner, params, opt_state, sums)
 
-    return one_program(workload, inner.init, step, lambda window: [window.stacked])
+    return one_program(workload, inner.init, step, "stacked")
 
 
 def sums_by_hand(
@@ -186,13 +185,13 @@ def train_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> 
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
         accumulate = step.accumulate.lower(state, batch, frozen=workload.frozen)
-        held = size_in_bytes(sums_of(state.opt_state))
+        held = size_in_bytes(state.opt_state.acc_grads)
         return {
             "accumulate": Program(accumulate, held),
             "close": Program(step.close_window.lower(state), held),
         }
 
-    return _loop(workload, step, one_by_one, lower)
+    return _loop(workload, step, "micro_batches", lower)
 
 
 def window_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> Loop:
@@ -204,7 +203,7 @@ def window_step(workload: Workload, inner: Optimizer, k: int, **options: Any) ->
             "step": Program(step.lower(state, window.stacked, frozen=workload.frozen))
         }
 
-    return _loop(workload, step, lambda window: [window.stacked], lower)
+    return _loop(workload, step, "stacked", lower)
 
 
 def gradient_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
@@ -249,9 +248,9 @@ def _gradient_and_update(
     return Loop(lambda params: owned((params, inner.init(params))), run, lower)
 
 
-def _loop(workload: Workload, step: Any, batches: Any, lower: Any) -> Loop:
+def _loop(workload: Workload, step: Any, batches: str, lower: Any) -> Loop:
     def run(state: Any, window: Window) -> Any:
-        for batch in batches(window):
+        for batch in batches_of(window, batches):
             state, _ = step(state, batch, frozen=workload.frozen)
         return state
 
