@@ -194,18 +194,13 @@ def pack(sequences: Sequences, length: int) -> Packed:
 
 
 def sequences_of(name: str, settings: Settings) -> Sequences:
-    """Real dialogue, a prompt and its answer in bytes; or random bytes."""
+    """Real dialogue, a prompt and its answer in bytes; or uniform lengths."""
     size, longest = settings.sequences, settings.max_length
     if name == "dialogue":
         encoded = [x for x in map(encode, read_corpus()) if len(x.inputs) <= longest]
         return encoded[: settings.windows * size]
     rng = np.random.default_rng(0)
-    lengths = {
-        "log-normal": lambda: rng.lognormal(4.5, 1, 4 * size),
-        "uniform": lambda: rng.uniform(2, longest, 4 * size),
-        "two lengths": lambda: rng.choice([24, 480], 4 * size, p=[0.8, 0.2]),
-    }[name]()
-    return [_random(rng, int(n)) for n in np.clip(lengths, 2, longest)]
+    return [_random(rng, int(n)) for n in rng.uniform(2, longest, 4 * size)]
 
 
 def _random(rng: np.random.Generator, length: int) -> Batch:

@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     windows: int = 7
     max_length: int = 512
     shapes: int = 6
-    lengths: tuple[str, ...] = ("dialogue", "log-normal", "uniform", "two lengths")
+    lengths: tuple[str, ...] = ("dialogue", "uniform")
     # Of the ahead suite: layers, width, length and vocabulary. Gradients must not fit
     # into the on-chip memory of a TPU, 128 MiB.
     ahead_sizes: tuple[int, int, int, int] = (24, 2048, 512, 32_768)
