@@ -73,6 +73,7 @@ LAYOUTS = {
     "data parallel": Layout((8,)),
     "FSDP": Layout((8,), fsdp="data"),
     "FSDP, tensor parallel": Layout((4, 2), fsdp="data", tensor="model"),
+    "data, tensor parallel": Layout((4, 2), tensor="model"),
 }
 # Values of `reduce_every`. With data parallelism, "micro_batch" is ZeRO-2.
 MODES = NO_MESH, WINDOW, MICRO_BATCH = "no mesh", "window", "micro_batch"

@@ -21,7 +21,7 @@ from optax_tokenaccum._transformation import (
 from optax_tokenaccum._whole_gradients import whole_gradients
 from optax_tokenaccum._with_num_tokens import with_num_tokens
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 __all__ = [
     "AuditReport",

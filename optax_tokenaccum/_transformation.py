@@ -70,7 +70,7 @@ def token_accumulation(
         and not counted.
       accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
         if that is wider. Division and weighting use at least float32.
-      **removed: there are none; the error for `axis_name` says what took its place.
+      **removed: not accepted. The error says what to write in place of `axis_name`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `TokenAccumulationState`.
@@ -102,7 +102,9 @@ def token_accumulation(
         raise TypeError(
             f"token_accumulation() has no keywords {sorted(removed)}. In place of "
             "axis_name, sum gradients and num_tokens over the devices with "
-            "jax.lax.psum before update, or use a step with mesh and data_axes."
+            "jax.lax.psum before update; in a shard_map, the gradients with respect to "
+            "jax.lax.pcast(params, axis, to='varying'), because JAX itself sums those "
+            "of parameters that devices share. Or use a step with mesh and data_axes."
         )
     accumulation = make_accumulation(
         inner,
@@ -250,11 +252,10 @@ def _close(
         extra = extra_args | of_window
         return inner.update(gradient, state.inner_opt_state, params, **extra)
 
-    whole = state._replace(acc_grads=accumulation.layout.read(sums))
-    shapes, _ = jax.eval_shape(lambda: run(accumulation.window_gradient(whole, like)))
+    shapes, _ = jax.eval_shape(lambda: run(accumulation.window_gradient(state, like)))
     trees.check_same_tree(
         shapes,
-        whole.acc_grads,
+        sums,
         "The inner optimizer must return updates like the parameters",
     )
     in_place = jax.tree.map(_holds, sums, shapes)
@@ -280,8 +281,6 @@ def _close(
 
 def _holds(acc: jax.Array, update: jax.ShapeDtypeStruct) -> bool:
     """Whether the buffer of a sum can hold an update without loss of precision."""
-    if acc.shape != update.shape:  # one device's sum, of another type than the total
-        return False
     if acc.dtype == update.dtype:
         return True
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (acc, update)):

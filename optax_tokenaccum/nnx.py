@@ -284,7 +284,7 @@ def make_window_step(
       mesh: the mesh of devices, see `optax_tokenaccum.make_train_step`.
       data_axes: the axes of `mesh` over which rows are spread, see
         `optax_tokenaccum.make_window_step`.
-      reduce_every: reduces sums in every micro-batch instead of once.
+      reduce_every: when gradients are reduced over devices, see there.
       donate: update buffers in place, see `make_train_step`.
 
     Returns:
