@@ -28,10 +28,8 @@ def nnx_train_step(workload: Workload, inner: Optimizer, k: int) -> Loop:
     def loss_fn(model: Holder, batch: Any) -> Any:
         return workload.loss_fn(model.params(), batch, workload.frozen)
 
-    step, tx = (
-        optax_tokenaccum.nnx.make_train_step(loss_fn),
-        optax_tokenaccum.token_accumulation(inner, k),
-    )
+    step = optax_tokenaccum.nnx.make_train_step(loss_fn)
+    tx = optax_tokenaccum.token_accumulation(inner, k)
     made: list[Any] = []
 
     def init(params: Any) -> Any:
