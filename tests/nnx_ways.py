@@ -4,25 +4,14 @@ import contextlib
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 import optax_tokenaccum.nnx
+from benchmarks.nnx_loop import Holder
 from optax_tokenaccum import token_accumulation
 
 WAYS = ["nnx two programs", "nnx one program", "nnx window"]
 OF_THE_STEP = "has_aux", "mesh", "data_axes", "reduce_every", "donate"
-
-
-class Holder(nnx.Module):
-    """A model that is nothing but a tree of parameters."""
-
-    def __init__(self, params: Any):
-        leaves, self.structure = jax.tree.flatten(params)
-        self.leaves = nnx.List([nnx.Param(jnp.copy(x)) for x in leaves])
-
-    def params(self) -> Any:
-        return jax.tree.unflatten(self.structure, [x[...] for x in self.leaves])
 
 
 class State(NamedTuple):
