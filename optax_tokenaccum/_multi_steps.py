@@ -6,15 +6,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
-from optax_tokenaccum._core import arrays, trees
-from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.contribution import SkipFn
-from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
-from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import OptState, Params
+from optax_tokenaccum._accumulation import SkipFn, make_accumulation
+from optax_tokenaccum._schedule import CountSchedule, make_schedule
+from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._transformation import Transformation, has_updated
+from optax_tokenaccum._trees import DType, OptState, Params, cast_like, check_same_tree
 
 
 class MultiSteps:
@@ -48,7 +45,7 @@ class MultiSteps:
         every_k_schedule: CountSchedule,
         use_grad_mean: bool = True,
         should_skip_update_fn: SkipFn | None = None,
-        accumulator_dtype: DTypeLike | None = None,
+        accumulator_dtype: DType | None = None,
         *,
         gradients: Literal["sum", "mean"] = "mean",
     ):
@@ -187,12 +184,12 @@ def _taken_over(new: Any, old: Any) -> Any:
             "token counts are lost. Take a checkpoint whose mini_step is 0, or give up "
             "the open window: state._replace(mini_step=0)."
         )
-    trees.check_same_tree(
+    check_same_tree(
         old.inner_opt_state,
         new.inner_opt_state,
         "The old inner state must be one of tx's inner optimizer and parameters",
     )
     return new._replace(
-        gradient_step=arrays.cast_like(old.gradient_step, new.gradient_step),
-        inner_opt_state=arrays.cast_like(old.inner_opt_state, new.inner_opt_state),
+        gradient_step=cast_like(old.gradient_step, new.gradient_step),
+        inner_opt_state=cast_like(old.inner_opt_state, new.inner_opt_state),
     )

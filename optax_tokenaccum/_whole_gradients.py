@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding
 
-from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.reports import collect
+from optax_tokenaccum._backward import collected_reports
+from optax_tokenaccum._trees import Leaf, named_leaves
 
 _numbers = itertools.count()
 
@@ -18,11 +19,10 @@ _numbers = itertools.count()
 def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
     """The parameters whose gradients need memory next to their sums, and why.
 
-    A backward pass of this library adds each gradient to its sum as it is made; that of
-    layers that are stacked for a scan layer by layer. Where it cannot, the gradient of
-    one micro-batch exists as a whole besides, which costs memory of its size. Nothing
-    is compiled or run: this traces `f`. It does not tell of a scan over a part of a
-    parameter, `w[:8]`, nor of a bfloat16 parameter that a scan takes as a constant.
+    A backward pass of this library adds the gradients of layers that are stacked for a
+    scan layer by layer. Every other gradient of a micro-batch exists as a whole next to
+    its sum, which costs memory of its size. This names those that are at least 1 % of
+    the parameters. Nothing is compiled or run: this traces `f`.
 
     Args:
       f: a step; one of its halves, `step.accumulate`; or any function that calls this
@@ -31,9 +31,9 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
       **kwargs: as for a call.
 
     Returns:
-      The reason by the path of each such parameter; `{}` where every gradient is added
-      as it is made. In a `jit` without the `mesh` of a step, only the shardings of
-      `args` tell whether the stacked axis of a parameter is spread over devices.
+      The reason by the path of each such parameter. In a `jit` without the `mesh` of a
+      step, only the shardings of `args` tell whether the stacked axis of a parameter is
+      spread over devices.
 
     Raises:
       ValueError: nothing in `f` gives this library a loss, as in a loop by hand or with
@@ -57,44 +57,45 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     lower = getattr(step, "lower", None) or jax.jit(f).lower
     # What jax has traced before it would not trace again: give it another context.
     context = set_xla_metadata(whole_gradients=str(next(_numbers)))
-    with context, collect() as found:
+    with context, collected_reports() as found:
         lower(*args, **kwargs)
-    if not found.has_loss:
+    if not found:
         raise ValueError(
             "f must give this library a loss, through a step or window_value_and_grad: "
             "got a function that has none, or gets whole gradients from elsewhere."
         )
-    spread = _spread(found.by_layer, trees.named_leaves((args, kwargs)))
-    reason = "its stacked axis is spread over devices: spread another axis"
-    return dict.fromkeys(spread, reason) | found.reasons
-
-
-def _spread(
-    by_layer: dict[str, tuple[int, frozenset[str]]], given: list[tuple[str, Any]]
-) -> list[str]:
-    """The parameters whose stacked axis is spread over devices.
-
-    They are the first arguments with these paths; moments may have the same paths.
-    """
-    arguments = {_keys(path): x for path, x in given}
-    for path in arguments:
-        for end in range(len(path) + 1):
-            own = {name: arguments.get(path[:end] + _keys(name)) for name in by_layer}
-            if all(x is not None for x in own.values()):
-                return [n for n, x in own.items() if _is_spread(x, *by_layer[n])]
-    return []
+    given = {_keys(path): x for path, x in named_leaves((args, kwargs))}
+    reasons = {
+        path: reason or _why_spread(_keys(path), shape, given)
+        for path, (shape, reason, is_small) in found.items()
+        if not is_small
+    }
+    return {path: reason for path, reason in reasons.items() if reason}
 
 
 def _keys(path: str) -> tuple[str, ...]:
-    """The keys of a path; those of NNX end with the variable's own."""
-    if path == "the root":
-        return ()
-    keys = re.findall(r"\w+", path)
-    return tuple(key for key in keys if key not in ("value", "raw_value"))
+    return () if path == "the root" else tuple(re.findall(r"\w+", path))
 
 
-def _is_spread(x: Any, axis: int, auto: frozenset[str]) -> bool:
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or axis >= len(sharding.spec):
-        return False
-    return not auto.isdisjoint(jax.tree.leaves(sharding.spec[axis]))
+def _why_spread(
+    path: tuple[str, ...], shape: tuple[int, ...], given: dict[tuple[str, ...], Leaf]
+) -> str | None:
+    """Asks the first argument with this path, because the types of a `jit` don't tell.
+
+    The shape is that of the parameter with the axis of the layers first.
+    """
+    for own, x in given.items():
+        if own[len(own) - len(path) :] != path or sorted(jnp.shape(x)) != sorted(shape):
+            continue
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return None
+        orders = (
+            (axis, *x.shape[:axis], *x.shape[axis + 1 :]) for axis in range(x.ndim)
+        )
+        [axis, *_] = [i for i, *rest in orders if (x.shape[i], *rest) == shape]
+        names = [*sharding.spec, *[None] * x.ndim][axis]
+        if any(sharding.mesh.shape[name] > 1 for name in jax.tree.leaves(names)):
+            return "its first axis is spread over devices: spread another axis"
+        return None
+    return None

@@ -8,11 +8,11 @@ import optax
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import checks
-from optax_tokenaccum._core.state import TokenAccumulationState, nodes_of
-from optax_tokenaccum._core.trees import Params, TracedBool
+from optax_tokenaccum import _checks as checks
 from optax_tokenaccum._multi_steps import MultiSteps
+from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._transformation import has_updated
+from optax_tokenaccum._trees import Params, TracedBool, nodes_of
 from optax_tokenaccum._with_num_tokens import with_num_tokens
 
 
@@ -44,7 +44,7 @@ class TrainState(train_state.TrainState):
         cls, *, apply_fn: Any, params: Params, tx: Any, **kwargs: Any
     ) -> "TrainState":
         """Creates a state; see `flax.training.train_state.TrainState.create`."""
-        checks.check_no_scales(params)
+        checks.check_params(params)
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
     def apply_gradients(

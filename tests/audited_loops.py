@@ -144,7 +144,7 @@ broken(
     "padding counted",
     "counts the entries of the mask",
     Verdict.MEAN_OF_MEANS,
-    "such as mask.size",
+    "mask.size changes nothing",
 )(with_counts(mean, lambda batch: batch["mask"].size))
 
 broken(
@@ -170,7 +170,7 @@ broken(
     "summed over devices",
     "counts equal gradients twice",
     Verdict.UNKNOWN,
-    "2 times what it should be (are two devices",
+    "it is 2 times what it should be. Are two devices summed",
 )(of_weights(np.full(K, 2)))
 
 
@@ -214,7 +214,7 @@ def not_wrapped(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     "updates discarded",
     "drops the one update that is not zero",
     Verdict.DISCARDED,
-    "the parameters did not move: no call closes the window",
+    "no update moves the parameters: none closes the window",
 )
 def updates_discarded(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     """The loop of optax issue 1567: its counter is one ahead of `mini_step`."""
@@ -231,7 +231,7 @@ def updates_discarded(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     "misaligned",
     "closes its window too early",
     Verdict.UNKNOWN,
-    "7 of the 8 micro-batches count for nothing",
+    "of the 8 micro-batches, 7 count for nothing",
 )
 def misaligned(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     """`if i % k == 0`, counted from 0: the first micro-batch closes the window."""

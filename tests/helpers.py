@@ -15,7 +15,6 @@ import optax
 import pytest
 
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
-from optax_tokenaccum._core import platforms
 
 # Relative error of a gradient after one window, by the dtype of the computation.
 RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}
@@ -30,15 +29,6 @@ SKIPS: dict[str, Any] = {"should_skip_update_fn": optax.skip_not_finite}
 def slow(*values: Any, **options: Any) -> Any:
     """Values of a test's parameters, for the slow tests alone."""
     return pytest.param(*values, marks=pytest.mark.slow, **options)
-
-
-def run_as_if_on(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what a program has for this platform here."""
-
-    def way(*args: Any, default: Any, **ways: Any) -> Any:
-        return ways.get(platform, default)(*args)
-
-    monkeypatch.setattr(platforms, "by_platform", way)
 
 
 def grads(scale: Any) -> Any:

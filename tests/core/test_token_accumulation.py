@@ -46,14 +46,16 @@ def test_first_micro_batch_overwrites_what_the_last_window_left():
 def spy() -> tuple[Any, list[Any]]:
     """An inner optimizer that counts its runs, and what it was given in each of them.
 
-    In this order: the gradient of the bias, and the extra arguments `value` and `grad`.
+    In this order: the gradient of the bias, and the extra arguments `value`, `grad` and
+    `num_tokens`.
     """
     seen: list[Any] = []
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        assert extra.keys() <= {"value", "grad", "other"}
+        assert extra.keys() <= {"value", "grad", "num_tokens", "other"}
         assert extra.get("other", "as it is") == "as it is"
-        given = updates["b"], extra.get("value"), extra.get("grad", {}).get("b")
+        grad = extra.get("grad", {}).get("b")
+        given = updates["b"], extra.get("value"), grad, extra["num_tokens"]
         jax.debug.callback(lambda *given: seen.append(jax.device_get(given)), *given)
         return updates, state + 1
 
@@ -82,7 +84,7 @@ def test_inner_runs_once_a_window_on_its_means(gradients: Any):
                 other="as it is",
             )
             jax.effects_barrier()
-    np.testing.assert_allclose(seen, [(9.2, 18.4, 9.2)] * 3, rtol=1e-6)
+    np.testing.assert_allclose(seen, [(9.2, 18.4, 9.2, 10.0)] * 3, rtol=1e-6)
     # A window that is closed early has the value of its micro-batches.
     given = 3.0 if gradients == "mean" else 12.0
     _, state = optimizer.update(grads(given), state, PARAMS, num_tokens=4, value=given)

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import GRADIENT, K
 
-from optax_tokenaccum import make_train_step
-from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum import make_train_step, window_value_and_grad
 
 # The state of this optimizer is not shaped like its parameters, so the compiler would
 # place it differently from `init`.
@@ -152,53 +151,27 @@ def test_what_is_sent_and_what_a_device_holds(
         assert outputs < GRADIENT / 8
 
 
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a loop")
-@pytest.mark.parametrize(
-    ("reduce_every", "loops"), [("window", False), ("micro_batch", True)]
-)
-def test_a_gpu_updates_in_a_loop_if_parameters_are_gathered(
-    reduce_every: str, loops: bool
-):
-    mesh = meshes.make_mesh((8,), "auto")
-    options = {"data_axes": "data", "reduce_every": reduce_every}
-    step = make_train_step(helpers.loss_sum_fn, optax.adamw(1e-3), mesh=mesh, **options)
-    state = step.init(np.ones((128, 128), np.float32))
-    traced = jax.jit(lambda state: step.close_window(state)).trace(state)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("stablehlo.while" in text) == loops
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="never in a loop")
-@pytest.mark.parametrize("spec", [P("data"), P()], ids=["FSDP", "ZeRO-2"])
-def test_a_tpu_updates_in_a_loop_unless_parameters_are_gathered(
-    spec: P, monkeypatch: pytest.MonkeyPatch
-):
-    helpers.run_as_if_on("tpu", monkeypatch)
-    mesh = meshes.make_mesh((8,), "auto")
-    options = {"data_axes": "data", "reduce_every": "micro_batch"}
-    step = make_train_step(helpers.loss_sum_fn, optax.adamw(1e-3), mesh=mesh, **options)
-    large = jnp.ones((128, 128), jnp.bfloat16, device=NamedSharding(mesh, spec))
-    small = jnp.ones(8, jnp.bfloat16, device=NamedSharding(mesh, P()))
-    state = step.init((large, small))
-    text = step.close_window.lower(state).as_text()
-    assert ("stablehlo.while" in text) == (spec == P("data"))
-
-
-@pytest.mark.skipif(not BackwardPass.is_supported, reason="never emptied ahead")
-@pytest.mark.parametrize(
-    ("reduce_every", "empties_ahead"), [("window", True), ("micro_batch", False)]
-)
-def test_gpus_over_which_xla_may_spread_parameters_add_whole_gradients(
-    reduce_every: str, empties_ahead: bool
-):
+def test_a_loss_in_float16_is_summed_over_devices_in_float32():
     def loss_fn(w: Any, x: Any) -> Any:
-        return jnp.sum(jnp.tanh(x @ w)), jnp.sum(x > 0)
+        return jnp.sum(w * x), jnp.float32(1) + 0 * jnp.sum(x)
 
-    mesh = meshes.make_mesh((8,), "auto")
-    options = {"data_axes": "data", "reduce_every": reduce_every}
-    step = make_train_step(loss_fn, optax.sgd(1e-3), mesh=mesh, **options)
-    state = step.init(np.ones((128, 128), np.float32))
-    x = np.ones((8, 128), np.float32)
-    traced = jax.jit(lambda state: step.accumulate(state, x)).trace(state)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("stablehlo.while" in text) == empties_ahead
+    mesh, x = meshes.make_mesh((8,)), np.full(8, 30000, np.float16)
+    step = make_train_step(loss_fn, optax.sgd(0.0), 1, mesh=mesh, data_axes="data")
+    _, metrics = step(step.init(jnp.ones((), jnp.float16)), x)
+    assert metrics.loss == 30000
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.sum(x))
+
+
+def test_aux_on_an_explicit_mesh_without_a_step():
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x), (x.size, x)
+
+    mesh = meshes.make_mesh((8,), "explicit")
+    x = np.arange(24, dtype=np.float32).reshape(3, 8)
+    value_and_grad = jax.jit(window_value_and_grad(loss_fn, has_aux=True))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, NamedSharding(mesh, P(None, "data")))
+        (_, (_, aux)), gradient = value_and_grad(jnp.ones(()), rows)
+    np.testing.assert_array_equal(aux, x)
+    np.testing.assert_allclose(gradient, x.mean())

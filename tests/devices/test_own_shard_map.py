@@ -1,5 +1,6 @@
 """Windows in a `shard_map` of the caller's, whose types tell what differs."""
 
+import functools
 from typing import Any
 
 import helpers
@@ -12,10 +13,10 @@ from helpers import relative_error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh
-from ways_in import PARAMS
+from ways_in import PARAMS, SGD
 
-from optax_tokenaccum import window_value_and_grad
-from optax_tokenaccum._core.trees import as_varying
+from optax_tokenaccum import token_accumulation, window_value_and_grad
+from optax_tokenaccum._trees import as_varying
 
 K, ROWS, DEVICES = 3, 16, 8
 WHOLE, ROW_SPEC = P(), P(None, "data")
@@ -65,28 +66,20 @@ def reduced(loss_fn: Any, name: str = "data") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("way", "shape", "kind", "reduces"),
+    ("way", "shape", "kind"),
     [
-        ("loss", (8,), "auto", None),
-        ("gradients", (8,), "explicit", None),
+        ("loss", (8,), "auto"),
         # Along the other axis everything is the same, and is not added up again.
-        ("loss", (4, 2), "explicit", None),
-        ("loss", (8,), "auto", reduced(ways_in.loss_fn)),
-        ("gradients", (4, 2), "auto", reduced(ways_in.loss_fn)),
+        ("loss", (4, 2), "explicit"),
+        ("gradients", (4, 2), "auto"),
     ],
 )
 def test_parameters_of_all_devices_get_the_gradient_over_all_rows(
-    way: str, shape: tuple[int, ...], kind: str, reduces: Any
+    way: str, shape: tuple[int, ...], kind: str
 ):
-    mesh, loss_fn = make_mesh(shape, kind), reduces or ways_in.loss_fn
+    mesh, loss_fn = make_mesh(shape, kind), reduced(ways_in.loss_fn)
     f = mapped(WAYS[way](loss_fn), mesh=mesh, in_specs=(P(), ROW_SPEC))
     check(f(PARAMS, jax.device_put(WINDOW, NamedSharding(mesh, ROW_SPEC))))
-
-
-def test_one_reduction_of_gradients_for_all_micro_batches():
-    f = mapped(window_value_and_grad(ways_in.loss_fn), in_specs=(P(), ROW_SPEC))
-    program = f.lower(PARAMS, WINDOW).compile()
-    assert helpers.bytes_sent(program) == 4 * 4 + 2 * 4
 
 
 def test_the_mean_over_devices_of_their_means_is_another_gradient():
@@ -99,7 +92,10 @@ def test_the_mean_over_devices_of_their_means_is_another_gradient():
 def test_parameters_of_each_device_get_the_gradient_over_its_rows(
     way: str, check_vma: bool
 ):
-    """Without marked types, results are those of each device, too."""
+    """Without marked types, results are those of each device, too.
+
+    The gradient over all rows is then reduced once a window.
+    """
 
     def f(params: Any, window: Any) -> Any:
         params = {"w": as_varying(params["w"], ["data"])} if check_vma else params
@@ -112,7 +108,9 @@ def test_parameters_of_each_device_get_the_gradient_over_its_rows(
     specs = P("data"), P()
     options = {"out_specs": specs, "check_vma": check_vma}
     over = mapped(f, in_specs=(P(), ROW_SPEC), **options)
-    got, (loss, total, gradient) = over(PARAMS, WINDOW)
+    program = over.lower(PARAMS, WINDOW).compile()
+    assert helpers.bytes_sent(program) == 4 * 4 + 2 * 4
+    got, (loss, total, gradient) = program(PARAMS, WINDOW)
     check(((loss, (total, None)), {"w": gradient}))
     (_, (tokens, _)), gradients = got
     for device in range(DEVICES):
@@ -128,7 +126,7 @@ def test_parameters_of_each_device_get_the_gradient_over_its_rows(
 @pytest.mark.parametrize("way", WAYS)
 def test_everything_that_a_window_takes(way: str):
     def loss_fn(params: Any, batch: Any, *, rng: Any, scale: Any) -> Any:
-        loss_sum, n = ways_in.loss_fn(params, batch)
+        loss_sum, n = reduced(ways_in.loss_fn)(params, batch)
         loss_sum += 0 * jax.random.uniform(rng)
         return scale * loss_sum, (n, {"rows": batch["x"][:, 0], "missing": None})
 
@@ -139,9 +137,7 @@ def test_everything_that_a_window_takes(way: str):
     seen = {"rows": ROW_SPEC, "missing": None}
     in_specs, out_specs = (P(), ROW_SPEC, P(), P("data")), ((P(), (P(), seen)), P())
     over = mapped(f, in_specs=in_specs, out_specs=out_specs)
-    # Where gradients wait for the end of the window, devices may have other numbers.
-    others = [3, 3, 1, 0, 2, 3, 1, 3] if way == "loss" else [1] * DEVICES
-    for numbers in map(np.asarray, ([K] * DEVICES, others)):
+    for numbers in map(np.asarray, ([K] * DEVICES, [1] * DEVICES)):
         got = over(PARAMS, WINDOW, jax.random.key(0), numbers)
         (_, (num_tokens, aux)), gradient = got
         runs = np.arange(K)[:, None] < np.repeat(numbers, 2)
@@ -153,27 +149,19 @@ def test_everything_that_a_window_takes(way: str):
             check(got)
 
 
-@pytest.mark.parametrize("one", ["loss", "num_tokens"])
+BOTH = "must return both the loss and num_tokens reduced"
+
+
+@pytest.mark.parametrize("one", ["neither", "loss", "num_tokens"])
 @pytest.mark.parametrize("way", WAYS)
-def test_only_one_of_loss_and_count_reduced_raises(way: str, one: str):
+def test_unless_loss_and_count_are_reduced_it_raises(way: str, one: str):
     def loss_fn(params: Any, batch: Any) -> Any:
         given = ways_in.loss_fn(params, batch)
         pairs = zip(["loss", "num_tokens"], given, strict=True)
         return tuple(jax.lax.psum(x, "data") if n == one else x for n, x in pairs)
 
-    with pytest.raises(ValueError, match=f"'data' and a {one} that does not"):
+    with pytest.raises(ValueError, match=BOTH):
         mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC)).lower(PARAMS, WINDOW)
-
-
-def test_a_count_that_is_equal_on_all_devices():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return ways_in.loss_fn(params, batch)[0], len(batch["x"])
-
-    f = mapped(window_value_and_grad(loss_fn), in_specs=(P(), ROW_SPEC))
-    (_, (num_tokens, _)), gradient = f(PARAMS, WINDOW)
-    assert num_tokens == K * ROWS
-    expected = EXACT["w"] * (TOKENS / num_tokens)
-    assert relative_error(gradient["w"], expected) < 1e-6
 
 
 def gathered(params: Any, batch: Any) -> Any:
@@ -191,5 +179,110 @@ def test_parts_of_parameters_that_the_loss_gathers(way: str):
 
     of_all = WAYS[way](reduced(gathered, "model"))
     check(mapped(of_all, mesh=mesh, **specs)(PARAMS, WINDOW))
-    with pytest.raises(ValueError, match="must reduce the loss and num_tokens"):
+    with pytest.raises(ValueError, match=BOTH):
         mapped(WAYS[way](gathered), mesh=mesh, **specs).lower(PARAMS, WINDOW)
+
+
+def from_a_ring(x: Any) -> Any:
+    around = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
+    parts = [x]
+    for _ in around[1:]:
+        parts.append(jax.lax.ppermute(parts[-1], "data", around))
+    return jnp.concatenate(parts)
+
+
+# In which each device gets the keys of all devices.
+EXCHANGES = {
+    "all_gather": lambda x: jax.lax.all_gather(x, "data", tiled=True),
+    "ppermute": from_a_ring,
+    "all_to_all": lambda x: jax.lax.all_to_all(
+        jnp.tile(x, (DEVICES, 1)), "data", 0, 0, tiled=True
+    ),
+}
+
+
+def attention(exchange: Any) -> Any:
+    """A loss of rows that attend to the rows of all devices."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        keys = exchange(batch["x"] * params["w"])
+        seen = jax.nn.softmax(batch["x"] @ keys.T) @ keys
+        losses = (seen.sum(-1) - batch["y"]) ** 2
+        return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_without_tokens_keeps_the_gradients_that_others_send_it(
+    way: str, exchange: Any
+):
+    """In 0.3.0, they were lost unless loss and count came reduced."""
+
+    def mean(params: Any) -> Any:
+        batches = [jax.tree.map(lambda x, i=i: x[i], WINDOW) for i in range(K)]
+        loss_sums, counts = zip(
+            *(attention(lambda x: x)(params, batch) for batch in batches), strict=True
+        )
+        return sum(loss_sums) / sum(counts)
+
+    loss_fn = attention(exchange)
+    f = mapped(WAYS[way](reduced(loss_fn)), in_specs=(P(), ROW_SPEC))
+    (loss, (num_tokens, _)), gradient = f(PARAMS, WINDOW)
+    expected = jax.value_and_grad(mean)(PARAMS)
+    assert num_tokens == TOKENS
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert relative_error(gradient, expected[1]) < 1e-6
+
+    def on_each(params: Any, window: Any, differ: bool = False) -> Any:
+        if differ:
+            params = {"w": as_varying(params["w"], ["data"])}
+        return jax.tree.map(lambda x: x[None], WAYS[way](loss_fn)(params, window))
+
+    cases = [(True, False), (True, True), *[(False, False)] * (way == "loss")]
+    for check_vma, differ in cases:
+        f = mapped(
+            functools.partial(on_each, differ=differ),
+            in_specs=(P(), ROW_SPEC),
+            out_specs=P("data"),
+            check_vma=check_vma,
+        )
+        with pytest.raises(ValueError, match=BOTH):
+            f.lower(PARAMS, WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums", "rtol"),
+    [
+        ("float32", None, 1e-6),
+        ("float32", "bfloat16", 1e-2),
+        ("bfloat16", "float16", 1e-2),
+    ],
+)
+def test_token_accumulation_of_parameters_that_differ(
+    dtype: str, sums: str | None, rtol: float
+):
+    """In 0.3.0, sums that are narrower than an update raised a `TypeError`."""
+    optimizer = token_accumulation(SGD, K, accumulator_dtype=sums)
+
+    def f(params: Any, window: Any) -> Any:
+        params = jax.tree.map(lambda x: x[0], params)
+        state, updates = optimizer.init(params), params
+        for i in range(K):
+            batch = jax.tree.map(lambda x, i=i: x[i], window)
+            gradient, n = jax.grad(ways_in.loss_fn, has_aux=True)(params, batch)
+            updates, state = optimizer.update(gradient, state, params, num_tokens=n)
+        return jax.tree.map(lambda x: x[None], updates)
+
+    scale = np.arange(1, DEVICES + 1)[:, None] / DEVICES
+    params = {"w": jnp.asarray(PARAMS["w"] * scale, dtype)}
+    got = mapped(f, in_specs=(P("data"), ROW_SPEC), out_specs=P("data"))(params, WINDOW)
+    assert got["w"].dtype == dtype
+    for device in range(DEVICES):
+        own, rows = {"w": params["w"][device]}, rows_of(device)
+        if not rows["weights"].any():
+            assert not got["w"][device].any()
+            continue
+        error = relative_error(got["w"][device], -ways_in.exact(own, rows)["w"])
+        assert error < rtol

@@ -6,6 +6,7 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh, make_step
 
-from optax_tokenaccum import make_train_step
+from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
 K, ROWS, CLASSES = 4, 32, 16
 PARAMS = {"w": jnp.zeros((3, CLASSES))}
@@ -180,3 +181,47 @@ def test_rows_spread_in_any_way_are_rows():
         state, metrics = step(step.init(jnp.zeros(())), placed)
         assert metrics.num_tokens == x.size
         np.testing.assert_allclose(-state.params, x.mean(dtype=np.float64), rtol=2e-6)
+
+
+def attention_loss(params: Any, batch: Any) -> Any:
+    """A loss of tokens that attend to all tokens of their row before them."""
+    x = params["embed"][batch["tokens"]]
+    scores = jnp.einsum("bqd,bkd->bqk", x @ params["hidden"], x)
+    before = jnp.tril(jnp.ones(scores.shape[-2:], bool)) & batch["mask"][:, None]
+    weights = jax.nn.softmax(scores, where=before, axis=-1)
+    logits = jnp.tanh(x + weights @ x) @ params["out"]
+    return softmax_cross_entropy_sum(logits, batch["labels"], batch["mask"])
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "reduce_every"),
+    [
+        ("two programs", "auto", "window"),
+        ("window", "explicit", "window"),
+        ("two programs", "explicit", "micro_batch"),
+        helpers.slow("window", "auto", "micro_batch"),
+        helpers.slow("one program", "explicit auto", "window"),
+    ],
+)
+def test_sequence_parallelism_is_a_batch_that_is_placed_so(
+    way: str, kind: str, reduce_every: str
+):
+    """One group of devices and one micro-batch have no tokens."""
+    mesh = make_mesh((4, 2), kind)
+    options = {"loss_fn": attention_loss, "reduce_every": reduce_every}
+    step = make_step(way, optax.sgd(meshes.SCALE), mesh, **options)
+    batch = meshes.make_batch(4)
+    given = [stack(helpers.cut(batch, K))] if way == "window" else helpers.cut(batch, K)
+    spec = P(*[None] * (way == "window"), "data", "model")
+    given = jax.device_put(given, NamedSharding(mesh, spec))
+    state, metrics = run_step(step, step.init(helpers.init_params(0)), given)
+    assert metrics.num_tokens == batch["mask"].sum()
+
+    @in_float64
+    @jax.grad
+    def exact(params: Any, batch: Any) -> Any:
+        loss_sum, num_tokens = attention_loss(params, batch)
+        return loss_sum / num_tokens
+
+    expected = exact(helpers.init_params(0), batch)
+    assert relative_error(meshes.applied(state.params), expected) < 2e-6

@@ -302,7 +302,7 @@ NOT_ON_THE_PAGE = {
     reduce_loss(losses, mask, count_empty=True, segment_ids=mask.astype(int))
       ValueError: count_empty needs segment_ids, …: got … segment_ids and …. Leave it ….
     check_loss_fn(loss_fn, params, [batch], per="row")
-      ValueError: per must be 'token' or 'sequence', what the loss counts: got 'row'.
+      ValueError: per must be 'token' or 'sequence': got 'row'.
     audit(print, loss_fn, params, [batch], rtol=1)
       ValueError: rtol must be between 0 and 1, or None: got ….
 """,
@@ -348,18 +348,21 @@ NOT_ON_THE_PAGE = {
     nnx_step(model, trained_by(MultiSteps(sgd, 2)), batch)
     nnx_window_step(model, trained_by(accumulating), window)
       …Error: … optimizer …must …: got …
+    optax_tokenaccum.nnx.make_train_step(nnx_loss_fn, trained_by(accumulating))
+      TypeError: The step of an NNX model is made from loss_fn alone: got …
     nnx_stepped(accumulating, assigning, **over)
       ValueError: loss_fn must not assign parameters, …: got a change at kernel. …
     nnx_stepped(accumulating, counting, **over)
-      ValueError: seen must be the same on all devices, …
+      ValueError: ['seen'] must be the same on all devices, …
 """,
 }
 
 
 IN_WORDS: dict[str, list[str]] = {
     # These two errors are tested in tests/devices/test_own_shard_map.py.
-    "the loss of one device with a count of all, in a `shard_map`": [],
-    "a loss that reads parts of parameters from other devices, in a `shard_map`": [],
+    "the loss of one device, or its count, where devices share parameters, in a "
+    "`shard_map`": [],
+    "a loss that reads from other devices, in a `shard_map` with `check_vma=False`": [],
     "no `value` for an optimizer that needs the loss, such as `optax.polyak_sgd()`": [
         "updated(token_accumulation(optax.polyak_sgd(), 2))",
     ],
@@ -375,8 +378,7 @@ IN_WORDS: dict[str, list[str]] = {
         "stepped(make_train_step(counted_for_all, sgd, 2, **over), COUNTED[0])",
         "stepped(make_window_step(counted_for_all, sgd, **over), COUNTED[1])",
     ],
-    "a variable of another shape after the loss, with a skip function, over a mesh, "
-    "or in a window step": [
+    "a variable of another shape after the loss, or a new one": [
         "nnx_stepped(token_accumulation(sgd, 2, **skips), growing)",
         "nnx_stepped(accumulating, growing, **over)",
         "nnx_stepped(SGD, growing)",

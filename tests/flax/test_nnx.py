@@ -331,3 +331,25 @@ def test_checkpoints_of_an_open_window(after: int, tmp_path: Any):
         assert resumed.optimizer.step[...] == len(first + rest)
     pair = [run.held(nnx.Param) for run in (straight, resumed)]
     chex.assert_trees_all_close(*pair, rtol=0.0, atol=1e-5)
+
+
+def test_an_optimizer_of_another_model_raises_and_loses_nothing():
+    """Their trees are alike, and the moments have other shapes."""
+    small, large = (nnx.Linear(n, 1, rngs=nnx.Rngs(0)) for n in (2, 4))
+    tx = token_accumulation(optax.adam(0.1), 2)
+    optimizer = nnx.Optimizer(small, tx, wrt=nnx.Param)
+    step = make_train_step(lambda model, x: (jnp.sum(model(x)), len(x)))
+    moments = held(optimizer.opt_state.inner_opt_state)
+    with pytest.raises(ValueError, match="must be of this model"):
+        step(large, optimizer, jnp.ones((3, 4)))
+    chex.assert_trees_all_equal(held(optimizer.opt_state.inner_opt_state), moments)
+
+
+def test_an_open_window_of_numpy_arrays_is_not_dropped():
+    run = Run("two programs")
+    run.window(MICRO_BATCHES[:1])
+    state = jax.tree.map(np.asarray, nnx.state(run.optimizer))
+    nnx.update(run.optimizer, state)
+    over = make_train_step(loss_fn, **ON_MESH)
+    with pytest.raises(ValueError, match="window must be closed before"):
+        over.init(run.model, run.optimizer)

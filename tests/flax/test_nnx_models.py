@@ -3,17 +3,31 @@
 import contextlib
 from typing import Any
 
+import chex
 import helpers
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from test_nnx import MESH, MICRO_BATCHES, RTOL, SGD, K, Run, full_gradient, loss_fn
+from test_nnx import (
+    BATCH,
+    MESH,
+    MICRO_BATCHES,
+    ON_MESH,
+    ONE_DEVICE,
+    RTOL,
+    SGD,
+    K,
+    Run,
+    full_gradient,
+    loss_fn,
+)
 
 from optax_tokenaccum import make_train_step as core_train_step
 from optax_tokenaccum import token_accumulation
-from optax_tokenaccum.nnx import make_train_step
+from optax_tokenaccum.nnx import make_train_step, window_value_and_grad
 
 LAYERS, EXPLICIT = 3, make_mesh((8,), "explicit")
 
@@ -117,3 +131,61 @@ def test_the_core_takes_the_trained_variables_of_a_model():
     state, _ = helpers.run_step(step, step.init(params), MICRO_BATCHES, others=others)
     given = jax.tree.leaves(state.opt_state.inner_opt_state[0].trace)
     assert helpers.relative_error(given, full_gradient(Scanned())) < RTOL
+
+
+class Trees(nnx.Module):
+    """A model whose variables hold trees of arrays."""
+
+    def __init__(self, hold: Any):
+        self.names = sorted(helpers.init_params(0))
+        self.weights = nnx.Param(hold(helpers.init_params(0)))
+        self.stats = nnx.BatchStat(hold({"calls": jnp.zeros(()), "sum": jnp.zeros(2)}))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        stats = self.stats.get_raw_value()
+        self.stats.set_raw_value(jax.tree.map(lambda x: x + 1, stats))
+        weights = jax.tree.leaves(self.weights.get_raw_value())
+        return helpers.logits_of(dict(zip(self.names, weights, strict=True)), tokens)
+
+
+def pair(tree: Any) -> Any:
+    first, *rest = jax.tree.leaves(tree)
+    return first, tuple(rest)
+
+
+@pytest.mark.parametrize("hold", [dict, pair])
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("two programs", ONE_DEVICE),
+        ("window", ONE_DEVICE),
+        helpers.slow("two programs", ON_MESH),
+        helpers.slow("window", ON_MESH),
+        ("gradient alone", ONE_DEVICE),
+    ],
+)
+def test_variables_that_hold_trees(way: str, options: Any, hold: Any):
+    """In 0.3.0, steps destroyed dictionaries, and lost what tuples hold."""
+    model, expected = (
+        Trees(hold),
+        helpers.float64_gradient(helpers.init_params(0), BATCH),
+    )
+    if way == "gradient alone":
+        f = nnx.jit(window_value_and_grad(loss_fn))
+        _, gradient = f(model, helpers.stack(MICRO_BATCHES))
+        chex.assert_trees_all_equal_structs(gradient, nnx.state(model, nnx.Param))
+        given = jax.tree.leaves(gradient)
+    else:
+        run = Run(way, model=model, **options)
+        before = run.held(nnx.Param)
+        run.window(MICRO_BATCHES)
+        given = run.given()
+        after = jax.tree.map(lambda x, g: x - g, before, given)
+        chex.assert_trees_all_equal(run.held(nnx.Param), after)
+        run.window(MICRO_BATCHES)
+    assert helpers.relative_error(given, jax.tree.leaves(expected)) < RTOL
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(
+        nnx.state(Trees(hold))
+    )
+    calls, total = jax.tree.leaves(model.stats.get_raw_value())
+    assert calls == total[0] == (K if way == "gradient alone" else 2 * K)

@@ -27,8 +27,7 @@ from window_gradients import (
     window_of,
 )
 
-from optax_tokenaccum import make_train_step, window_value_and_grad
-from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum import _backward, make_train_step, window_value_and_grad
 
 
 def check(
@@ -288,12 +287,39 @@ def test_reverse_mode_is_right_or_an_error():
         f = window_value_and_grad(window_gradients.loss_fn)
         return f(params, stack(BATCHES))[0][0]
 
-    if BackwardPass.is_supported:
+    if _backward.CAN_ADD_IN_PLACE:
         with pytest.raises(ValueError, match="Linearization failed"):
             jax.grad(loss)(params_of())
         return
     expected = by_hand(window_gradients.loss_fn, params_of(), BATCHES)
     chex.assert_trees_all_close(jax.grad(loss)(params_of()), expected, rtol=1e-4)
+
+
+def layers_in_turn(params: Any, x: Any) -> Any:
+    for w in params["layers"]:
+        x, _ = window_gradients.layer(x, w)
+    return x
+
+
+@pytest.mark.parametrize("network", [through_layers, layers_in_turn])
+def test_derivatives_of_a_window_in_forward_mode(network: Any):
+    """With respect to parameters, and to a keyword. In 0.3.0, an empty error."""
+    loss_fn, window, params = loss_through(network), stack(BATCHES), params_of()
+    scales = jnp.asarray([1.0, 2.0])
+
+    def mean(params: Any, scale: Any) -> Any:
+        loss_sums, counts = jax.vmap(lambda x: loss_fn(params, x, scale))(window)
+        return jnp.sum(loss_sums) / jnp.sum(counts)
+
+    def gradient(params: Any, scale: Any) -> Any:
+        return window_value_and_grad(loss_fn)(params, window, scale=scale)[1]
+
+    for argnum in (0, 1):
+        got, expected = (
+            jax.jit(jax.vmap(jax.jacfwd(f, argnum), (None, 0)))(params, scales)
+            for f in (gradient, jax.grad(mean))
+        )
+        chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 Take = Callable[[Any], Any]

@@ -10,11 +10,10 @@ import pytest
 from helpers import net_bytes, slow
 from meshes import make_mesh, make_step
 
-from optax_tokenaccum import window_value_and_grad
-from optax_tokenaccum._core.backward import BackwardPass
+from optax_tokenaccum import _backward, window_value_and_grad
 
 pytestmark = pytest.mark.skipif(
-    not BackwardPass.is_supported, reason="adds whole gradients below jax 0.11"
+    not _backward.CAN_ADD_IN_PLACE, reason="adds whole gradients below jax 0.11"
 )
 
 WIDTH = 256
@@ -83,7 +82,7 @@ def test_whole_gradients_need_more(
     way: str, over_8: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """The test above can fail."""
-    monkeypatch.setattr(BackwardPass, "is_supported", False)
+    monkeypatch.setattr(_backward, "CAN_ADD_IN_PLACE", False)
     assert ratio(way, over_8, *stacked_layers()) > 1.4
 
 

@@ -144,6 +144,17 @@ def test_a_window_without_tokens_changes_nothing(way: str):
     assert numbers(metrics) == numbers(metrics) | expected | {"mini_step": 0}
 
 
+@every_way
+def test_a_window_can_begin_without_tokens(way: str):
+    """The sums then still hold the last window, until there are tokens."""
+    step = new_step(way, 3)
+    state = step.init(PARAMS)
+    state, _ = run(way, step, state, FIRST, SECOND, EMPTY)
+    state, _ = run(way, step, state, EMPTY, FIRST, SECOND)
+    expected = {"w": PARAMS["w"] - np.float32(2 * 9.2)}
+    chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("way", ["one program", "window"])
 def test_a_rejected_micro_batch_is_reported_and_never_happened(way: str):
     def skips(updates: Any, gradient_step: Any, params: Any) -> Any:

@@ -12,19 +12,19 @@ from helpers import SKIPS
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_tokenaccum import (
+    _backward,
     make_train_step,
     make_window_step,
     whole_gradients,
     window_value_and_grad,
 )
-from optax_tokenaccum._core.backward import BackwardPass
 
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}
-BOTH = ["['layers']", "['scale']"]
+ALL = ["['layers']"]  # the scale is less than 1 % of the parameters
 X = jnp.ones((2, WIDTH))
 F32, BF16 = jnp.float32, jnp.bfloat16
-IS_OLD = not BackwardPass.is_supported
+IS_OLD = not _backward.CAN_ADD_IN_PLACE
 
 
 def loss_with(change: Any, unroll: bool = False) -> Any:
@@ -82,7 +82,7 @@ def test_a_reason_is_given_exactly_where_memory_is_needed(
     x = (jnp.stack([X, X]) if in_window else X).astype(dtype)
     found = whole_gradients(step, state, x)
     if IS_OLD:
-        assert [*found] == BOTH
+        assert [*found] == ALL
         return
     assert [*found] == (["['layers']"] if reason else [])
     assert reason is None or reason in found["['layers']"]
@@ -126,7 +126,8 @@ def in_custom_jvp(params: Any, x: Any) -> Any:
 
 
 def of_params(params: Any, x: Any) -> Any:
-    return jnp.sum(params["layers"]), jnp.sum(params["scale"])
+    total, _ = jax.lax.scan(lambda n, w: (n + jnp.sum(w), None), 0.0, params["layers"])
+    return jnp.sum(params["scale"]) * total, total
 
 
 def printing(params: Any, x: Any) -> Any:
@@ -138,19 +139,57 @@ def printing(params: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss_fn", "options", "paths", "reason"),
     [
-        (twice, {}, ["['layers']"], "reads it twice"),
         (loss_with(lambda w: w, unroll=True), {}, ["['layers']"], "unrolled"),
         (in_custom_jvp, {}, ["['layers']"], "custom_jvp_call"),
-        (of_params, {}, BOTH, "depends on the parameters"),
-        (printing, {}, BOTH, "side effects"),
-        (loss_with(lambda w: w), SKIPS, BOTH, "should_skip_update_fn"),
-        (loss_with(lambda w: w), {"accumulator_dtype": BF16}, BOTH, "bfloat16 sum"),
+        (of_params, {}, ALL, "depends on the parameters"),
+        (printing, {}, ALL, "side effects"),
+        (loss_with(lambda w: w), SKIPS, ALL, "should_skip_update_fn"),
+        (loss_with(lambda w: w), {"accumulator_dtype": BF16}, ALL, "bfloat16 sum"),
     ],
-    ids=["twice", "unrolled", "custom", "count", "effects", "skips", "narrow sums"],
+    ids=["unrolled", "custom", "count", "effects", "skips", "narrow sums"],
 )
 def test_the_reason_is_named(loss_fn: Any, options: Any, paths: Any, reason: str):
     step = make_train_step(loss_fn, optax.sgd(0.1), 2, **options)
     found = whole_gradients(step, step.init(PARAMS), X)
+    assert [*found] == paths
+    assert all(reason in text for text in found.values())
+
+
+def scanned(x: Any, layers: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0]
+
+
+@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+@pytest.mark.parametrize(
+    ("network", "paths", "reason"),
+    [
+        (lambda w, v, x: scanned(scanned(x, w[:2]), w[2:]), ALL, "slice"),
+        (
+            lambda w, v, x: scanned(x, jnp.concatenate([w, v])),
+            ["['layers']", "['more']"],
+            "concatenate",
+        ),
+        (
+            lambda w, v, x: jax.lax.fori_loop(
+                0, LAYERS, lambda i, x: jnp.tanh(x @ w[i]), scanned(x, v)
+            ),
+            ALL,
+            "a loop that is given all of it",
+        ),
+    ],
+    ids=["in two parts", "with another parameter", "by index in a loop"],
+)
+def test_layers_that_no_scan_takes_as_they_are_are_named(
+    network: Any, paths: list[str], reason: str
+):
+    """In 0.3.0, they were not."""
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(network(params["layers"], params["more"], x)), x.size
+
+    step = make_train_step(loss_fn, optax.sgd(0.1), 2)
+    state = step.init(PARAMS | {"more": PARAMS["layers"]})
+    found = whole_gradients(step, state, X)
     assert [*found] == paths
     assert all(reason in text for text in found.values())
 
@@ -178,7 +217,7 @@ def test_every_way_in_after_it_was_traced_and_from_shapes():
         whole_gradients(lambda x: x, X)
     own = jax.vmap(window_value_and_grad(loss_with(lambda w: w)), (None, 0))
     mapped = whole_gradients(own, PARAMS, jnp.stack([xs, xs]))
-    assert [*mapped] == BOTH
+    assert [*mapped] == ALL
 
 
 @pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
@@ -201,3 +240,12 @@ def test_a_stacked_axis_that_is_spread_is_named(axis: int):
         assert [*own] == [*of_step] == (["['layers']"] if spread == axis else [])
         # The step adds these gradients whole, as by hand, and so gathers no sum.
         assert all("first axis" in reason for reason in of_step.values())
+
+
+def test_parameters_that_are_all_small_are_not_named():
+    def loss_fn(params: Any, x: Any) -> Any:
+        return sum(jnp.sum(x * w) for w in params), x.size
+
+    step = make_train_step(loss_fn, optax.sgd(0.1), 2)
+    state = step.init([jnp.ones(WIDTH)] * 150)
+    assert whole_gradients(step, state, X) == {}

@@ -1,0 +1,484 @@
+"""What every way into the library shares: add a micro-batch, close, divide once."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_tokenaccum import _trees as trees
+from optax_tokenaccum._backward import (
+    CAN_ADD_IN_PLACE,
+    LossOfTwins,
+    add,
+    add_gradients,
+    add_or_zero,
+    at_most_once,
+    emptied,
+    report,
+    twins_of,
+    value_and_gradients,
+)
+from optax_tokenaccum._checks import (
+    as_inner_optimizer,
+    as_real_scalar,
+    check_params,
+    check_state,
+    usable_tokens,
+)
+from optax_tokenaccum._schedule import Schedule
+from optax_tokenaccum._state import TokenAccumulationState, stable
+from optax_tokenaccum._trees import (
+    Aux,
+    DType,
+    Gradients,
+    Leaf,
+    OptState,
+    Params,
+    T,
+    TracedBool,
+    Tree,
+)
+
+# optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
+SkipFn = Callable[..., tuple[Any, Any]]
+
+
+class Added(NamedTuple):
+    """A micro-batch that was added to a window, or skipped."""
+
+    state: TokenAccumulationState
+    skipped: jax.Array
+    aux: Aux = None
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """A window's arithmetic: `add` a micro-batch, `close` the window."""
+
+    inner: optax.GradientTransformationExtraArgs
+    schedule: Schedule
+    gradients: Literal["sum", "mean"]  # of the loss over the tokens
+    should_skip_update_fn: SkipFn | None
+    accumulator_dtype: DType | None  # `None`: float32 or wider
+    token_mean: bool  # `False`: sums are handed over undivided
+
+    def init(
+        self, params: Params, sums: Gradients | None = None
+    ) -> TokenAccumulationState:
+        """The state of a run. `sums` are zeros like the parameters, unless given."""
+        check_params(params)
+        inner_opt_state = self.inner.init(params)
+        accumulates = TokenAccumulationState, optax.MultiStepsState
+        if trees.nodes_of(accumulates, inner_opt_state):
+            raise ValueError(
+                "The inner optimizer already accumulates: a micro-batch would be "
+                "counted by two windows. Pass the plain optimizer."
+            )
+        sums = self.zeros(params) if sums is None else sums
+        return self.empty_window(params, sums, inner_opt_state)
+
+    def empty_window(
+        self, params: Params, sums: Gradients, inner_opt_state: OptState = ()
+    ) -> TokenAccumulationState:
+        dtypes = jax.tree.leaves(self.dtypes(params))
+        dtype = trees.common_dtype(jnp.float32, *dtypes)
+        zero, gradient_step = jnp.zeros((), dtype).real, jnp.zeros((), jnp.int32)
+        skip_state: Tree = ()
+        has_sums = not (isinstance(sums, tuple) and sums == ())
+        if self.should_skip_update_fn is not None and has_sums:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            _, skip_state = self.should_skip_update_fn(zeros, gradient_step, params)
+        state = TokenAccumulationState(
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=gradient_step,
+            inner_opt_state=inner_opt_state,
+            acc_grads=sums,
+            acc_tokens=zero,
+            acc_value=zero,
+            has_updated=jnp.zeros((), jnp.bool_),
+            skip_state=skip_state,
+        )
+        return stable(params, state)
+
+    def zeros(self, params: Params) -> Gradients:
+        return jax.tree.map(jnp.zeros_like, params, self.dtypes(params))
+
+    def dtypes(self, params: Params) -> Tree:
+        """The dtypes of the sums, by the tree of the parameters."""
+        return jax.tree.map(self._dtype_of, params)
+
+    def _dtype_of(self, param: jax.Array) -> DType:
+        """The dtype of a parameter's sum, complex if the parameter is."""
+        given = jnp.result_type(param)
+        if self.accumulator_dtype is None:
+            return trees.at_least_float32(given)
+        if jnp.issubdtype(given, jnp.complexfloating):
+            return trees.common_dtype(self.accumulator_dtype, jnp.complex64)
+        return self.accumulator_dtype
+
+    def add(
+        self,
+        gradients: Gradients,
+        state: TokenAccumulationState,
+        params: Params | None,
+        num_tokens: ArrayLike | None,
+        value: ArrayLike | None = None,
+    ) -> Added:
+        """Adds a micro-batch to the window.
+
+        The first micro-batch of a window overwrites the sums here, outside of any
+        conditional, because XLA copies gradient-sized sums that a conditional carries.
+        """
+        check_state(state, TokenAccumulationState)
+        check_gradients(gradients, state.acc_grads)
+        dtype = state.acc_tokens.dtype
+        n = usable_tokens(num_tokens, dtype)
+        value = as_real_scalar(0.0 if value is None else value, "value", dtype)
+        skipped, skip_state = self.asked(gradients, state, params, n)
+        is_first, counts = _is_first(state) & ~skipped, (n > 0) & ~skipped
+
+        def add_leaf(total: jax.Array, x: Leaf) -> jax.Array:
+            total = emptied(total, is_first)
+            if trees.is_float0(x):
+                return total
+            wide = jnp.asarray(x).astype(trees.at_least_float32(total.dtype))
+            return jax.lax.select(counts, add(total, self._weighted(wide, n)), total)
+
+        sums = jax.tree.map(add_leaf, state.acc_grads, gradients)
+        weighted = self._weighted(jnp.asarray(value), n)
+        return self._added(state, sums, n, weighted, skipped, skip_state)
+
+    def add_loss(
+        self,
+        loss: LossOfTwins,
+        state: TokenAccumulationState,
+        params: Params,
+        is_spread: list[bool],
+        *,
+        sums_are_zeros: bool = False,
+        total: Callable[[Gradients], Gradients] = lambda gradients: gradients,
+    ) -> Added:
+        """Differentiates a summed loss, and adds the micro-batch.
+
+        Args:
+          loss: of the twins of the parameters.
+          state: the open window, with sums that have the shapes of the twins.
+          params: the parameters.
+          is_spread: see `add_gradients`.
+          sums_are_zeros: whether the first micro-batch need not empty the sums.
+          total: the gradients over all devices, for `should_skip_update_fn`.
+        """
+        sums, structure = jax.tree.flatten(state.acc_grads)
+        leaves = jax.tree.leaves(params)
+        is_first: TracedBool = not sums_are_zeros and _is_first(state)
+        skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
+        if self.should_skip_update_fn is None:
+            sums, n, value, aux = add_gradients(loss, sums, params, is_first, is_spread)
+        else:
+            why = "should_skip_update_fn is given the whole gradient"
+            report(params, dict.fromkeys(range(len(leaves)), why))
+            (value, (n, aux)), gradients = value_and_gradients(
+                loss, twins_of(sums, leaves)
+            )
+            whole = structure.unflatten(
+                [
+                    jnp.zeros_like(x) if g is None else g
+                    for g, x in zip(gradients, sums, strict=True)
+                ]
+            )
+            skipped, skip_state = self.asked(total(whole), state, params, n)
+            is_first, counts = is_first & ~skipped, (n > 0) & ~skipped
+            sums = [
+                add_or_zero(counts, emptied(x, is_first), g)
+                for x, g in zip(sums, jax.tree.leaves(whole), strict=True)
+            ]
+        sums = structure.unflatten(sums)
+        value = jnp.asarray(value, state.acc_value.dtype)
+        added = self._added(state, sums, n, value, skipped, skip_state, sums_are_zeros)
+        return added._replace(aux=aux)
+
+    def asked(
+        self,
+        gradients: Gradients,
+        state: TokenAccumulationState,
+        params: Params | None,
+        num_tokens: jax.Array,
+    ) -> tuple[jax.Array, Tree]:
+        """Whether `should_skip_update_fn` rejects a micro-batch; its new state."""
+        if self.should_skip_update_fn is None:
+            return jnp.zeros((), jnp.bool_), state.skip_state
+        n = jnp.where(num_tokens > 0, num_tokens, 1)
+        like = gradients if params is None else params
+
+        def per_token(g: jax.Array, p: jax.Array) -> Any:
+            if trees.is_float0(g):
+                return jnp.zeros_like(p)
+            mean = g if self.gradients == "mean" else trees.divide(g, n)
+            return mean.astype(jnp.result_type(p))
+
+        mean = jax.tree.map(per_token, gradients, like)
+        skip, new = self.should_skip_update_fn(mean, state.gradient_step, params)
+        skip = jnp.asarray(skip)
+        if (skip.dtype, skip.shape) != (jnp.bool_, ()):
+            raise ValueError(
+                "should_skip_update_fn must return (a bool scalar, a tree): got "
+                f"{skip.dtype} of shape {skip.shape} as the first."
+            )
+        trees.check_same_tree(
+            state.skip_state,
+            new,
+            "skip_state must come from this should_skip_update_fn (keep the function "
+            "that the run began with, or take skip_state from a new init)",
+        )
+        is_usable = num_tokens > 0
+        skip_state = jax.tree.map(
+            lambda old, new: jnp.where(is_usable, new, old).astype(old.dtype),
+            state.skip_state,
+            new,
+        )
+        return skip & is_usable, skip_state
+
+    def _weighted(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        """A gradient or the loss as a sum over tokens."""
+        is_mean = self.token_mean and self.gradients == "mean"
+        return x * num_tokens.astype(x.dtype) if is_mean else x
+
+    def _added(
+        self,
+        state: TokenAccumulationState,
+        sums: Gradients,
+        num_tokens: jax.Array,
+        value: jax.Array,
+        skipped: jax.Array,
+        skip_state: Tree,
+        sums_are_zeros: bool = False,
+    ) -> Added:
+        """The state with new sums of gradients; adds the other numbers."""
+        is_first = not sums_are_zeros and (state.mini_step == 0) & ~skipped
+        counts = (num_tokens > 0) & ~skipped
+        add_number = functools.partial(add_or_zero, counts)
+        new = state._replace(
+            mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
+            acc_grads=sums,
+            acc_tokens=add_number(emptied(state.acc_tokens, is_first), num_tokens),
+            acc_value=add_number(emptied(state.acc_value, is_first), value),
+            has_updated=jnp.zeros_like(state.has_updated),
+            skip_state=skip_state,
+        )
+        return Added(new, skipped)
+
+    def close(
+        self,
+        state: TokenAccumulationState,
+        closes: TracedBool,
+        like: Gradients,
+        update: Callable[..., tuple[T, OptState]],
+        otherwise: T,
+        *,
+        total: Callable[[Gradients], Gradients] = lambda sums: sums,
+        in_place: bool = False,
+    ) -> tuple[T, TokenAccumulationState]:
+        """If `closes`, ends the window, with an update if it holds any token.
+
+        Args:
+          state: as `add` left it.
+          closes: whether the window ends now.
+          like: the window's gradient has the dtypes of this tree.
+          update: `update(gradient, norm, otherwise, inner_opt_state)` runs the inner
+            optimizer; it returns a result and the optimizer's state. `norm()` is the
+            gradient's global norm.
+          otherwise: the result if there is no update.
+          total: the sums over all devices.
+          in_place: whether the update may overwrite the sums.
+
+        Returns:
+          The result and the new state.
+        """
+        due = closes if closes is False else closes & (state.acc_tokens > 0)
+        in_place = in_place and can_overwrite(state.acc_grads)
+
+        def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
+            whole = state._replace(acc_grads=total(acc))
+            if in_place and trees.are_wide(acc):
+                # A TPU would store gradients that are narrower than their sums, unless
+                # it casts them where the update reads them.
+                quotients = self._quotients(whole)
+                known = norm_of(quotients, state.acc_value.dtype)
+                quotients, known = jax.lax.optimization_barrier((quotients, known))
+                gradient, norm = trees.cast_like(quotients, like), lambda: known
+            else:
+                gradient = self.window_gradient(whole, like)
+                norm = functools.partial(self._norm, whole)
+            result, inner_opt_state = update(gradient, norm, *held)
+            return result, trees.cast_like(inner_opt_state, state.inner_opt_state)
+
+        way = in_loop if in_place else in_conditional
+        held = otherwise, state.inner_opt_state
+        (result, inner_opt_state), acc = way(due, run, state.acc_grads, held)
+        return result, state._replace(
+            mini_step=jnp.where(closes, 0, state.mini_step),
+            gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
+            inner_opt_state=inner_opt_state,
+            acc_grads=acc,
+            has_updated=jnp.asarray(due),
+        )
+
+    def window_so_far(
+        self, state: TokenAccumulationState
+    ) -> tuple[jax.Array, jax.Array]:
+        """Token-mean loss and tokens of the open window; both are 0 without tokens."""
+        tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
+        loss = trees.divide(state.acc_value, self._divisor(state))
+        return jnp.where(tokens > 0, loss, 0), tokens
+
+    def window_gradient(
+        self, state: TokenAccumulationState, like: Gradients
+    ) -> Gradients:
+        """`sum g / sum n` in the dtypes of `like`, divided before the one cast."""
+
+        def of_leaf(acc: jax.Array, g: Leaf) -> Leaf:
+            if trees.is_float0(g):
+                return trees.zeros_of(g)
+            # A divisor of its own for each leaf: of a shared one XLA makes a scalar
+            # first, and then stores the divided gradient for its several readers.
+            return trees.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
+
+        return jax.tree.map(of_leaf, state.acc_grads, like)
+
+    def window_gradient_in_place(
+        self, state: TokenAccumulationState, like: Gradients
+    ) -> Gradients:
+        """The same, zeros without tokens, in the memory of the sums.
+
+        In sums that are narrower than float32 the quotient would be rounded twice.
+        """
+        if can_overwrite(state.acc_grads) and trees.are_wide(state.acc_grads):
+            return trees.cast_like(self._quotients(state), like)
+        return jax.lax.cond(
+            state.acc_tokens > 0,
+            lambda: self.window_gradient(state, like),
+            lambda: trees.cast_like(state.acc_grads, like),
+        )
+
+    def _quotients(self, state: TokenAccumulationState) -> Gradients:
+        """The gradient of a window with tokens in the dtypes and memory of the sums."""
+
+        def divide(acc: Gradients) -> Gradients:
+            return self.window_gradient(state._replace(acc_grads=acc), like=acc)
+
+        return at_most_once(state.acc_tokens > 0, divide, state.acc_grads)
+
+    def _norm(self, state: TokenAccumulationState) -> jax.Array:
+        """Global norm of the gradient of a window with tokens.
+
+        Divided after the norm: where the divided gradient has a second reader, XLA
+        stores all of it.
+        """
+        norm = norm_of(state.acc_grads, state.acc_value.dtype)
+        return trees.divide(norm, self._divisor(state))
+
+    def _divisor(self, state: TokenAccumulationState) -> jax.Array:
+        tokens = state.acc_tokens
+        if not self.token_mean:
+            return jnp.ones_like(tokens)
+        # Under vmap both sides of the conditional are computed: never divide by 0.
+        return jax.lax.select(tokens > 0, tokens, jnp.ones_like(tokens))
+
+
+def make_accumulation(
+    inner: optax.GradientTransformation,
+    schedule: Schedule,
+    gradients: Literal["sum", "mean"] = "sum",
+    should_skip_update_fn: SkipFn | None = None,
+    accumulator_dtype: DType | None = None,
+    token_mean: bool = True,
+) -> Accumulation:
+    """Checks the arguments that every public constructor has in common."""
+    if gradients not in ("sum", "mean"):
+        raise ValueError(
+            f"gradients must be 'sum' or 'mean', what they are of: got {gradients!r}."
+        )
+    if should_skip_update_fn is not None and not callable(should_skip_update_fn):
+        raise TypeError(
+            "should_skip_update_fn must be a function such as optax.skip_not_finite: "
+            f"got {should_skip_update_fn!r}."
+        )
+    if accumulator_dtype is not None:
+        accumulator_dtype = jnp.dtype(accumulator_dtype)
+        if not jnp.issubdtype(accumulator_dtype, jnp.inexact):
+            raise ValueError(
+                "accumulator_dtype must be a floating dtype, to hold sums of "
+                f"gradients: got {accumulator_dtype}."
+            )
+    return Accumulation(
+        as_inner_optimizer(inner),
+        schedule,
+        gradients,
+        should_skip_update_fn,
+        accumulator_dtype,
+        token_mean,
+    )
+
+
+def check_gradients(gradients: Gradients, sums: Gradients) -> None:
+    trees.check_same_tree(
+        gradients,
+        sums,
+        "Gradients must have the tree and shapes of the parameters given to init",
+    )
+
+
+def _is_first(state: TokenAccumulationState) -> jax.Array:
+    """Whether the sums hold nothing yet: those of the last window mean nothing."""
+    return (state.mini_step == 0) | (state.acc_tokens == 0)
+
+
+def norm_of(gradients: Gradients, dtype: DType) -> jax.Array:
+    """The global norm, in `dtype`."""
+    wide = jax.tree.map(
+        lambda x: x.astype(trees.common_dtype(x.dtype, dtype)), gradients
+    )
+    return optax.tree.norm(wide).astype(dtype)
+
+
+def can_overwrite(sums: Gradients) -> bool:
+    """Whether the end of a window may run in loops, in the memory of the sums."""
+    # XLA compiles a loop over small arrays as one function on a CPU: for 300 of them
+    # that takes 20 s, where a conditional takes 1 s.
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(sums)]
+    return CAN_ADD_IN_PLACE and max(sizes, default=0) >= 2**14
+
+
+def in_conditional(
+    runs: TracedBool, body: Callable[[Tree, T], T], given: Tree, carry: T
+) -> tuple[T, Tree]:
+    """In a `jax.lax.cond`, which JAX can differentiate in reverse, or a plain `if`.
+
+    An eager `cond` would compile in every call.
+    """
+    if trees.is_concrete(runs):
+        return (body(given, carry) if runs else carry), given
+    run = functools.partial(body, given)
+    return jax.lax.cond(runs, run, lambda carry: carry, carry), given
+
+
+def in_loop(
+    runs: TracedBool, body: Callable[[Tree, T], T], given: Tree, carry: T
+) -> tuple[T, Tree]:
+    """In a loop that may overwrite what the body is given, and leaves zeros there."""
+
+    def trip(so_far: tuple[T, Tree]) -> tuple[T, Tree]:
+        carry, given = so_far
+        carry = body(given, carry)
+        # The zeros do not exist before the body has ended: until then their memory is
+        # free for what it computes. Of a shared zero, XLA would fill one and copy it.
+        zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), given)
+        zeros, _ = jax.lax.optimization_barrier((zeros, carry))
+        return carry, jax.tree.map(lambda x, z: jnp.zeros_like(x) + z, given, zeros)
+
+    return at_most_once(runs, trip, (carry, given))

@@ -1,0 +1,420 @@
+"""Finds the gradient that a training loop really applies."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_tokenaccum import _checks as checks
+from optax_tokenaccum._audit_parts import Model, copied, flat
+from optax_tokenaccum._audit_report import AuditReport, Parameter, Verdict
+from optax_tokenaccum._loss import LossFn, unpack
+from optax_tokenaccum._trees import Batch, Params, common_dtype
+
+Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
+Reading = tuple[np.ndarray, np.ndarray | None, float]  # see `_read`
+Gradient = Callable[..., tuple[np.ndarray, float]]  # (batch, share) -> it, num_tokens
+
+EXPLANATIONS = {
+    Verdict.EXACT: "the loop applies the exact mean of the window, by loss_fn's count.",
+    Verdict.MEAN_OF_MEANS: (
+        "the loop averages means, so tokens of long micro-batches count for less. Give "
+        "optax_tokenaccum.MultiSteps the loss's own count as num_tokens (mask.size "
+        "changes nothing), or make_train_step a summed loss."
+    ),
+    Verdict.DISCARDED: (
+        "no update moves the parameters: none closes the window, or it is thrown away. "
+        "If something moves them, run uses another optimizer than the one it is given."
+    ),
+    Verdict.NOT_DIVIDED: "the loop applies a sum. Divide it once, by the tokens.",
+    Verdict.DIVIDED_TWICE: "divided by tokens and by k: use_grad_mean=False helps.",
+    Verdict.LAST_MICRO_BATCH_ONLY: "only the last gradient is applied: sum them.",
+    Verdict.STEPPED_EVERY_MICRO_BATCH: "wrap the optimizer in token_accumulation.",
+}
+NOT_FINITE = (
+    "the parameters are not finite after the window. A float16 sum overflows (keep "
+    "sums in float32); the mean of a micro-batch without tokens is 0/0 (leave it out)."
+)
+NOT_A_SUM = (
+    "the applied gradient is not a sum of these micro-batches' gradients. Was a window "
+    "left open (close_window ends it)? Does padding count? Is there dropout, another "
+    "loss, lower precision than in loss_fn (give rtol), a rescaling by parameter? Do "
+    "devices take means? Does run freeze parameters (stop their gradient in loss_fn)?"
+)
+NO_SUM = "loss_fn returns a mean, or a count that is not a sum: see check_loss_fn."
+COUPLED = (
+    "loss_fn couples rows: its gradient for two micro-batches together is not the sum "
+    "of both. Contrastive and balance losses, BatchNorm, dropout, or sequences without "
+    "an axis of rows do that. Keep such rows in one micro-batch, or leave the term out."
+)
+NOT_JOINED = "Not checked: whether loss_fn couples rows. No two were joined."
+SIGMAS = 8  # 5 was seen, because a token's rounding errors are correlated
+STEP_RTOL = 0.1  # relative error of a step on one micro-batch
+MOST_NOISE = 0.1  # relative; more cannot be told from a mistake
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was measured of a window of `k` micro-batches."""
+
+    tokens: np.ndarray  # [k]
+    gradients: np.ndarray  # of summed losses, [k, parameters]
+    noise: np.ndarray  # norms of the gradients' rounding errors, [k]
+    rtol: float  # the least relative error that is tolerated
+    first: np.ndarray  # the gradient of the loop's first update, [parameters]
+    second: np.ndarray | None = None  # of its second update, if there was one
+
+    @property
+    def right(self) -> np.ndarray:
+        """The weights of the exact gradient."""
+        return np.full(len(self.tokens), 1 / self.tokens.sum())
+
+    def limit(self, form: np.ndarray) -> float:
+        """The relative error up to which a gradient counts as `form @ gradients`."""
+        size = np.linalg.norm(form @ self.gradients) or np.inf
+        return float(max(self.rtol, 4 * np.linalg.norm(form * self.noise) / size))
+
+    def forms(self) -> dict[Verdict, np.ndarray]:
+        """The known gradients of one update, as weights of `gradients`, [forms, k]."""
+        n, k, total = self.tokens, len(self.tokens), self.tokens.sum()
+        inverse = np.divide(1, n, out=np.zeros(k), where=n > 0)
+        return {
+            Verdict.EXACT: self.right[None],
+            Verdict.MEAN_OF_MEANS: np.outer([1 / k, 1 / np.count_nonzero(n)], inverse),
+            Verdict.NOT_DIVIDED: np.ones((1, k)),
+            Verdict.DIVIDED_TWICE: np.full((1, k), 1 / total / k),
+            Verdict.LAST_MICRO_BATCH_ONLY: self.forms_of_one(k - 1),
+        }
+
+    def forms_of_one(self, i: int) -> np.ndarray:
+        """The same for the gradient of the micro-batch at index `i`."""
+        n, k, total = max(self.tokens[i], 1e-300), len(self.tokens), self.tokens.sum()
+        return np.outer([1 / n, 1 / n / k, 1 / total, 1], np.arange(k) == i)
+
+    def candidates(self) -> dict[Verdict, float]:
+        """The relative error of the applied gradient to each known one."""
+
+        def nearest(got: np.ndarray, forms: np.ndarray) -> float:
+            return min(distance(got, form @ self.gradients) for form in forms)
+
+        found = {v: nearest(self.first, forms) for v, forms in self.forms().items()}
+        exact, stepped = self.right @ self.gradients, np.inf
+        found[Verdict.DISCARDED] = distance(self.first + exact, exact)
+        if self.second is not None and np.count_nonzero(self.tokens) > 1:
+            i, j, *_ = map(self.forms_of_one, np.flatnonzero(self.tokens))
+            stepped = max(nearest(self.first, i), nearest(self.second, j))
+        return found | {Verdict.STEPPED_EVERY_MICRO_BATCH: stepped}
+
+    def fits(self, form: np.ndarray) -> bool:
+        """Whether the first update may have applied `form @ gradients`."""
+        is_near = distance(self.first, form @ self.gradients) <= self.limit(form)
+        return is_near and bool(self.near(form * self.tokens.sum()).all())
+
+    def factor_of(self, form: np.ndarray) -> float | None:
+        """How many times `form @ gradients` is applied; `None` if it is not."""
+        expected = form @ self.gradients
+        if not expected.any() or not np.isfinite(self.first).all():
+            return None
+        factor = float(self.first @ expected / (expected @ expected))
+        return factor if factor and self.fits(factor * form) else None
+
+    def near(self, expected: np.ndarray | float) -> np.ndarray:
+        """Which weights of tokens may be these; one that is not known may be any."""
+        values, errors = self.weights or np.full((2, len(self.tokens)), np.nan)
+        return ~(abs(values - expected) > errors * np.maximum(1, expected))
+
+    @functools.cached_property
+    def weights(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """A token's weight, by micro-batch, and its error. NaN: it has no gradient."""
+        seen, size = self.gradients.any(1), np.linalg.norm(self.first)
+        columns, total = self.gradients[seen].T, self.tokens.sum()
+        if not 0 < size < np.inf or np.linalg.matrix_rank(columns) < seen.sum():
+            return None  # several weights explain the update, or none
+        inverse = np.linalg.pinv(columns)
+        found = inverse @ self.first
+        rest = self.first - columns @ found
+        noise = np.linalg.norm(found * self.noise[seen])
+        limit = max(self.rtol * size, 4 * noise)
+        if np.linalg.norm(rest) > limit:
+            return None
+        errors = np.linalg.norm(inverse, axis=1) * limit
+        if len(rest) > 4 * len(found):
+            # White's standard errors, because the noise differs from number to number.
+            errors = SIGMAS * np.sqrt(inverse**2 @ rest**2)
+        values, slack = np.full((2, len(seen)), np.nan)
+        values[seen] = found * total
+        slack[seen] = errors * total + max(self.rtol, 2 * noise / size)
+        return values, slack
+
+
+def distance(got: np.ndarray, expected: np.ndarray) -> float:
+    """Relative L2 error; infinite if `expected` is zero or `got` is not finite."""
+    size = np.linalg.norm(expected)
+    is_known = size and np.isfinite(got).all()
+    return float(np.linalg.norm(got - expected) / size) if is_known else np.inf
+
+
+def audit(
+    run: Run,
+    loss_fn: LossFn,
+    params: Params,
+    micro_batches: Sequence[Batch],
+    *,
+    rtol: float | None = None,
+) -> AuditReport:
+    r"""Finds which gradient a training loop applies to one window of micro-batches.
+
+    The exact gradient is :math:`\sum_i g_i / \sum_i n_i`. The loop runs twice with an
+    SGD of which only the first update, then only the second, moves the parameters, by
+    more than their size: they then show the gradient in their own dtype. Least squares
+    give the weight of each micro-batch, which must be 1. Last, the rows of two are
+    joined, and padded if that changes nothing: a loss that couples them is not `EXACT`.
+
+    Args:
+      run: `run(optimizer, params, micro_batches) -> params`: the loop, for one window,
+        with every wrapper of the given optax optimizer, and without dropout. It gets
+        copies, which it may donate.
+      loss_fn: `loss_fn(params, micro_batch) -> (loss_sum, num_tokens)`, the ground
+        truth, in the loop's precision. `check_loss_fn` checks it.
+      params: where to audit, not at a minimum: arrays, an Equinox module, an NNX model.
+      micro_batches: those of one window, with *different* numbers of tokens.
+      rtol: the relative L2 error up to which a gradient counts as right. The default is
+        the largest of 1e-4, half the machine epsilon of the parameters, 4 times how far
+        they move without an update, and 4 times the rounding noise of `loss_fn`.
+
+    Returns:
+      An `AuditReport`, which `print` shows as text.
+
+    Raises:
+      ValueError: if there are no tokens, if the exact gradient is zero or not finite,
+        if `rtol` is not between 0 and 1, or if `run` returned another tree.
+      TypeError: if an argument is of another kind, or `loss_fn` returned no pair.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import audit
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum((params * x - 1) ** 2), x.size
+      >>> def run(optimizer, params, micro_batches):
+      ...     optimizer = optax.MultiSteps(optimizer, len(micro_batches))
+      ...     state = optimizer.init(params)
+      ...     for x in micro_batches:
+      ...         grads = jax.grad(lambda p: jnp.divide(*loss_fn(p, x)))(params)
+      ...         updates, state = optimizer.update(grads, state, params)
+      ...         params = optax.apply_updates(params, updates)
+      ...     return params
+      >>> micro_batches = [jnp.ones(1), jnp.arange(3.0)]
+      >>> audit(run, loss_fn, jnp.array(1.5), micro_batches).verdict
+      <Verdict.MEAN_OF_MEANS: 'mean of means'>
+    """
+    checks.check_function(run, "run")
+    checks.check_function(loss_fn, "loss_fn")
+    micro_batches = checks.as_micro_batches(micro_batches)
+    if rtol is not None and not 0 < rtol < 1:
+        raise ValueError(f"rtol must be between 0 and 1, or None: got {rtol}.")
+    model = Model(params)
+    summed = _gradient_of(loss_fn, model)
+    found = [summed(batch) for batch in micro_batches]
+    gradients, tokens = np.array([g for g, _ in found]), np.array([n for _, n in found])
+    exact = gradients.sum(0) / (tokens.sum() or 1)
+    size = np.linalg.norm(exact)
+    if not 0 < size < np.inf:
+        raise ValueError(
+            "A window must have tokens, and a gradient that is finite and not 0: got "
+            f"{tokens.tolist()} tokens and a gradient of norm {size:.3g}."
+        )
+    first, second, drift = _read(run, model, micro_batches, size)
+    # Times 0.75, numbers round in another way.
+    scaled = gradients if rtol else [summed(batch, 0.75)[0] for batch in micro_batches]
+    noise = np.linalg.norm(scaled - gradients, axis=1)
+    units = [float(jnp.finfo(x.dtype).eps) / 2 for x in model.trained]
+    least, most = rtol or max(1e-4, *units), rtol or max(1e-4, *units, 4 * drift)
+    window = Window(tokens, gradients, noise, most, first, second)
+    doubt = _doubt(summed, micro_batches, window, least)
+    verdict, explanation = _judge(window)
+    if verdict is Verdict.EXACT and doubt in (NO_SUM, COUPLED):
+        verdict, explanation = Verdict.UNKNOWN, doubt
+    elif verdict is Verdict.EXACT or doubt != NOT_JOINED:
+        explanation = f"{explanation} {doubt}".rstrip()
+    ends = np.cumsum([flat([x]).size for x in model.trained])[:-1]
+    parts = [np.split(x, ends) for x in (first, exact, first - exact)]
+    norms = [[float(np.linalg.norm(part)) for part in x] for x in parts]
+    right, weights, both = window.right, window.weights, np.linalg.norm(first) * size
+    return AuditReport(
+        verdict,
+        explanation,
+        relative_error=distance(first, exact),
+        cosine=float(first @ exact / both) if 0 < both < np.inf else 0.0,
+        factor=1.0 if verdict is Verdict.EXACT else window.factor_of(right),
+        rtol=window.limit(right),
+        candidates=window.candidates(),
+        tokens=tuple(tokens.tolist()),
+        weights=None if weights is None else tuple(weights[0].tolist()),
+        parameters=[*map(Parameter, model.names, *norms)],
+    )
+
+
+def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
+    """The gradient of a micro-batch's loss times a share, and its tokens."""
+
+    def loss(trained: list[jax.Array], batch: Batch, share: float) -> Any:
+        loss_sum, n, _ = unpack(loss_fn(model.build(trained), batch), False)
+        return loss_sum * share, n
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+
+    def summed(batch: Batch, share: float = 1.0) -> tuple[np.ndarray, float]:
+        found, n = gradient(model.trained, batch, share)
+        n = float(checks.as_num_tokens(n, np.float64))
+        return np.where(n > 0, flat(found) / share, 0), n  # 0/0 without tokens
+
+    return summed
+
+
+def _read(run: Run, model: Model, batches: list[Batch], exact: float) -> Reading:
+    """What the first and the second update apply; how far parameters drift without."""
+    # Rounding of such an update costs a unit of the gradient, not of the parameters.
+    # The margin leaves room for small gradients; float16 has none.
+    margin = 4.0 if jnp.float16 in [x.dtype for x in model.trained] else 2.0**30
+    start = flat(model.trained)
+    size = np.linalg.norm(start) or exact
+    scale = float(2.0 ** np.round(np.log2(margin * size / exact)))
+
+    def after(which: int) -> np.ndarray:
+        own = model.build(model.trained)
+        return model.numbers(run(_sgd_once(which, scale), own, copied(batches)))
+
+    moved, still = after(0), after(1)
+    drift = float(np.linalg.norm(still - start) / size)
+    if not drift <= margin**0.3:  # it is a second update, or NaN
+        return (start - moved) / scale, (start - still) / scale, 0.0
+    is_still = np.linalg.norm(still - moved) <= 4 * drift * size
+    return (still - moved) / scale * (not is_still), None, drift
+
+
+def _sgd_once(which: int, scale: float) -> optax.GradientTransformationExtraArgs:
+    """SGD in which only update number `which`, counted from 0, moves parameters."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        def step(g: jax.Array) -> jax.Array:
+            wide = g.astype(common_dtype(g.dtype, jnp.float32))  # float16 overflows
+            return jnp.where(state == which, -scale * wide, 0).astype(g.dtype)
+
+        return jax.tree.map(step, updates), state + 1
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)
+
+
+def _doubt(summed: Gradient, batches: list[Batch], window: Window, rtol: float) -> str:
+    """What is wrong with `loss_fn` if rows of two micro-batches do not add up."""
+
+    def padded(x: Any, other: Any) -> Any:
+        more = np.maximum(np.shape(other), np.shape(x)) - np.shape(x)
+        low = jnp.min(x) if jnp.issubdtype(x.dtype, jnp.integer) else 0
+        widths = [(0, n) for n in more]  # with 0, or -100 in ignored labels
+        return jnp.pad(x, widths, constant_values=min(low, 0)) if more.any() else x
+
+    shapes = [[np.shape(x) for x in jax.tree.leaves(batch)] for batch in batches]
+    pairs = [
+        (i, j)
+        for i, j in itertools.combinations(np.flatnonzero(window.tokens)[:8], 2)
+        if len({shape[:1] for shape in shapes[i] + shapes[j]}) == 1
+        and max(map(len, shapes[i])) > 1  # the only axis may be that of a sequence
+    ]
+    try:
+        i, j = min(pairs, key=lambda pair: shapes[pair[0]] != shapes[pair[1]])
+        a = jax.tree.map(padded, batches[i], batches[j])
+        b = jax.tree.map(padded, batches[j], batches[i])
+        both = jax.tree.map(lambda *x: jnp.concatenate(x), a, b)
+        found, counts = zip(*map(summed, (a, b, both)), strict=True)
+    except Exception:  # no pairs, or whatever a loss raises at shapes that it fixes
+        return NOT_JOINED
+    g, n, noise = (x[[i, j]] for x in (window.gradients, window.tokens, window.noise))
+    limit = 2 * max(rtol * np.linalg.norm(g), 4 * np.linalg.norm(noise))
+    if np.linalg.norm(found[:2] - g) > limit or counts[:2] != tuple(n):
+        return NOT_JOINED  # padding counts
+    is_sum = abs(counts[2] - n.sum()) <= 1e-4 * n.sum()
+    if is_sum and np.linalg.norm(found[2] - g.sum(0)) <= limit:
+        return ""
+    return COUPLED if is_sum and distance(found[2], n @ g / n.sum()) > 0.01 else NO_SUM
+
+
+def _judge(window: Window) -> tuple[Verdict, str]:
+    """The verdict on a loop, and why."""
+    candidates, limit = window.candidates(), window.limit(window.right)
+    if not np.isfinite(window.first).all():
+        return Verdict.UNKNOWN, NOT_FINITE
+    stepped = Verdict.STEPPED_EVERY_MICRO_BATCH
+    if candidates[stepped] <= STEP_RTOL:
+        return stepped, EXPLANATIONS[stepped]
+    if window.second is not None:
+        return Verdict.UNKNOWN, "run takes several steps: make it one window, one step."
+    if not window.first.any():
+        return Verdict.DISCARDED, EXPLANATIONS[Verdict.DISCARDED]
+    if limit > 4 * MOST_NOISE:
+        return Verdict.UNKNOWN, (
+            f"cannot tell: gradients differ by {limit / 4:.0%}, by rounding or as the "
+            "parameters move without an update. Audit in float32, or give rtol."
+        )
+    found = [v for v, forms in window.forms().items() if any(map(window.fits, forms))]
+    others = [repr(v.value) for v in found if v is not Verdict.EXACT]
+    for i in np.flatnonzero(window.gradients.any(1)):
+        one = window.right * (np.arange(len(window.right)) == i)
+        if window.fits(window.right - one) or window.fits(window.right + one):
+            others.append(f"'micro-batch {i}, from 0, lost or twice'")
+    if Verdict.EXACT in found and others:
+        return Verdict.UNKNOWN, (
+            "cannot tell: the exact gradient of this window is, up to rounding, "
+            f"also {' and '.join(others[:4])}. Give two or more ragged micro-batches, "
+            "with gradients of similar sizes, or audit in float32."
+        )
+    if found:
+        verdict = min(found, key=candidates.__getitem__)
+        return verdict, EXPLANATIONS[verdict]
+    return Verdict.UNKNOWN, _explain(window)
+
+
+def _explain(window: Window) -> str:
+    """Explains a gradient that matches no known one."""
+    n, k, total = window.tokens, len(window.tokens), window.tokens.sum()
+    if factor := window.factor_of(window.right):
+        return (
+            f"the direction is right, the size is not: it is {factor:.6g} times what it"
+            " should be. Are two devices summed (2) or averaged (0.5)? Is it k "
+            f"({k}), the tokens ({total:g}), or a sum given as a mean ({total / k:g})? "
+            f"Or clipping, a learning rate, or a count of {total / factor:.0f} tokens?"
+        )
+    if window.factor_of(window.forms()[Verdict.MEAN_OF_MEANS][0]):
+        return "a mean is given where a sum is expected, or a mean of means is scaled."
+    if window.weights is None:
+        return NOT_A_SUM
+    if max(n) > 2 and window.near(n).all():
+        return (
+            "a sum is given where a mean is expected. Give optax_tokenaccum.MultiSteps "
+            'gradients="sum", or divide the loss by its tokens.'
+        )
+    values, errors = window.weights
+    lost, twice = (int(np.sum((errors < 0.5) & window.near(x))) for x in (0, 2))
+    if lost or twice and (window.near(1) | window.near(2)).all():
+        return (
+            f"of the {k} micro-batches, {lost} count for nothing and {twice} twice: "
+            "the window closes too early, or they are lost or repeated on the way."
+        )
+    counts = np.nan_to_num(values) * n
+    # Weights of means add up to 1, whatever their counts.
+    if (counts >= 0).all() and abs(counts.sum() / total - 1) <= 0.01:
+        right, wrong = (", ".join(f"{x:.4g}" for x in y[:8]) for y in (n, counts))
+        return (
+            f"the means are averaged with wrong counts, in the proportion of {wrong} "
+            f"where loss_fn counts {right}. Count no padding, and shifted labels."
+        )
+    return (
+        "the micro-batches are weighted in a way of their own. Is each of them clipped "
+        "(do it inside the optimizer), or divided by maximum(n, 1) or a wrong count?"
+    )

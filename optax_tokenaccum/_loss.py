@@ -1,0 +1,284 @@
+"""What a `loss_fn` is: its arguments and results, the model's state, keys."""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from optax_tokenaccum._accumulation import Accumulation
+from optax_tokenaccum._checks import usable_tokens
+from optax_tokenaccum._devices import Devices
+from optax_tokenaccum._rows import Rows
+from optax_tokenaccum._scans import Trace, Traced, exchanges
+from optax_tokenaccum._state import TokenAccumulationState
+from optax_tokenaccum._trees import (
+    Aux,
+    Batch,
+    Leaf,
+    ModelState,
+    Params,
+    Tree,
+    check_same_tree,
+    is_key,
+    named_leaves,
+    types_are_marked,
+    varying_axes,
+)
+
+
+class LossFn(Protocol):
+    """`loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`.
+
+    With `has_aux` it returns `(loss_sum, (num_tokens, aux))`. With `has_model_state` it
+    is `loss_fn(params, model_state, batch, **kwargs) -> (returned, model_state)`.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+# Leaves of the model's state that a loss changed, by their index.
+Changes = dict[int, jax.Array]
+
+
+@jax.tree_util.register_pytree_node_class
+class Keywords(dict[str, Any]):
+    """Keywords of a loss, as an argument of a jitted function.
+
+    A keyword is static if a leaf of it is not a number: part of the tree's structure.
+    """
+
+    def __init__(self, given: Mapping[str, Any], static: Iterable[str] | None = None):
+        super().__init__(given)
+        # Known from the beginning: jax also makes such trees of shardings.
+        not_numbers = (k for k, x in given.items() if not _are_numbers(x))
+        self._static = {*(not_numbers if static is None else static)}
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        static = {k: x for k, x in self.items() if k in self._static}
+        traced = {k: x for k, x in self.items() if k not in self._static}
+        return [traced], tuple(static.items())
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: list[Any]) -> "Keywords":
+        return cls(children[0] | dict(static), dict(static))
+
+
+def _are_numbers(x: Leaf) -> bool:
+    leaves = jax.tree.leaves(x)
+    return all(hasattr(x, "dtype") or type(x) in (int, float, complex) for x in leaves)
+
+
+class MicroBatch(NamedTuple):
+    """What a loss is given besides parameters and model state.
+
+    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`.
+    """
+
+    rows: Rows
+    rng: jax.Array | None  # one key for all devices, if there is one
+    loss_kwargs: Mapping[str, Any]
+
+    def at(self, *position: ArrayLike) -> "MicroBatch":
+        """With the key of the micro-batch at `position` in a run or a window."""
+        if self.rng is None:
+            return self
+        folded = functools.reduce(jax.random.fold_in, position, self.rng)
+        return self._replace(rng=folded)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A checked `loss_fn`, whether or not the model has a state."""
+
+    loss_fn: LossFn
+    has_aux: bool
+    has_model_state: bool = False
+
+    def __call__(
+        self,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        rng: jax.Array | None,
+        loss_kwargs: Mapping[str, Any],
+    ) -> tuple[jax.Array, tuple[ArrayLike, tuple[Aux, Changes]]]:
+        """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
+        key = {} if rng is None else {"rng": rng}
+        if not self.has_model_state:
+            returned = self.loss_fn(params, batch, **loss_kwargs, **key)
+            loss_sum, num_tokens, aux = unpack(returned, self.has_aux)
+            return loss_sum, (num_tokens, (aux, {}))
+        # A loss may assign to the containers that it is given.
+        own = jax.tree.map(lambda x: x, model_state)
+        returned = self.loss_fn(params, own, batch, **loss_kwargs, **key)
+        is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+        if not is_pair or not isinstance(returned[0], tuple | list | dict):
+            raise TypeError(
+                "With has_model_state=True, loss_fn must return ((loss_sum, "
+                f"num_tokens), model_state): got {_describe(returned)}."
+            )
+        loss_sum, num_tokens, aux = unpack(returned[0], self.has_aux)
+        return loss_sum, (num_tokens, (aux, _changes(model_state, returned[1])))
+
+
+class Output(NamedTuple):
+    """What a micro-batch or a window leaves behind."""
+
+    opt_state: TokenAccumulationState
+    model_state: ModelState
+    skipped: jax.Array
+    aux: Aux
+
+
+def add_micro_batch(
+    loss: Loss,
+    accumulation: Accumulation,
+    devices: Devices,
+    opt_state: TokenAccumulationState,
+    micro_batch: MicroBatch,
+    params: Params,
+    model_state: ModelState,
+    shardings: Params | None = None,
+    *,
+    sums_are_zeros: bool = False,
+) -> Output:
+    """Differentiates the loss of a micro-batch, and adds it to the open window.
+
+    A skipped micro-batch leaves no trace, neither in the sums nor in the model state.
+    """
+    dtype = opt_state.acc_tokens.dtype
+    rows, rng, loss_kwargs = micro_batch
+
+    def of_rows(params: Params, model_state: ModelState, *others: Any) -> Any:
+        loss_sum, (num_tokens, rest) = loss(params, model_state, *others)
+        return loss_sum, (usable_tokens(num_tokens, dtype), rest)
+
+    others = rng, loss_kwargs
+    if devices.keeps_sums_apart:
+        of_twins = devices.of_copies(of_rows, params, model_state, rows, *others)
+    else:
+        traced = Traced(of_rows, params, model_state, rows.batch, *others)
+        check_own_map(traced.closed, params)
+        of_twins = traced.of_twins
+    flat = devices.flat(opt_state.acc_grads, shardings)
+    added = accumulation.add_loss(
+        of_twins,
+        opt_state._replace(acc_grads=flat),
+        params,
+        devices.are_spread(params, shardings),
+        sums_are_zeros=sums_are_zeros,
+        total=lambda gradients: devices.total(
+            devices.stacked(gradients, params, shardings), shardings
+        ),
+    )
+    aux, changed = added.aux
+    stacked = devices.stacked(added.state.acc_grads, params, shardings)
+    opt_state = added.state._replace(acc_grads=stacked)
+    leaves, structure = jax.tree.flatten(model_state)
+    for i, new in changed.items():
+        new = new if new.dtype == leaves[i].dtype else new.astype(leaves[i].dtype)
+        leaves[i] = jnp.where(added.skipped, leaves[i], new)
+    return Output(opt_state, structure.unflatten(leaves), added.skipped, aux)
+
+
+def check_own_map(traced: Trace, like: Params, *, is_loss: bool = True) -> None:
+    """Raises if results must be reduced in a `shard_map` of the caller's own.
+
+    The gradient of a parameter that devices share is a sum over them, and so is that of
+    a loss that reads from other devices.
+
+    Args:
+      traced: the trace of a function that returns `loss_sum, num_tokens` and more.
+      like: the parameters, or gradients of them.
+      is_loss: whether the function is differentiated, so that without types nothing
+        tells whether what it reads from other devices gets its gradient.
+    """
+    axes = {*jax.sharding.get_abstract_mesh().manual_axes}
+    if not axes:
+        return
+    sent = {name for _, names in exchanges(traced) for name in names} & axes
+    wrong: Iterable[str] = sent if is_loss else ()
+    if types_are_marked():
+        differs = [varying_axes(x) for x in traced.out_avals[:2]]
+        own = [varying_axes(x) for x in jax.tree.leaves(like)]
+        shared = {name for name in axes if not all(name in x for x in own)}
+        wrong = frozenset().union(*differs) & (shared | sent)
+    if wrong:
+        name = "loss_fn" if is_loss else "value_and_grad_fn"
+        raise ValueError(
+            f"In a shard_map, {name} must return both the loss and num_tokens reduced, "
+            "jax.lax.psum(..., axis_name), where devices share parameters or it reads "
+            f"from other devices: got values that may differ along {sorted(wrong)}. "
+            "For the results of each device alone, differentiate with respect to "
+            'jax.lax.pcast(params, axis_name, to="varying"), and read from no other; '
+            "a loss that does needs check_vma=True."
+        )
+
+
+def unpack(
+    returned: Tree, has_aux: bool, rule: str | None = None
+) -> tuple[jax.Array, ArrayLike, Aux]:
+    """Checked `loss_sum, num_tokens, aux`; errors begin with `rule`."""
+    form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
+    rule = rule or (
+        f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
+    )
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        advice = ""
+        if not has_aux and isinstance(returned, tuple | list) and len(returned) == 3:
+            advice = " With has_aux=True, return (loss_sum, (num_tokens, aux))."
+        raise TypeError(f"{rule}: got {_describe(returned)}.{advice}")
+    loss_sum, num_tokens = returned
+    aux = None
+    if has_aux:
+        if not isinstance(num_tokens, tuple | list) or len(num_tokens) != 2:
+            raise TypeError(f"{rule}: got {_describe(returned)}.")
+        num_tokens, aux = num_tokens
+    elif isinstance(num_tokens, tuple | list | dict):
+        raise TypeError(f"{rule}: got {_describe(returned)}. Is has_aux=True missing?")
+    if num_tokens is None:
+        raise TypeError(f"{rule}: got None for num_tokens.")
+    loss_sum = jnp.asarray(loss_sum)
+    if loss_sum.shape != () or not jnp.issubdtype(loss_sum.dtype, jnp.floating):
+        raise ValueError(
+            f"{rule}: got a loss_sum of dtype {loss_sum.dtype} and shape "
+            f"{loss_sum.shape}, not a floating scalar."
+        )
+    return loss_sum, num_tokens, aux
+
+
+def _describe(returned: Tree) -> str:
+    if isinstance(returned, tuple | list):
+        return "(" + ", ".join(map(_describe, returned)) + ")"
+    if hasattr(returned, "shape"):
+        return f"{returned.dtype}{list(returned.shape)}"
+    return type(returned).__name__
+
+
+def _changes(old: Tree, new: Tree) -> Changes:
+    """What differs in `new`, which must have the tree, shapes and kinds of numbers."""
+    rule = (
+        "loss_fn must return the model state with the tree, shapes and kinds of "
+        "numbers that it was given"
+    )
+    check_same_tree(new, old, rule)
+    changed: Changes = {}
+    pairs = zip(named_leaves(old), jax.tree.leaves(new), strict=True)
+    for i, ((path, x), y) in enumerate(pairs):
+        if y is x:
+            continue
+        got, kept = jnp.result_type(y), jnp.result_type(x)
+        if _kind(got) > _kind(kept) or is_key(y) != is_key(x):
+            raise ValueError(f"{rule}: at {path} expected {kept}, got {got}.")
+        changed[i] = jnp.asarray(y)
+    return changed
+
+
+def _kind(dtype: jax.typing.DTypeLike) -> int:
+    """The place among the kinds of numbers, of which each may be cast to the next."""
+    kinds = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
+    return sum(jnp.issubdtype(dtype, kind) * i for i, kind in enumerate(kinds))

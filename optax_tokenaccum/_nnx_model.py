@@ -1,0 +1,248 @@
+"""An NNX model and its optimizer, read as the state of a step, and written back."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import Jaxpr, Literal
+from jax.sharding import NamedSharding
+from jax.tree_util import PyTreeDef, keystr, tree_leaves_with_path
+
+from optax_tokenaccum._loss import LossFn
+from optax_tokenaccum._rows import put
+from optax_tokenaccum._scans import functions_in, opened
+from optax_tokenaccum._state import ModelStepState, settled
+from optax_tokenaccum._step import Step, shapes_of
+from optax_tokenaccum._trees import (
+    Aux,
+    Batch,
+    Leaf,
+    ModelState,
+    OptState,
+    Params,
+    Tree,
+    check_same_tree,
+)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+class Places(NamedTuple):
+    """The variables of a tree; what each holds may be a tree of arrays itself."""
+
+    leaves: list[Leaf]  # variables, and arrays that are in none
+    structure: PyTreeDef
+
+    def tree(self) -> Tree:
+        """The tree with the values of its variables."""
+        # `variable[...]` would call the variable's own `get_value`.
+        values = [x.get_raw_value() if _is_variable(x) else x for x in self.leaves]
+        return self.structure.unflatten(values)
+
+    def write(self, tree: Tree) -> None:
+        values = self.structure.flatten_up_to(tree)
+        for leaf, x in zip(self.leaves, values, strict=True):
+            if _is_variable(leaf) and leaf.get_raw_value() is not x:
+                leaf.set_raw_value(x)
+
+
+def places_of(tree: Tree) -> Places:
+    return Places(*jax.tree.flatten(tree, is_leaf=_is_variable))
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a model is besides its arrays."""
+
+    graphdef: nnx.GraphDef
+    params: PyTreeDef
+    rest: PyTreeDef
+    wrt: nnx.filterlib.Filter
+
+    def state_of(self, params: Params) -> nnx.State:
+        """Arrays like the parameters, in variables like theirs."""
+        return self.params.unflatten(jax.tree.leaves(params))
+
+    def merged(self, params: Params, rest: ModelState) -> nnx.Module:
+        """A copy of the model, whose variables belong to the current trace."""
+        rest = self.rest.unflatten(jax.tree.leaves(rest))
+        return nnx.merge(self.graphdef, self.state_of(params), rest)
+
+
+class Opened(NamedTuple):
+    """The places of a model's arrays, those that are trained and the rest.
+
+    And those of its optimizer, if there is one.
+    """
+
+    model: nnx.Module
+    static: Static
+    params: Places
+    rest: Places
+    opt_state: Places
+
+    def state(self) -> ModelStepState:
+        params, rest = self.params.tree(), self.rest.tree()
+        return ModelStepState(params, self.opt_state.tree(), rest)
+
+    def write(self, state: ModelStepState) -> None:
+        self.params.write(state.params)
+        self.opt_state.write(state.opt_state)
+        self.write_rest(state.model_state)
+
+    def write_rest(self, rest: ModelState) -> None:
+        self.rest.write(rest)
+        if self.loose_arrays():
+            given = self.rest.structure.unflatten(self.rest.leaves)
+            loose = {p for p, x in nnx.to_flat_state(given) if not _is_variable(x)}
+            new = [(p, x) for p, x in nnx.to_flat_state(rest) if p in loose]
+            nnx.update(self.model, nnx.from_flat_state(new))
+
+    def loose_arrays(self) -> list[Leaf]:
+        """The arrays that are in no variable."""
+        return [x for x in self.rest.leaves if not _is_variable(x)]
+
+
+def open_model(
+    model: nnx.Module, wrt: nnx.filterlib.Filter, opt_state: OptState = ()
+) -> Opened:
+    """Splits the model, whose structure may change from call to call."""
+    graphdef, params, rest = nnx.split(model, wrt, ...)
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            "The optimizer must train some variables of the model: got none that match "
+            f"wrt={wrt!r}, with which nnx.Optimizer was made."
+        )
+    structures = jax.tree.structure(params), jax.tree.structure(rest)
+    static = Static(graphdef, *structures, wrt)
+    return Opened(model, static, *map(places_of, (params, rest, opt_state)))
+
+
+def loss_of_model(loss_fn: LossFn) -> LossFn:
+    """`loss_fn(model, batch)` as a loss of parameters and a model state."""
+
+    def run(
+        params: Params, rest: ModelState, batch: Batch, static: Static, kwargs: Any
+    ) -> Any:
+        model = static.merged(params, rest)
+        before = _shapes(model)
+        returned = loss_fn(model, batch, **kwargs)
+        after = _shapes(model)
+        changed = {x for x in before.keys() | after if before.get(x) != after.get(x)}
+        if changed:
+            names = sorted("/".join(map(str, path)) for path in changed)
+            raise ValueError(
+                "loss_fn must keep the model's variables and their shapes: got a "
+                f"change at {', '.join(names)}. Return such values as aux, or take "
+                "them out in loss_fn with nnx.pop."
+            )
+        _, params, rest = nnx.split(model, static.wrt, ...)
+        return returned, places_of(params).tree(), places_of(rest).tree()
+
+    def loss(
+        params: Params,
+        rest: ModelState,
+        batch: Batch,
+        *,
+        nnx_static: Static,
+        **kwargs: Any,
+    ) -> tuple[Tree, Aux]:
+        returned, after, rest_after = run(params, rest, batch, nnx_static, kwargs)
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=False)
+        if not all(x is y for x, y in pairs):
+            # nnx.remat and nnx.jit write the parameters back, mostly as they were.
+            def after_loss(params: Params) -> Params:
+                return run(params, rest, batch, nnx_static, kwargs)[1]
+
+            traced = jax.make_jaxpr(after_loss)(params)
+            kept = [_source(traced.jaxpr, x) for x in traced.jaxpr.outvars]
+            paths = [path for path, _ in tree_leaves_with_path(params)]
+            changed = [x for i, x in enumerate(paths) if kept[i : i + 1] != [i]]
+            if changed:
+                names = [keystr(path, simple=True, separator="/") for path in changed]
+                raise ValueError(
+                    "loss_fn must not assign parameters, which only a closing window "
+                    f"changes: got a change at {', '.join(names)}. Call a copy of the "
+                    "model, nnx.clone(model), and update the model's other variables "
+                    "from it; nnx.SpectralNorm and nnx.WeightNorm need this too."
+                )
+        return returned, rest_after
+
+    return loss
+
+
+def _shapes(model: nnx.Module) -> dict[tuple[Any, ...], Any]:
+    """The shapes of the arrays in each variable, by its path."""
+    state = nnx.to_flat_state(nnx.state(model))
+    return {path: jax.tree.map(jnp.shape, jax.tree.leaves(x)) for path, x in state}
+
+
+def _source(jaxpr: Jaxpr, x: Any) -> int | None:
+    """The index of the input that a variable is, through calls and loops."""
+    made = {y: (eqn, i) for eqn in jaxpr.eqns for i, y in enumerate(eqn.outvars)}
+    while not isinstance(x, Literal) and x in made:
+        eqn, i = made[x]
+        called = [*map(opened, functions_in(eqn))]
+        if len(called) != 1 or len(called[0].invars) != len(eqn.invars):
+            return None
+        place = _source(called[0], called[0].outvars[i])
+        if place is None:
+            return None
+        x = eqn.invars[place]
+    inputs = [*jaxpr.invars]
+    return None if isinstance(x, Literal) or x not in inputs else inputs.index(x)
+
+
+def laid_out(step: Step, state: ModelStepState) -> ModelStepState:
+    """The state where a step needs it: arrays placed, and sums laid out.
+
+    Arrays that were never placed, and with a mesh those that are not spread over it,
+    move where `step.init` would put them.
+
+    Raises:
+      ValueError: the window is open, and its sums are laid out for other devices.
+    """
+    state = state._replace(params=step.devices.place(state.params))
+    like = step.init(*shapes_of((state.params, state.model_state)))
+    kept = map(lambda x, y: None if x is None else y, state.opt_state, like.opt_state)
+    like = like._replace(opt_state=like.opt_state._make(kept))
+    mini_step, taken = state.opt_state.mini_step, set[int]()
+
+    def sum_of(x: Leaf, like: jax.ShapeDtypeStruct) -> Leaf:
+        if jnp.shape(x) == like.shape:
+            return x
+        is_shape = isinstance(mini_step, jax.ShapeDtypeStruct)
+        if not is_shape and mini_step > 0:
+            raise ValueError(
+                "The window must be closed before its sums are laid out for other "
+                f"devices: got {mini_step} micro-batches in it, and a sum of shape "
+                f"{jnp.shape(x)}, where {like.shape} is needed. Call close_window of "
+                "the step that began the window, or restore the checkpoint after "
+                "step.init."
+            )
+        if is_shape:
+            return like
+        return jnp.zeros(like.shape, x.dtype, device=like.sharding)
+
+    def place(x: Leaf, like: jax.ShapeDtypeStruct) -> Leaf:
+        moves = like.sharding is not None and _may_move(x, like.sharding)
+        return settled(put(x, like.sharding) if moves else x, taken)
+
+    sums = jax.tree.map(sum_of, state.opt_state.acc_grads, like.opt_state.acc_grads)
+    state = state._replace(opt_state=state.opt_state._replace(acc_grads=sums))
+    rule = "The optimizer must be of this model, nnx.Optimizer(model, tx, wrt=...)"
+    check_same_tree(state, like, rule)
+    return jax.tree.map(place, state, like)
+
+
+def _may_move(x: Leaf, where: jax.sharding.Sharding) -> bool:
+    """Whether nobody has chosen a place for `x` among the devices of the model."""
+    if not isinstance(x, jax.Array):
+        return x.sharding is None if isinstance(x, jax.ShapeDtypeStruct) else True
+    is_spread = isinstance(x.sharding, NamedSharding)
+    is_spread = is_spread and not x.sharding.is_fully_replicated
+    return not x.committed or (isinstance(where, NamedSharding) and not is_spread)

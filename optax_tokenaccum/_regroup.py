@@ -1,0 +1,135 @@
+"""Moves an open window to a different number of devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_tokenaccum._trees import Leaf, T, Tree, is_concrete
+
+Name = tuple[str, ...]  # the path of a leaf, by its keys, attributes and indices
+
+
+def regroup_sums(state: Tree, like: T) -> T:
+    """Lays out a step's state for the devices of another step.
+
+    A step with `data_axes` holds one sum per device, `[devices, ...]`. When a run
+    resumes from a checkpoint in the middle of a window, on other devices, these sums
+    must be added up in new groups, not dropped: 8 sums become 4, or 1, or 16 of which
+    some are zeros. A step without `data_axes` holds one sum, with the shape of the
+    parameter; its states are accepted and returned too.
+
+    The applied gradient is the same up to float32 rounding. On the same number of
+    devices nothing is added up, and the gradient is the same bit for bit.
+
+    A window step has no open window between calls: its arrays only change their place.
+
+    Args:
+      state: the state that was saved, or the dictionary that a checkpoint makes of it,
+        in the shapes that it was saved with. Leaves are found by their names.
+      like: a state of the step that resumes, `step.init(params)`, or its shapes with
+        shardings; for NNX, `nnx.state((model, optimizer))` after `step.init`. Every
+        array is placed like the array in `like`.
+
+    Returns:
+      `state` in the shapes, dtypes and shardings of `like`.
+
+    Raises:
+      TypeError: `like` is not the state of a step, or has no `TokenAccumulationState`.
+      ValueError: the states differ in more than the layout of the sums.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step, regroup_sums
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "data")
+      >>> many = make_train_step(
+      ...     loss_fn, optax.sgd(1.0), 2, mesh=mesh, data_axes="data")
+      >>> state = many.init(jnp.zeros(()))
+      >>> state, _ = many(state, jnp.ones(2 * jax.device_count()))
+      >>> one = make_train_step(loss_fn, optax.sgd(1.0), 2)
+      >>> state = regroup_sums(jax.device_get(state), one.init(jnp.zeros(())))
+      >>> state, _ = one(state, jnp.ones(3))
+      >>> print(state.params)
+      -1.0
+    """
+    if not any("opt_state" in name or "acc_tokens" in name for name in _by_name(like)):
+        raise TypeError(
+            "like must be the state of a step, step.init(params): got "
+            f"{type(like).__name__}."
+        )
+    saved, leaves = _by_name(state), []
+    for name, x in _by_name(like).items():
+        old = saved.pop(name, None)
+        if old is not None and "acc_grads" in name:
+            old = _regrouped(old, x)
+        if old is None or jnp.shape(old) != x.shape:
+            raise _unlike(name, x, old)
+        leaves.append(_put(old, x))
+    for name, x in saved.items():
+        raise _unlike(name, None, x)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _by_name(tree: Tree) -> dict[Name, Leaf]:
+    """The names are the same in the dictionary that a checkpoint makes of a state."""
+
+    def name_of(entry: Any) -> str:
+        kinds = ("key", "name", "idx")
+        return str(next(getattr(entry, x) for x in kinds if hasattr(entry, x)))
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(map(name_of, path)): leaf for path, leaf in leaves}
+
+
+def _unlike(name: Name, expected: Leaf, got: Leaf) -> ValueError:
+    shapes = [
+        "no leaf" if x is None else f"shape {jnp.shape(x)}" for x in (expected, got)
+    ]
+    return ValueError(
+        f"The states must be of the same training: at {'/'.join(name)} expected "
+        f"{shapes[0]}, got {shapes[1]}."
+    )
+
+
+def _regrouped(acc: Leaf, like: Leaf) -> Leaf:
+    """The sums in groups for other devices, which have an axis or none."""
+    rank = max(acc.ndim, like.ndim) - 1  # of the parameter, if the shapes differ
+    shapes = {x.shape[x.ndim - rank :] for x in (acc, like) if x.ndim >= rank}
+    if acc.shape == like.shape or min(acc.ndim, like.ndim) < rank or len(shapes) > 1:
+        return acc
+    (shape,) = shapes
+    held, groups = (x.shape[0] if x.ndim > rank else 1 for x in (acc, like))
+
+    def regroup(acc: jax.Array) -> jax.Array:
+        missing = [(0, -held % groups), *[(0, 0)] * rank]
+        acc = jnp.pad(acc.reshape(held, *shape), missing)
+        return (
+            acc.reshape(groups, len(acc) // groups, *shape).sum(1).reshape(like.shape)
+        )
+
+    sharding = _sharding(like)
+    if sharding is not None and isinstance(acc, jax.Array) and is_concrete(acc):
+        if acc.sharding.device_set != sharding.device_set:
+            acc = jax.device_get(acc)  # no program reads from both
+    return jax.jit(regroup, out_shardings=sharding)(acc)
+
+
+def _put(x: Leaf, like: Leaf) -> jax.Array:
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x, like.dtype)
+    elif x.dtype != like.dtype or jax.typeof(x).weak_type:
+        x = jax.lax.convert_element_type(x, like.dtype)
+    sharding = _sharding(like)
+    if sharding is not None:
+        return jax.device_put(x, sharding)
+    is_bound = is_concrete(x) and getattr(x, "committed", False)
+    return jnp.asarray(jax.device_get(x) if is_bound else x)
+
+
+def _sharding(like: Leaf) -> jax.sharding.Sharding | None:
+    """The sharding of `like`, or `None` if it is not bound to devices."""
+    is_bound = getattr(like, "committed", True)
+    return getattr(like, "sharding", None) if is_bound else None

@@ -1,0 +1,127 @@
+"""Cuts a batch into micro-batches, and fills up what is missing."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from optax_tokenaccum._checks import as_count
+from optax_tokenaccum._trees import Batch, T, leading_axis, named_leaves
+
+Leaf = jax.Array | np.ndarray
+# A number for all leaves of a tree, or a tree prefix of such numbers.
+PadValues = ArrayLike | Mapping | Sequence | None
+
+
+def split_batch(batch: Batch, k: int, *, pad_values: PadValues = None) -> Batch:
+    """Splits a batch into `k` micro-batches, for a loop over their leading axis.
+
+    Row `j` goes to micro-batch `j % k`. Every device that holds a part of the rows then
+    holds the same part of each micro-batch, and no row moves between devices. Splitting
+    the rows into contiguous blocks would move nearly all of them. The update does not
+    depend on the order of the rows.
+
+    Args:
+      batch: a pytree of arrays `[rows, ...]`.
+      k: the number of micro-batches.
+      pad_values: values of the rows that fill the batch up until `k` divides their
+        number, for example the last batch of an epoch: a number for all leaves, or a
+        tree prefix, such as `{"inputs": 0, "mask": False}`. These rows must have no
+        tokens, and what has none depends on the loss. By default `k` must divide the
+        rows.
+
+    Returns:
+      The same tree with leaves `[k, micro, ...]`.
+
+    Raises:
+      ValueError: `k` is below 1, or does not divide the number of rows and there are no
+        `pad_values`; the leaves have different numbers of rows (the error names the
+        leaf); or `pad_values` do not match the batch.
+
+    Example:
+      >>> import numpy as np
+      >>> from optax_tokenaccum import split_batch
+      >>> print(split_batch({"x": np.arange(6)}, 2)["x"])
+      [[0 2 4]
+       [1 3 5]]
+      >>> print(split_batch({"labels": np.arange(5)}, 2, pad_values=-100)["labels"])
+      [[   0    2    4]
+       [   1    3 -100]]
+    """
+    k = as_count(k, "k")
+    rows = leading_axis(batch, "batch")
+    missing = -rows % k
+    if missing and pad_values is None:
+        (path, _), *_ = named_leaves(batch)
+        raise ValueError(
+            f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
+            f"{path}. Give pad_values, for rows without tokens, or drop some rows."
+        )
+
+    def fill_up(path: str, x: Leaf, pad: ArrayLike) -> Leaf:
+        xp = np if isinstance(x, np.ndarray) else jnp
+        pad = as_pad(pad, x.dtype, path)
+        return xp.concatenate([x, xp.full((missing, *x.shape[1:]), pad, x.dtype)])
+
+    if missing:
+        leaves = [fill_up(*leaf) for leaf in with_pads(batch, pad_values, "a batch")]
+        batch = jax.tree.unflatten(jax.tree.structure(batch), leaves)
+    # optax.microbatching.reshape_batch_axis cuts alike, but copies NumPy arrays, to
+    # Fortran order.
+    return jax.tree.map(
+        lambda x: x.reshape(len(x) // k, k, *x.shape[1:]).swapaxes(0, 1), batch
+    )
+
+
+def with_pads(
+    tree: T, pad_values: PadValues, name: str
+) -> list[tuple[str, Leaf, ArrayLike]]:
+    """`(path, leaf, pad value)` for every leaf of `tree`; errors call it `name`."""
+    try:
+        pads = jax.tree.leaves(jax.tree.broadcast(pad_values, tree))
+    except ValueError as error:
+        raise ValueError(
+            f"pad_values must be one number for all leaves of {name}, or a number "
+            f"for each, or for each subtree: got {name} with the leaves "
+            f"{_leaf_names(tree)}, and pad_values for {_leaf_names(pad_values)}."
+        ) from error
+    leaves = named_leaves(tree)
+    return [(path, leaf, pad) for (path, leaf), pad in zip(leaves, pads, strict=True)]
+
+
+def _leaf_names(tree: T) -> str:
+    return ", ".join(path for path, _ in named_leaves(tree)) or "none"
+
+
+def as_pad(pad: ArrayLike, dtype: np.dtype, path: str) -> np.ndarray:
+    """The pad value of the leaf at `path`, which must be able to hold it."""
+    given = np.asarray(pad)
+    if given.shape != () or not is_number(given):
+        raise TypeError(
+            f"A pad value must be a number: got {pad!r} for {path}. What weighs "
+            "nothing depends on the loss: for example False for a mask, or -100 for "
+            "labels with ignore_index=-100."
+        )
+    is_complex = [jnp.issubdtype(d, jnp.complexfloating) for d in (given.dtype, dtype)]
+    if is_complex != [True, False]:
+        with np.errstate(all="ignore"):
+            cast = given.astype(dtype)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            # Rounding is fine; overflow and a change to or from NaN are not.
+            fits = np.isfinite(cast) == np.isfinite(given)
+            fits &= np.isnan(cast) == np.isnan(given)
+        else:
+            fits = cast == given
+        if fits:
+            return cast
+    raise ValueError(
+        f"A pad value must fit the dtype of its leaf: got {pad!r} for {path} of "
+        f"{dtype}. Give each leaf its own, for example pad_values={{'inputs': 0, "
+        "'mask': False}."
+    )
+
+
+def is_number(x: np.ndarray) -> bool:
+    return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.number)

@@ -1,0 +1,326 @@
+"""What lives between calls: the open window, the states of steps, their metrics."""
+
+import weakref
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from optax_tokenaccum._trees import (
+    Aux,
+    Gradients,
+    Leaf,
+    ModelState,
+    OptState,
+    Params,
+    T,
+    Tree,
+    is_concrete,
+    named_leaves,
+)
+
+P = TypeVar("P")  # the tree of parameters
+M = TypeVar("M")  # the tree of a model's state
+
+
+class TokenAccumulationState(NamedTuple):
+    """State of `token_accumulation`, and of every step as `opt_state`.
+
+    Shapes, dtypes, weak types and placement never change after `init`, so the state
+    passes through `jax.lax.scan` and a donating `jax.jit` without a second trace. One
+    exception: if the optimizer has state whose shape matches no parameter, your own
+    `jax.jit` over several devices needs `out_shardings` to keep the placement.
+
+    The three `acc_*` fields are valid only while `mini_step > 0`, and `acc_grads` only
+    if `acc_tokens > 0` too. What they hold after a window closes means nothing; the
+    first micro-batch of the next one overwrites it.
+
+    Attributes:
+      mini_step: micro-batches accumulated so far in the open window.
+      gradient_step: windows closed by an update so far.
+      inner_opt_state: the state of the inner optimizer.
+      acc_grads: sum of the window's gradients, with the tree and shapes of the
+        parameters. Where each device keeps a separate sum, a leading axis of devices
+        is added. In a window step, which has no open window between calls, `()`.
+      acc_tokens: sum of the window's `num_tokens`.
+      acc_value: sum of the window's losses; 0 if no `value` was given.
+      has_updated: whether the last call closed its window with an update.
+      skip_state: the tree that `should_skip_update_fn` last returned; `()` if there
+        is none.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import token_accumulation
+      >>> optimizer = token_accumulation(optax.sgd(1.0), every_k_schedule=2)
+      >>> state = optimizer.init(jnp.zeros(()))
+      >>> grad_of_sum = jnp.asarray(8.0)
+      >>> _, state = optimizer.update(grad_of_sum, state, num_tokens=3)
+      >>> print(state.mini_step, state.gradient_step, state.acc_grads, state.acc_tokens)
+      1 0 8.0 3.0
+    """
+
+    mini_step: jax.Array  # shape=(), dtype=int32
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    inner_opt_state: OptState
+    acc_grads: Gradients  # dtype=float32, or the parameter's if wider
+    acc_tokens: jax.Array  # shape=(), dtype=float32, or a parameter's if wider
+    acc_value: jax.Array  # shape=(), dtype=acc_tokens.dtype
+    has_updated: jax.Array  # shape=(), dtype=bool
+    skip_state: Tree = ()
+
+
+class StepState(NamedTuple, Generic[P]):
+    """The state that a train step carries from call to call; save all of it.
+
+    Attributes:
+      params: the parameters.
+      opt_state: the open window, the number of updates, and the inner optimizer's
+        state, `opt_state.inner_opt_state`. In a window step, which has no open window
+        between calls, `acc_grads` is `()`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), every_k_schedule=2)
+      >>> state = step.init(jnp.zeros(()))
+      >>> print(state.params, state.opt_state.mini_step)
+      0.0 0
+      >>> target = jax.eval_shape(step.init, jnp.zeros(()))  # to restore a checkpoint
+      >>> print(type(target).__name__, target.params.shape)
+      StepState ()
+    """
+
+    params: P
+    opt_state: TokenAccumulationState
+
+
+class ModelStepState(NamedTuple, Generic[P, M]):
+    """The state of a step with `has_model_state=True`; save all of it.
+
+    Attributes:
+      params: the parameters.
+      opt_state: as in `StepState`.
+      model_state: what the loss changes besides parameters, such as the statistics of
+        batch normalization: the state that the last micro-batch left.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, seen, x):  # the state is the largest value seen
+      ...     return (jnp.sum(params * x), x.size), jnp.maximum(seen, x.max())
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), 2, has_model_state=True)
+      >>> state = step.init(jnp.zeros(()), jnp.zeros(()))
+      >>> state, _ = step(state, jnp.array([2.0, 5.0]))
+      >>> print(type(state).__name__, state.model_state)
+      ModelStepState 5.0
+    """
+
+    params: P
+    opt_state: TokenAccumulationState
+    model_state: M
+
+
+AnyStepState = StepState | ModelStepState
+S = TypeVar("S", bound=AnyStepState)
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of one call; their arrays stay alive when the state is donated.
+
+    Attributes:
+      loss: token mean of the loss over the window so far; 0 without tokens.
+      num_tokens: tokens in the window so far, including this micro-batch.
+      grad_norm: global norm of the gradient given to the optimizer; 0 without update.
+      updated: whether this call closed its window with an update.
+      skipped: whether this micro-batch was rejected.
+      mini_step: micro-batches in the open window after the call.
+      gradient_step: number of updates so far, including this call.
+      aux: the `aux` that `loss_fn` returned for this micro-batch; `None` without. If
+        each device sees its own rows, `[devices, ...]`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), every_k_schedule=2)
+      >>> state = step.init(jnp.ones(()))
+      >>> for x in (jnp.full(1, 2.0), jnp.full(9, 10.0)):
+      ...     state, m = step(state, x)
+      ...     print(m.loss, m.num_tokens, m.grad_norm, m.updated, m.mini_step)
+      2.0 1.0 0.0 False 1
+      9.2 10.0 9.2 True 0
+    """
+
+    loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    num_tokens: jax.Array  # shape=(), of the same dtype
+    grad_norm: jax.Array  # shape=(), of the same dtype
+    updated: jax.Array  # shape=(), dtype=bool
+    skipped: jax.Array  # shape=(), dtype=bool
+    mini_step: jax.Array  # shape=(), dtype=int32
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    aux: Aux = None
+
+
+def has_sums(opt_state: TokenAccumulationState) -> bool:
+    """Whether a window may be open: not in a window step."""
+    return not isinstance(opt_state.acc_grads, tuple) or opt_state.acc_grads != ()
+
+
+def model_state_of(state: AnyStepState) -> ModelState:
+    return state.model_state if isinstance(state, ModelStepState) else None
+
+
+def with_parts(
+    state: S, opt_state: TokenAccumulationState, model_state: ModelState
+) -> S:
+    """The state of the same parameters; `model_state` is dropped if it has none."""
+    of_model = {"model_state": model_state} if isinstance(state, ModelStepState) else {}
+    return state._replace(opt_state=opt_state, **of_model)
+
+
+def completed(new: Tree, old: Tree) -> Tree:
+    """A new state, with what the old one has in the places of `None`."""
+    if isinstance(new, StepState | ModelStepState | TokenAccumulationState):
+        return new._make(map(completed, new, old))
+    return old if new is None else new
+
+
+def key_array(state: AnyStepState) -> Leaf:
+    """The array whose identity is the key to what the host knows about a state."""
+    if has_sums(state.opt_state):
+        return state.opt_state.mini_step
+    return next(iter(jax.tree.leaves(state.params)), None)
+
+
+def require_step_state(
+    state: Tree, *, accumulates: bool, has_model_state: bool | None = None
+) -> None:
+    """Raises if a step cannot take the state; `None` is a step of either kind."""
+    kind, other = StepState, ModelStepState
+    if has_model_state:
+        kind, other = other, kind
+    if has_model_state is not None and isinstance(state, other):
+        raise TypeError(
+            f"The state must be a {kind.__name__}, for this step was made with "
+            f"has_model_state={has_model_state}: got a {other.__name__}."
+        )
+    if not isinstance(state, kind | other):
+        raise TypeError(
+            f"The state must be the {kind.__name__} that step.init or the last call "
+            f"returned: got {type(state).__name__}. Restore a checkpoint with "
+            "jax.eval_shape(step.init, params) as its target; take one that was "
+            "restored without a target over with regroup_sums(state, "
+            "step.init(params))."
+        )
+    opt_state = state.opt_state
+    if not isinstance(opt_state, TokenAccumulationState):
+        raise TypeError(
+            "The opt_state of a step must be the TokenAccumulationState that step.init "
+            f"or the last call returned: got {type(opt_state).__name__}."
+        )
+    if has_sums(opt_state) != accumulates and jax.tree.leaves(state.params):
+        own, other = ("train", "window") if accumulates else ("window", "train")
+        raise ValueError(
+            f"The state must be of a {own} step: got that of a {other} step. Between "
+            "windows, take over what both keep: with new = step.init(params).opt_state "
+            "and old = state.opt_state, write state._replace(opt_state="
+            "new._replace(gradient_step=old.gradient_step, "
+            "inner_opt_state=old.inner_opt_state))."
+        )
+    key = key_array(state)  # a call donates all arrays, so checking one is enough
+    if isinstance(key, jax.Array) and is_concrete(key) and key.is_deleted():
+        raise ValueError(
+            "The state must not have been given to an earlier call: its buffers were "
+            "donated to that call and are gone. Continue with the state that it "
+            "returned; if it failed while it ran, restore a checkpoint. Build the step "
+            "with donate=False to keep old states."
+        )
+
+
+class ArrayMemo(Generic[T]):
+    """Stores a value for each array, by identity, with a weak reference to the array.
+
+    An attribute of the step would be wrong as soon as a caller returns to an older
+    state, or trains two states with one step.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[jax.Array], T]] = {}
+
+    def __reduce__(self) -> tuple[type["ArrayMemo[T]"], tuple[()]]:
+        return type(self), ()  # pickled empty: array identities do not survive
+
+    def get(self, array: Leaf) -> T | None:
+        known = self._known.get(id(array))
+        return known[1] if known is not None and known[0]() is array else None
+
+    def remember(self, array: Leaf, value: T) -> None:
+        if isinstance(array, jax.Array) and is_concrete(array):
+            key = id(array)
+            ref = weakref.ref(array, lambda _: self._known.pop(key, None))
+            self._known[key] = (ref, value)
+
+
+def stable(params: Params, state: T) -> T:
+    """`state` as strongly typed arrays on the devices of `params`, none of them twice.
+
+    A Python number, a weak type, or a scalar on the default device while the parameters
+    are elsewhere would make the second call compile again. A buffer can be donated only
+    once, and the `init` of some optimizers returns an array twice.
+    """
+    where = home(params)
+    taken = {id(x) for x in jax.tree.leaves(params)}
+
+    def settle(x: Leaf) -> Leaf:
+        x = settled(x, taken)
+        is_unplaced = isinstance(x, jax.Array) and is_concrete(x) and not x.committed
+        return jax.device_put(x, where) if where and is_unplaced else x
+
+    return jax.tree.map(settle, state)
+
+
+def settled(x: Leaf, taken: set[int]) -> Leaf:
+    """`x`, strongly typed, copied if its id is in `taken`; adds the id to `taken`."""
+    if isinstance(x, jax.ShapeDtypeStruct):  # nothing to donate
+        return x
+    is_taken = id(x) in taken
+    taken.add(id(x))
+    return jnp.array(_strong(x), copy=True) if is_taken else _strong(x)
+
+
+def owned(tree: T) -> T:
+    """Copies every leaf: donating the copies keeps the caller's arrays alive."""
+    for path, leaf in named_leaves(tree):
+        if not hasattr(_strong(leaf), "dtype"):
+            raise TypeError(
+                "Parameters and the optimizer's state must be pytrees of arrays: at "
+                f"{path} got {type(leaf).__name__}. Keep other leaves out of the "
+                "parameters, with equinox.partition for example, and give them to "
+                "loss_fn as a keyword."
+            )
+    return jax.tree.map(lambda x: jnp.array(_strong(x), copy=True), tree)
+
+
+def _strong(x: Leaf) -> Leaf:
+    if isinstance(x, bool | int | float | complex | np.ndarray | np.generic):
+        x = jnp.asarray(x)
+    if getattr(x, "weak_type", False):
+        return jax.lax.convert_element_type(x, x.dtype)
+    return x
+
+
+def home(params: Params) -> jax.sharding.Sharding | None:
+    """Where scalars belong: on all devices of the first leaf that has a place."""
+    for leaf in jax.tree.leaves(params):
+        sharding = getattr(leaf, "sharding", None) if is_concrete(leaf) else None
+        if isinstance(sharding, NamedSharding) and getattr(leaf, "committed", True):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, SingleDeviceSharding):
+            if getattr(leaf, "committed", True):
+                return sharding
+    return None

@@ -1,0 +1,183 @@
+"""Trees of arrays: their dtypes, and errors that name a leaf."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+Tree = Any  # any pytree
+Params = Tree
+Gradients = Tree  # like the parameters
+OptState = Tree
+ModelState = Tree
+Batch = Tree  # leaves [rows, ...]
+Aux = Tree
+Leaf = Any  # an array, traced or not, a NumPy array, a number, or a shape
+DType = jax.typing.DTypeLike
+TracedBool = bool | jax.Array
+T = TypeVar("T")
+
+
+def is_concrete(x: Leaf) -> bool:
+    """Whether `x` is not traced."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def is_float(x: Leaf) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def is_key(x: Leaf) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def is_float0(x: Leaf) -> bool:
+    """Whether `x` is the gradient of an integer, which has a shape but no values."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def sharding_of(x: Leaf) -> NamedSharding | None:
+    """The sharding of an array over a mesh, if it is known."""
+    if isinstance(x, jax.core.Tracer):
+        x = jax.typeof(x)
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    is_traced = isinstance(sharding.mesh, AbstractMesh)
+    return None if is_traced and not is_explicit(sharding.mesh) else sharding
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Whether the types of arrays on the mesh contain their shardings."""
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
+
+
+def zeros_of(like: Leaf) -> jax.Array | np.ndarray:
+    """Zeros with the type of `like`, whose dtype may be float0."""
+    if is_float0(like):
+        return np.zeros(like.shape, like.dtype)
+    return as_varying(jnp.zeros(like.shape, like.dtype), varying_axes(like))
+
+
+def common_dtype(*dtypes: DType) -> DType:
+    """The dtype that `dtypes` promote to, even under strict dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
+def at_least_float32(dtype: DType) -> DType:
+    """`dtype`, or float32 if `dtype` is narrower or an integer."""
+    # 8-bit floats have no implicit promotion: compare bits.
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    return jnp.dtype(dtype if is_wide else jnp.float32)
+
+
+def are_wide(tree: Tree) -> bool:
+    """Whether all leaves are float32 or wider."""
+    return all(at_least_float32(x.dtype) == x.dtype for x in jax.tree.leaves(tree))
+
+
+def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`x / divisor` in the dtype that both promote to, at least float32."""
+    dtype = common_dtype(at_least_float32(x.dtype), divisor.dtype)
+    return x.astype(dtype) / divisor.astype(dtype)
+
+
+def cast_like(tree: Tree, like: T) -> T:
+    """`tree` with the dtypes of `like`, strongly typed."""
+
+    def cast(x: Leaf, y: Leaf) -> jax.Array:
+        return jax.lax.convert_element_type(x, jnp.result_type(y))
+
+    return jax.tree.map(cast, tree, like)
+
+
+def varying_axes(x: Leaf) -> frozenset[str]:
+    """The axes of a `shard_map` along which the type of `x` says that it may differ."""
+    kind = x if hasattr(x, "shape") and not isinstance(x, jax.Array) else jax.typeof(x)
+    marks = getattr(kind, "manual_axis_type", None)  # newer jax
+    if marks is None:  # a shape may have none
+        return getattr(kind, "vma", None) or frozenset()
+    return marks.varying
+
+
+def as_varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
+    """`x` with a type that says that it may differ along `names` too."""
+    names = tuple(name for name in sorted(names) if name not in varying_axes(x))
+    if not names:
+        return x
+    cast: Any = getattr(jax.lax, "pcast", None)
+    if cast is None:  # jax 0.8
+        return getattr(jax.lax, "pvary")(x, names)  # noqa: B009
+    return cast(x, names, to="varying")
+
+
+def types_are_marked() -> bool:
+    """Whether types say along which axes of a `shard_map` values differ."""
+    names = jax.sharding.get_abstract_mesh().manual_axes
+    return any(varying_axes(jax.lax.axis_index(name)) for name in names)
+
+
+def as_returned(body: Callable[[T], T], carry: T) -> T:
+    """The first carry of a loop, with the types that `body` returns."""
+    if not types_are_marked():
+        return carry
+    return jax.tree.map(
+        lambda x, y: as_varying(jnp.asarray(x), varying_axes(y)),
+        carry,
+        jax.eval_shape(body, carry),
+    )
+
+
+def named_leaves(tree: Tree) -> list[tuple[str, Leaf]]:
+    """Every leaf of `tree` as `(path, leaf)`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path) or "the root", leaf) for path, leaf in leaves]
+
+
+def nodes_of(kind: type[T] | tuple[type[T], ...], tree: Tree) -> list[T]:
+    """The nodes of `tree` that are instances of `kind`, a class or several classes."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def leading_axis(tree: Tree, name: str) -> int:
+    """The size of the leading axis that all leaves must share, at least 1."""
+    shapes = [(path, jnp.shape(leaf)) for path, leaf in named_leaves(tree)]
+    if not shapes:
+        raise ValueError(f"{name} must hold at least one array: got {tree!r}.")
+    first, its_shape = shapes[0]
+    for path, shape in shapes:
+        if not shape or shape[0] == 0 or shape[0] != its_shape[0]:
+            raise ValueError(
+                f"The leaves of {name} must have the same leading axis, of at least 1: "
+                f"got shape {its_shape} at {first} and {shape} at {path}."
+            )
+    return its_shape[0]
+
+
+def check_same_tree(got: Tree, expected: Tree, rule: str) -> None:
+    """Raises `ValueError`, naming the leaf, if the trees or their shapes differ."""
+    leaves, structure = jax.tree.flatten(got)
+    expected_leaves, expected_structure = jax.tree.flatten(expected)
+    are_alike = [*map(jnp.shape, leaves)] == [*map(jnp.shape, expected_leaves)]
+    if structure == expected_structure and are_alike:
+        return
+    shapes, expected_shapes = (
+        {path: f"shape {jnp.shape(leaf)}" for path, leaf in named_leaves(tree)}
+        for tree in (got, expected)
+    )
+    for path in sorted(shapes.keys() | expected_shapes.keys()):
+        shape = shapes.get(path, "no leaf")
+        expected_shape = expected_shapes.get(path, "no leaf")
+        if shape != expected_shape:
+            raise ValueError(
+                f"{rule}: at {path} expected {expected_shape}, got {shape}."
+            )
+    raise ValueError(
+        f"{rule}: the leaves agree, their containers differ: expected "
+        f"{expected_structure}, got {structure}."
+    )

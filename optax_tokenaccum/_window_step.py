@@ -1,0 +1,197 @@
+"""A train step that runs one window per call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
+from optax_tokenaccum._checks import check_function
+from optax_tokenaccum._devices import Devices, ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch
+from optax_tokenaccum._schedule import make_schedule
+from optax_tokenaccum._state import (
+    AnyStepState,
+    S,
+    StepMetrics,
+    model_state_of,
+    with_parts,
+)
+from optax_tokenaccum._step import Program, Step
+from optax_tokenaccum._trees import Aux, Batch, DType
+from optax_tokenaccum._window import Bound, check_micro_batches, explained, run_window
+
+
+class Window(Program["WindowStep"]):
+    """The program of a window and its update."""
+
+    row_axis = 1
+
+    def arguments(
+        self,
+        state: AnyStepState,
+        micro_batches: Batch,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Bound = None,
+        **loss_kwargs: Any,
+    ) -> tuple[MicroBatch, Bound]:
+        self.step.require(state)
+        check_micro_batches(micro_batches, num_micro_batches)
+        with explained(micro_batches, micro_batches):
+            rows = self.step.devices.spread(micro_batches, axis=1)
+        return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
+
+    def body(
+        self,
+        shardings: Shardings,
+        state: S,
+        _: tuple[()],
+        micro_batches: MicroBatch,
+        num_micro_batches: Bound,
+    ) -> tuple[S, StepMetrics, Aux]:
+        step, old = self.step, state.opt_state
+        window, model_state, skipped, aux = run_window(
+            step.loss,
+            step.accumulation,
+            step.devices,
+            micro_batches,
+            state.params,
+            model_state_of(state),
+            num_micro_batches,
+            old.gradient_step.astype("int32"),
+            shardings,
+        )
+        num_tokens = step.metrics(window).num_tokens
+        window = window._replace(inner_opt_state=old.inner_opt_state)
+        state = with_parts(state, window, model_state)
+        closes = window.mini_step > 0
+        state, metrics = step.update(shardings, closes, state, in_place=True)
+        new = state.opt_state
+        opt_state = old._replace(
+            gradient_step=new.gradient_step.astype(old.gradient_step.dtype),
+            inner_opt_state=new.inner_opt_state,
+            has_updated=new.has_updated,
+        )
+        metrics = metrics._replace(num_tokens=num_tokens, skipped=skipped)
+        return state._replace(opt_state=opt_state), metrics, aux
+
+
+class WindowStep(Step):
+    """The step that `make_window_step` returns: `step(state, micro_batches)`.
+
+    `.lower` takes the same arguments; arrays may be `jax.ShapeDtypeStruct`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_window_step
+      >>> step = make_window_step(lambda p, x: (jnp.sum(p * x), x.size), optax.sgd(1.0))
+      >>> state = step.init(jnp.zeros(()))
+      >>> micro_batches = jnp.array([[2.0, 4.0], [6.0, 8.0], [0.0, 0.0]])
+      >>> state, metrics = step(state, micro_batches, num_micro_batches=2)
+      >>> print(state.params, metrics.num_tokens)
+      -5.0 4.0
+    """
+
+    accumulates = False
+
+    def __init__(
+        self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool
+    ):
+        super().__init__(loss, accumulation, devices, donate)
+        self._run = Window(self)
+        self.lower = self._run.lower
+
+    def __call__(
+        self,
+        state: S,
+        micro_batches: Batch,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: Bound = None,
+        **loss_kwargs: Any,
+    ) -> tuple[S, StepMetrics]:
+        """Runs a window and applies its update, unless the window has no tokens.
+
+        Args:
+          state: as for `TrainStep`.
+          micro_batches: leaves `[k, micro, ...]`, see `split_batch`. An error in
+            `loss_fn` has a note with the shapes that `loss_fn` received.
+          rng: as for `TrainStep`; `mini_step` is here the number of micro-batches that
+            this window has added so far.
+          num_micro_batches: runs only the first `num_micro_batches`. All numbers share
+            one additional program.
+          **loss_kwargs: as for `TrainStep`.
+        """
+        return self._run(
+            state,
+            micro_batches,
+            rng=rng,
+            num_micro_batches=num_micro_batches,
+            **loss_kwargs,
+        )
+
+
+def make_window_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    has_model_state: bool = False,
+    should_skip_update_fn: SkipFn | None = None,
+    accumulator_dtype: DType | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: str | Sequence[str] | None = None,
+    reduce_every: ReduceEvery | None = None,
+    donate: bool = True,
+) -> WindowStep:
+    """Builds a jitted train step that runs a whole window per call, in one program.
+
+    The step is `window_value_and_grad` followed by one update of `optimizer`. Between
+    windows it keeps only the parameters, the optimizer's own state, which is
+    `state.opt_state.inner_opt_state`, and some numbers; no sums of gradients.
+
+    The window closes after its last micro-batch. The `StepMetrics` describe the window:
+    `skipped` tells whether any micro-batch was rejected, `aux` is stacked `[k, ...]`,
+    and `mini_step` is 0.
+
+    Args:
+      loss_fn: as for `make_train_step`, a *sum* over the micro-batch's tokens.
+      optimizer: as for `make_train_step`.
+      has_aux: as for `make_train_step`.
+      has_model_state: as for `make_train_step`.
+      should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      mesh: as for `make_train_step`.
+      data_axes: as for `make_train_step`. Rows are the second axis of the
+        micro-batches' leaves.
+      reduce_every: as for `make_train_step`.
+      donate: as for `make_train_step`.
+
+    Raises:
+      TypeError: an argument of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_window_step, split_batch
+      >>> def loss_fn(params, batch):
+      ...     errors = (params["w"] * batch["x"] - batch["y"]) ** 2
+      ...     return jnp.sum(errors), batch["x"].size
+      >>> step = make_window_step(loss_fn, optax.sgd(0.1))
+      >>> state = step.init({"w": jnp.zeros(())})
+      >>> batch = {"x": jnp.ones(8), "y": jnp.ones(8)}
+      >>> state, metrics = step(state, split_batch(batch, 4))
+      >>> print(state.params["w"], metrics.loss, metrics.num_tokens)
+      0.2 1.0 8.0
+    """
+    check_function(loss_fn, "loss_fn")
+    accumulation = make_accumulation(
+        optimizer,
+        make_schedule(),
+        should_skip_update_fn=should_skip_update_fn,
+        accumulator_dtype=accumulator_dtype,
+    )
+    devices = make_devices(mesh, data_axes, reduce_every)
+    loss = Loss(loss_fn, has_aux, has_model_state)
+    return WindowStep(loss, accumulation, devices, donate)

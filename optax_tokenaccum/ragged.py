@@ -1,0 +1,375 @@
+"""Sequences of many lengths, in micro-batches of few shapes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import mul
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_tokenaccum._checks import as_count
+from optax_tokenaccum._split_batch import PadValues, as_pad, is_number, with_pads
+from optax_tokenaccum._trees import Batch
+
+__all__ = [
+    "MicroBatchPlan",
+    "choose_length_buckets",
+    "pad_micro_batch",
+    "plan_window",
+]
+
+
+class MicroBatchPlan(NamedTuple):
+    """The sequences of a window that go into one micro-batch, and its shape.
+
+    Attributes:
+      indices: the indices of the sequences, int64 `[at most num_rows]`.
+      num_rows: the number of rows; rows without a sequence carry no weight.
+      length: the length that every row is padded to, in tokens.
+
+    Example:
+      >>> from optax_tokenaccum.ragged import plan_window
+      >>> plan = plan_window([3, 60, 2], max_tokens=64)[0]
+      >>> print(plan.indices, plan.num_rows, plan.length)
+      [1] 1 64
+    """
+
+    indices: np.ndarray
+    num_rows: int
+    length: int
+
+
+def plan_window(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    max_tokens: int,
+    length_buckets: Sequence[int] | None = None,
+    batch_multiple: int = 1,
+    cost: Callable[[int, int], float] | None = None,
+) -> list[MicroBatchPlan]:
+    """Cuts a window's sequences into micro-batches with the least padding.
+
+    The update does not depend on how a window is cut, so sequences can be sorted by
+    length. A bucket has one shape for the whole run, with `max_tokens // length` rows,
+    so a step compiles once per bucket. A dynamic program over the sorted window finds
+    the plan with the fewest padded tokens that these shapes allow: the longest sequence
+    must go into some shape, and the next longest can fill its other rows.
+
+    Plans are deterministic. With several processes, plan on the lengths of all
+    processes: processes that disagree on shapes compute garbage or hang.
+
+    Args:
+      lengths: the number of tokens in each sequence.
+      max_tokens: the upper limit of `num_rows * length`.
+      length_buckets: lengths to pad to, in any order, see `choose_length_buckets`;
+        by default the powers of two that fit.
+      batch_multiple: `num_rows` is a multiple of this, the number of devices that share
+        a batch.
+      cost: `cost(num_rows, length)` of a micro-batch, to be minimized over the window.
+        The default is `num_rows * length`, the padded tokens; where attention
+        dominates, pass `num_rows * length**2`. The limit stays `max_tokens`.
+
+    Returns:
+      Plans that contain every sequence once, longest first.
+
+    Raises:
+      ValueError: there are no sequences; a sequence is empty or longer than every
+        bucket (the error names its index); or a bucket has no room for `batch_multiple`
+        rows.
+      TypeError: an argument is not an integer.
+
+    Example:
+      >>> from optax_tokenaccum.ragged import plan_window
+      >>> lengths = [5, 31, 4, 8, 30, 6]
+      >>> for plan in plan_window(lengths, max_tokens=64, length_buckets=[8, 32]):
+      ...     print(plan.indices, plan.num_rows, plan.length)
+      [1 4] 2 32
+      [3 5 0 2] 8 8
+    """
+    tokens = _as_lengths(lengths)
+    shapes = shapes_of(max_tokens, length_buckets, batch_multiple)
+    longest_bucket = shapes[-1][1]
+    too_long = np.flatnonzero(tokens > longest_bucket)
+    if too_long.size:
+        advice = f"bucket has {longest_bucket}. Cut it, leave it out, or add a bucket."
+        if length_buckets is None:
+            advice = (
+                f"default bucket has {longest_bucket}, the largest power of two that "
+                f"max_tokens allows. {_more_room(tokens, max_tokens, batch_multiple)}"
+            )
+        raise ValueError(
+            "Every sequence must fit into a bucket: got one of "
+            f"{tokens[too_long[0]]} tokens at index {too_long[0]}, the longest {advice}"
+        )
+    order = np.argsort(-tokens, kind="stable")
+    choice = _cheapest(tokens[order].tolist(), shapes, cost or mul)
+    plans, start = [], 0
+    while start < len(order):
+        num_rows, length = shapes[choice[start]]
+        plans.append(MicroBatchPlan(order[start : start + num_rows], num_rows, length))
+        start += num_rows
+    return plans
+
+
+def choose_length_buckets(
+    lengths: Sequence[int] | np.ndarray,
+    n: int,
+    *,
+    cost: Callable[[np.ndarray, int], Any] | None = None,
+) -> tuple[int, ...]:
+    r"""Finds the `n` lengths to pad to that waste the least on these sequences.
+
+    The result is exact. It comes from a dynamic program over the distinct lengths
+    :math:`u_j`, in which a bucket for the sequences longer than :math:`u_i` and up to
+    :math:`u_j` costs the number of these sequences times :math:`u_j`. With :math:`d`
+    distinct lengths, time grows with :math:`n d^2`, and memory with :math:`n d`.
+
+    Args:
+      lengths: the number of tokens in each sequence of a sample of the data.
+      n: the most buckets to return; each bucket is a program to compile.
+      cost: `cost(rows, length)` of `rows` rows (an array of integers) padded to
+        `length`; see `plan_window`.
+
+    Returns:
+      At most `n` lengths in increasing order; the last is the longest of `lengths`.
+
+    Raises:
+      ValueError: there are no sequences, or one is empty (the error names its index).
+      TypeError: an argument is not an integer.
+
+    Example:
+      >>> from optax_tokenaccum.ragged import choose_length_buckets
+      >>> choose_length_buckets([3, 3, 4, 4, 30, 31, 32], 2)
+      (4, 32)
+    """
+    n = as_count(n, "n")
+    distinct, counts = np.unique(_as_lengths(lengths), return_counts=True)
+    if len(distinct) <= n:
+        return tuple(distinct.tolist())
+    rows_up_to = np.concatenate([[0], np.cumsum(counts)])
+    # best[b, j]: the lowest cost of the j shortest lengths in at most b buckets.
+    best = np.full((n + 1, len(distinct) + 1), np.inf)
+    best[:, 0] = 0
+    previous = np.zeros(best.shape, np.int64)
+    for j, length in enumerate(distinct.tolist(), start=1):
+        rows = rows_up_to[j] - rows_up_to[:j]
+        bucket = np.asarray((cost or mul)(rows, length), np.float64)
+        totals = best[:-1, :j] + bucket
+        previous[1:, j] = totals.argmin(1)
+        best[1:, j] = totals.min(1)
+    chosen, j = [], len(distinct)
+    while j:
+        chosen.append(int(distinct[j - 1]))
+        j = previous[n - len(chosen) + 1, j]
+    return tuple(reversed(chosen))
+
+
+def _more_room(tokens: np.ndarray, max_tokens: int, batch_multiple: int) -> str:
+    """What to do if a sequence is longer than all default buckets."""
+    longest = int(tokens.max())
+    power_of_two = 1 << (longest - 1).bit_length()
+    fits = longest * batch_multiple <= max_tokens
+    return f"Raise max_tokens to {power_of_two * batch_multiple}" + (
+        ", or pass length_buckets." if fits else "."
+    )
+
+
+def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    tokens = np.asarray(lengths)
+    if tokens.shape == (0,):
+        raise ValueError("There must be at least one sequence: got no lengths.")
+    if tokens.ndim != 1:
+        raise ValueError(
+            "lengths must be the number of tokens of each sequence, a list of "
+            f"integers: got shape {tokens.shape}."
+        )
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"lengths must be integers: got {tokens.dtype}.")
+    empty = np.flatnonzero(tokens < 1)
+    if empty.size:
+        raise ValueError(
+            f"Every length must be at least 1: got {tokens[empty[0]]} at index "
+            f"{empty[0]}. Leave such sequences out."
+        )
+    return tokens.astype(np.int64)
+
+
+def shapes_of(
+    max_tokens: int, length_buckets: Sequence[int] | None, batch_multiple: int
+) -> list[tuple[int, int]]:
+    """`(num_rows, length)` of every bucket, shortest first."""
+    max_tokens = as_count(max_tokens, "max_tokens")
+    batch_multiple = as_count(batch_multiple, "batch_multiple")
+    if length_buckets is None:
+        limit = max_tokens // batch_multiple
+        length_buckets = [2**i for i in range(limit.bit_length())]
+    lengths = sorted({as_count(length, "A length bucket") for length in length_buckets})
+    rows = [max_tokens // n // batch_multiple * batch_multiple for n in lengths]
+    shapes = list(zip(rows, lengths, strict=True))
+    if not shapes or shapes[-1][0] == 0:
+        longest = lengths[-1] if lengths else None
+        raise ValueError(
+            "Every length bucket must leave room for batch_multiple rows: got "
+            f"max_tokens {max_tokens}, batch_multiple {batch_multiple} and a longest "
+            f"bucket of {longest}. Raise max_tokens, or drop the bucket."
+        )
+    return shapes
+
+
+def _cheapest(
+    lengths: list[int],
+    shapes: list[tuple[int, int]],
+    cost_of: Callable[[int, int], float],
+) -> list[int]:
+    """The shape to fill next at each of the decreasing lengths, for the least cost."""
+    count, costs = len(lengths), [float(cost_of(*shape)) for shape in shapes]
+    best, choice = [0.0] * (count + 1), [0] * count
+    for start in reversed(range(count)):
+        best[start], choice[start] = min(
+            (costs[i] + best[min(start + num_rows, count)], i)
+            for i, (num_rows, length) in enumerate(shapes)
+            if length >= lengths[start]
+        )
+    return choice
+
+
+def pad_micro_batch(
+    sequences: Sequence[Batch], plan: MicroBatchPlan, *, pad_values: PadValues
+) -> Batch:
+    """Pads the sequences of one planned micro-batch to arrays of its shape.
+
+    Padding must carry no weight in the loss, and which values carry none depends on the
+    loss: a mask of zeros, or labels that the loss ignores. So `pad_values` has no
+    default: zeros would count as tokens if the loss ignores another label.
+
+    Args:
+      sequences: all sequences of the window, each a pytree of the same structure whose
+        leaves are `[length, ...]`, or scalars for the sequence as a whole.
+      plan: one of the plans that `plan_window` made from the lengths of `sequences`.
+      pad_values: the values of missing tokens and rows: a number for all leaves, or a
+        tree prefix, for example `{"inputs": 0, "labels": -100}`.
+
+    Returns:
+      The tree of a sequence with NumPy arrays as leaves: `[num_rows, length, ...]`, or
+      `[num_rows]` for a scalar. Their dtypes are the ones that jax keeps (int32 for
+      int64, unless x64 is enabled).
+
+    Raises:
+      ValueError: sequences differ in structure, dtype or shape, or do not match the
+        plan (the error names index and leaf); or a leaf cannot hold its pad value.
+      TypeError: a leaf or a pad value is not a number.
+
+    Example:
+      >>> import numpy as np
+      >>> from optax_tokenaccum.ragged import pad_micro_batch, plan_window
+      >>> sequences = [{"labels": np.arange(1, n + 1)} for n in (2, 7, 3)]
+      >>> long, short = plan_window([2, 7, 3], max_tokens=12, length_buckets=[4, 8])
+      >>> print(pad_micro_batch(sequences, short, pad_values=-100)["labels"])
+      [[   1    2    3 -100]
+       [   1    2 -100 -100]
+       [-100 -100 -100 -100]]
+    """
+    if isinstance(sequences, Mapping) or not hasattr(sequences, "__getitem__"):
+        raise TypeError(
+            "sequences must be a list of sequences, each a pytree of arrays [length, "
+            f"...]: got {type(sequences).__name__}."
+        )
+    if len(sequences) == 0:
+        raise ValueError("There must be at least one sequence: got none.")
+    if len(plan.indices) > plan.num_rows:
+        raise ValueError(
+            "A micro-batch must have a row for each of its sequences: got "
+            f"{len(plan.indices)} sequences and num_rows {plan.num_rows}. Plan with "
+            "plan_window."
+        )
+    structure = jax.tree.structure(sequences[0])
+    leaves = [_as_leaf(*x) for x in with_pads(sequences[0], pad_values, "a sequence")]
+    if not any(leaf.per_token for leaf in leaves):
+        raise ValueError(
+            "A sequence must have a leaf with an axis, its tokens: got only scalars, "
+            f"{structure}. A list is a container: give np.asarray(tokens)."
+        )
+    shape = plan.num_rows, plan.length
+    arrays = [leaf.padding(*shape[: 1 + leaf.per_token]) for leaf in leaves]
+    for row, index in enumerate(map(int, plan.indices)):
+        if not 0 <= index < len(sequences):
+            raise _not_of_these(f"index {index} and {len(sequences)} sequences")
+        values, own = jax.tree.flatten(sequences[index])
+        if own != structure:
+            raise ValueError(
+                f"All sequences must have the structure of the first: expected "
+                f"{structure}, got {own} at index {index}. A list is a container: give "
+                "np.asarray(tokens)."
+            )
+        values = [*map(np.asarray, values)]
+        length = _length_of(values, leaves, index)
+        if length > plan.length:
+            raise _not_of_these(
+                f"one of {length} tokens at index {index} for a micro-batch of length "
+                f"{plan.length}"
+            )
+        for array, x in zip(arrays, values, strict=True):
+            if x.ndim:
+                array[row, :length] = x
+            else:
+                array[row] = x
+    return jax.tree.unflatten(structure, arrays)
+
+
+class Leaf(NamedTuple):
+    """A leaf that every sequence has."""
+
+    path: str
+    per_token: bool  # whether it is [length, ...], and not one number per sequence
+    features: tuple[int, ...]  # its shape after the token axis
+    pad: np.ndarray  # the value of a missing token, in a dtype that jax keeps
+
+    def padding(self, *shape: int) -> np.ndarray:
+        """An array of this leaf that holds only padding."""
+        return np.full((*shape, *self.features), self.pad)
+
+    def expects(self) -> str:
+        axes = ", ".join(map(str, ("length", *self.features)))
+        return f"{self.pad.dtype}[{axes}]" if self.per_token else f"{self.pad.dtype}"
+
+
+def _as_leaf(path: str, x: Any, pad: Any) -> Leaf:
+    given = np.asarray(x)
+    if not is_number(given):
+        raise TypeError(
+            f"The leaves of a sequence must be numbers: got {given.dtype} at {path} of "
+            "the sequence at index 0."
+        )
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(given.dtype))
+    return Leaf(path, given.ndim > 0, given.shape[1:], as_pad(pad, dtype, path))
+
+
+def _length_of(values: list[np.ndarray], leaves: list[Leaf], index: int) -> int:
+    """The length of a sequence, whose leaves are checked against the first one."""
+    lengths = []
+    for leaf, x in zip(leaves, values, strict=True):
+        got = x.ndim > 0, x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)
+        if got != (leaf.per_token, leaf.features, leaf.pad.dtype):
+            raise ValueError(
+                "All sequences must have the dtypes and shapes of the first: at "
+                f"{leaf.path} expected {leaf.expects()}, got {x.dtype} of shape "
+                f"{x.shape} at index {index}."
+            )
+        if leaf.per_token:
+            lengths.append((leaf.path, len(x)))
+    (first, length), *others = lengths
+    for path, other in others:
+        if other != length:
+            raise ValueError(
+                f"The leaves of a sequence must have one length: got {length} at "
+                f"{first} and {other} at {path} of the sequence at index {index}. Cut "
+                "inputs and labels alike."
+            )
+    return length
+
+
+def _not_of_these(got: str) -> ValueError:
+    return ValueError(
+        f"The plan must be one of these sequences: got {got}. Give all of the "
+        "window's, in the order of the lengths that were planned."
+    )

@@ -1,0 +1,119 @@
+"""`audit` and `check_loss_fn` of NNX models and Equinox modules."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_tokenaccum.nnx
+from optax_tokenaccum import (
+    MultiSteps,
+    Verdict,
+    audit,
+    check_loss_fn,
+    token_accumulation,
+)
+
+RANDOM = np.random.default_rng(0)
+MICRO_BATCHES = [
+    {"x": np.float32(RANDOM.normal(size=(8, 4))), "mask": np.arange(8) < n}
+    for n in (1, 8, 3)
+]
+
+
+def squares(outputs: Any, batch: Any) -> Any:
+    errors = jnp.where(batch["mask"], outputs - 1, 0)
+    return jnp.sum(errors**2), jnp.sum(batch["mask"])
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+        self.last = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))[..., 0]
+
+
+def nnx_loss(model: Any, batch: Any) -> Any:
+    return squares(model(batch["x"]), batch)
+
+
+def by_step(tx: Any, model: Any, micro_batches: Any) -> Any:
+    tx = token_accumulation(tx, every_k_schedule=len(micro_batches))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = optax_tokenaccum.nnx.make_train_step(nnx_loss)
+    for batch in micro_batches:
+        step(model, optimizer, batch)
+    return model
+
+
+def of_means(tx: Any, model: Any, micro_batches: Any) -> Any:
+    tx = optax.MultiSteps(tx, len(micro_batches))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for batch in micro_batches:
+        grads = nnx.grad(lambda m, b=batch: jnp.divide(*nnx_loss(m, b)))(model)
+        optimizer.update(model, grads)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("run", "verdict"), [(by_step, Verdict.EXACT), (of_means, Verdict.MEAN_OF_MEANS)]
+)
+def test_nnx_models(run: Any, verdict: Verdict):
+    model = Net(nnx.Rngs(0))
+    before = jax.tree.map(np.array, nnx.state(model, nnx.Param))
+    report = audit(run, nnx_loss, model, MICRO_BATCHES)
+    assert report.verdict is verdict, str(report)
+    assert any("['first']['kernel']" in p.path for p in report.parameters)
+    assert not any("norm']['mean" in p.path for p in report.parameters)
+    assert check_loss_fn(nnx_loss, model, MICRO_BATCHES).passed
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
+
+
+def test_batch_norm_in_training_mode_couples_rows():
+    model = Net(nnx.Rngs(0))
+    model.norm.use_running_average = False
+    report = audit(by_step, nnx_loss, model, MICRO_BATCHES)
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.explanation.startswith("loss_fn couples rows")
+    report = check_loss_fn(nnx_loss, model, MICRO_BATCHES)
+    assert "depends on the other rows" in report.findings[0]
+
+
+def eqx_loss(model: Any, batch: Any) -> Any:
+    return squares(jax.vmap(model)(batch["x"]), batch)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_equinox_modules(right: bool):
+    def run(tx: Any, model: Any, micro_batches: Any) -> Any:
+        tx = MultiSteps(tx, len(micro_batches))
+        state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+        for batch in micro_batches:
+            n = jnp.sum(batch["mask"]) if right else 1
+            grads = eqx.filter_grad(lambda m, b=batch: jnp.divide(*eqx_loss(m, b)))
+            params = eqx.filter(model, eqx.is_inexact_array)
+            updates, state = tx.update(grads(model), state, params, num_tokens=n)
+            model = eqx.apply_updates(model, updates)
+        return model
+
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(4, 8, key=jax.random.key(0)),
+            eqx.nn.Lambda(jax.nn.tanh),
+            eqx.nn.Dropout(0.5, inference=True),
+            eqx.nn.Linear(8, "scalar", key=jax.random.key(1)),
+        ]
+    )
+    report = audit(run, eqx_loss, model, MICRO_BATCHES)
+    expected = Verdict.EXACT if right else Verdict.MEAN_OF_MEANS
+    assert report.verdict is expected, str(report)
+    assert check_loss_fn(eqx_loss, model, MICRO_BATCHES).passed
