@@ -88,7 +88,7 @@ def _rounded(x: jax.Array) -> jax.Array:
     gradients alone).
     """
     if jnp.iscomplexobj(x):
-        return x
+        return x * jnp.ones((), x.dtype)
     dtype = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)
 

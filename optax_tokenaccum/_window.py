@@ -393,7 +393,8 @@ def accumulate_over_window(
 
     In a `shard_map`, the function must return the value and the count reduced over the
     devices that its gradients are of, as `window_value_and_grad` explains. With
-    `check_vma=False`, nothing tells which devices these are.
+    `check_vma=False`, nothing tells which devices these are: without tokens of its own,
+    a device then drops the gradients that others send it.
 
     Args:
       value_and_grad_fn: `value_and_grad_fn(params, batch, **kwargs) -> ((value,

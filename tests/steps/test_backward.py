@@ -214,6 +214,19 @@ def test_networks(way: Any, network: Any):
     check(way, loss_through(network))
 
 
+def test_complex_layers_that_are_a_constant_of_their_scan_too():
+    def network(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            w = w * params["layers"][0]
+            return jnp.tanh(x @ jnp.real(w) + jnp.imag(w)[0]), None
+
+        return jax.lax.scan(layer, x, params["layers"])[0]
+
+    params = params_of()
+    params["layers"] = params["layers"] * (1 + 2j)
+    check(window_gradients.value_and_grad, loss_through(network), params)
+
+
 @pytest.mark.parametrize(
     "effect",
     [
