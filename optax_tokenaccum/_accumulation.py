@@ -357,7 +357,7 @@ class Accumulation:
 
         In sums that are narrower than float32 the quotient would be rounded twice.
         """
-        if can_overwrite(state.acc_grads) and trees.are_wide(state.acc_grads):
+        if CAN_ADD_IN_PLACE and trees.are_wide(state.acc_grads):
             return trees.cast_like(self._quotients(state), like)
         return jax.lax.cond(
             state.acc_tokens > 0,
