@@ -292,7 +292,7 @@ class Accumulation:
           update: `update(gradient, norm, otherwise, inner_opt_state)` runs the inner
             optimizer; it returns a result and the optimizer's state. `norm()` is the
             gradient's global norm.
-          otherwise: the result if there is no update.
+          otherwise: the result without an update.
           total: the sums over all devices.
           in_place: whether the update may overwrite the sums.
 
@@ -470,7 +470,7 @@ def in_conditional(
 def in_loop(
     runs: TracedBool, body: Callable[[Tree, T], T], given: Tree, carry: T
 ) -> tuple[T, Tree]:
-    """In a loop that may overwrite what the body is given, and leaves zeros there."""
+    """In a `while_loop` of at most one trip, which may overwrite what it is given."""
 
     def trip(so_far: tuple[T, Tree]) -> tuple[T, Tree]:
         carry, given = so_far

@@ -89,7 +89,7 @@ def check_loss_fn(
         `loss_fn` must accept any number. The largest is checked.
       mask: the path or last key of the leaf that says which tokens count, where 0, or a
         negative label, is none: a mask, weights, segment ids, labels. By default, every
-        leaf of bools without which there is no loss.
+        leaf of bools without whose entries the loss is 0.
       per: what the loss counts. With `"sequence"`, for means over sequences as
         `reduce_loss` returns them, the count of a row must be whole, not change with
         every token, and not be 0 where the row has a loss.
@@ -228,7 +228,7 @@ def _without(batch: Batch, place: int, where: Any = True) -> Any:
 
 
 def _gates(loss: Loss, batch: Batch, place: int, rtol: float) -> tuple[bool, bool]:
-    """Whether there is no loss without a mask's entries, and another count."""
+    """Whether the loss is 0 without a mask's entries, and the count another."""
     (before, n), (after, m) = (loss(_without(batch, place, x)) for x in (False, True))
     return abs(after) <= rtol * abs(before), m != n
 

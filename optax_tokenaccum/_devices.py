@@ -272,21 +272,19 @@ class Devices:
             mesh = jax.sharding.get_abstract_mesh()
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
-    def spread_updated(self, params: T, shardings: Shardings) -> T:
-        """Parameters laid out like the sums, as the update computes them."""
-        if self.mesh is None or self.keeps_sums_apart or shardings is None:
-            return params
-        return _each(
-            lambda x, s: self._held(x, self._spec(x.shape, s)), params, shardings
-        )
+    def held(self, params: T, shardings: Shardings, *, like_sums: bool = False) -> T:
+        """Parameters in their own shardings, or laid out like the sums.
 
-    def gathered(self, params: T, shardings: Shardings) -> T:
-        """Updated parameters in their own shardings."""
+        The update computes them like the sums, which may be spread further.
+        """
         if self.mesh is None or self.keeps_sums_apart or shardings is None:
             return params
-        return _each(
-            lambda x, s: self._held(x, entries_of(s, x.ndim)), params, shardings
-        )
+
+        def held(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+            own = entries_of(sharding, x.ndim)
+            return self._held(x, self._spec(x.shape, sharding) if like_sums else own)
+
+        return _each(held, params, shardings)
 
     def of_copies(
         self,
@@ -351,7 +349,7 @@ class Devices:
         args: tuple[Any, ...],
     ) -> None:
         """Raises unless the losses and counts of all devices can be added up."""
-        model_state, batch, rng, loss_kwargs = args
+        model_state, _, rng, loss_kwargs = args
 
         def summed(params: Params) -> jax.Array:
             return loss(params, *args)[0]
@@ -373,15 +371,15 @@ class Devices:
                     )
         if self.size == 1:
             return
-        size = lambda tree: len(jax.tree.leaves(tree))  # noqa: E731
-        keys = [is_key(x) for x in jax.tree.leaves(model_state)]
-        is_own = [
-            *[False] * size(params),
-            *keys,
-            *[not whole for whole in is_whole],
-            *[True] * size(rng),
-            *[False] * size(loss_kwargs),
-        ]
+        # Of each input of the loss, whether devices have different values.
+        own = (
+            jax.tree.map(lambda _: False, params),
+            jax.tree.map(is_key, model_state),
+            [not whole for whole in is_whole],
+            jax.tree.map(lambda _: True, rng),
+            jax.tree.map(lambda _: False, loss_kwargs),
+        )
+        is_own = jax.tree.leaves(own)
 
         def needs(output: int) -> set[bool]:
             alone = traced.alone(output)

@@ -270,7 +270,7 @@ def _passes_on(eqn: JaxprEqn) -> bool:
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "convert_element_type":
-        old, new = (getattr(x.aval, "dtype") for x in (*eqn.invars, *eqn.outvars))  # noqa: B009
+        old, new = (_aval(x).dtype for x in (*eqn.invars, *eqn.outvars))
         are_floats = all(jnp.issubdtype(x, jnp.floating) for x in (old, new))
         if params["sharding"] or not are_floats:
             return False
@@ -352,7 +352,7 @@ def _scan(
 
 
 def _layers(eqn: JaxprEqn, of: Marks) -> Marks:
-    """Which of the arrays that a scan is over have layers; not if it is no loop."""
+    """Which arrays a scan takes layer by layer; none if it is unrolled."""
     _, last = carry_of(eqn)
     is_unrolled = eqn.params["unroll"] >= eqn.params["length"] > 1
     return [None if is_unrolled else x for x in of[last:]]
@@ -477,5 +477,9 @@ def opened(traced: Trace) -> Any:
     return getattr(traced, "jaxpr", traced)
 
 
-def _rank(x: Leaf) -> int:
-    return len(getattr(x.aval, "shape", ()))
+def _rank(x: Atom) -> int:
+    return len(getattr(_aval(x), "shape", ()))
+
+
+def _aval(x: Atom) -> Any:
+    return x.aval

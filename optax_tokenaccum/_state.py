@@ -295,7 +295,15 @@ def settled(x: Leaf, taken: set[int]) -> Leaf:
 
 def owned(tree: T) -> T:
     """Copies every leaf: donating the copies keeps the caller's arrays alive."""
-    for path, leaf in named_leaves(tree):
+    originals, structure = jax.tree.flatten(tree)
+    paths = [path for path, _ in named_leaves(tree)]
+    copies = []
+    # Copy one leaf at a time and drop each original as soon as it is copied, so that a
+    # large state is never in memory twice.
+    del tree
+    originals.reverse()
+    for path in paths:
+        leaf = originals.pop()
         if not hasattr(_strong(leaf), "dtype"):
             raise TypeError(
                 "Parameters and the optimizer's state must be pytrees of arrays: at "
@@ -303,7 +311,9 @@ def owned(tree: T) -> T:
                 "parameters, with equinox.partition for example, and give them to "
                 "loss_fn as a keyword."
             )
-    return jax.tree.map(lambda x: jnp.array(_strong(x), copy=True), tree)
+        copies.append(jnp.array(_strong(leaf), copy=True))
+        del leaf
+    return jax.tree.unflatten(structure, copies)
 
 
 def _strong(x: Leaf) -> Leaf:

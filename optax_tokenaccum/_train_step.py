@@ -80,7 +80,7 @@ class Accumulate(Program["TrainStep"]):
 
 
 class Close(Program["TrainStep"]):
-    """The program for every update, which empties the sums."""
+    """The program for the end of a window; after it, ignore the sums."""
 
     def arguments(self, state: AnyStepState) -> tuple[()]:
         self.step.require(state)
@@ -196,8 +196,9 @@ class TrainStep(Step):
             raise ValueError(
                 "This step has no schedule, so nothing says when its window closes: "
                 "got neither every_k_schedule nor every_n_tokens. Give one to "
-                "make_train_step, or call step.accumulate(state, batch) for each "
-                "micro-batch and step.close_window(state) at the end of the window."
+                "make_train_step (with NNX, to token_accumulation), or call "
+                "step.accumulate(state, batch) for each micro-batch and "
+                "step.close_window(state) at the end of the window."
             )
         counter = state.opt_state.mini_step
         keeps_count = self.accumulation.should_skip_update_fn is None

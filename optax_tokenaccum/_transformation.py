@@ -13,7 +13,7 @@ from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulati
 from optax_tokenaccum._checks import check_inner_state
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import TokenAccumulationState
-from optax_tokenaccum._trees import DType, OptState, TracedBool, Tree
+from optax_tokenaccum._trees import DType, Leaf, OptState, TracedBool, Tree
 
 
 def token_accumulation(
@@ -256,9 +256,11 @@ def _close(
         lambda fits, acc, u: acc if fits else trees.zeros_of(u), in_place, sums, shapes
     )
 
+    def cast(update: Leaf, like: Leaf) -> Leaf:
+        return update if trees.is_float0(like) else trees.cast_like(update, like)
+
     def update(gradient: optax.Updates, *_: Any) -> tuple[optax.Updates, OptState]:
         updates, inner_opt_state = run(gradient)
-        cast = lambda u, x: u if trees.is_float0(x) else trees.cast_like(u, x)  # noqa: E731
         return jax.tree.map(cast, updates, empty), inner_opt_state
 
     held, state = accumulation.close(state, closes, like, update, otherwise=empty)

@@ -109,10 +109,9 @@ def as_varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
     names = tuple(name for name in sorted(names) if name not in varying_axes(x))
     if not names:
         return x
-    cast: Any = getattr(jax.lax, "pcast", None)
-    if cast is None:  # jax 0.8
-        return getattr(jax.lax, "pvary")(x, names)  # noqa: B009
-    return cast(x, names, to="varying")
+    is_new = hasattr(jax.lax, "pcast")  # not jax 0.8
+    cast: Any = getattr(jax.lax, "pcast" if is_new else "pvary")
+    return cast(x, names, to="varying") if is_new else cast(x, names)
 
 
 def types_are_marked() -> bool:

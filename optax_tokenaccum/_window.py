@@ -175,8 +175,7 @@ def run_window(
     batch = jax.tree.map(jnp.asarray, rows.batch)
 
     def at(i: ArrayLike, mini_step: ArrayLike) -> MicroBatch:
-        take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
-        own = dataclasses.replace(rows, batch=jax.tree.map(take, batch), axis=0)
+        own = dataclasses.replace(rows, batch=_taken(batch, i), axis=0)
         run = () if gradient_step is None else (gradient_step,)
         return micro_batches._replace(rows=own).at(*run, mini_step)
 
@@ -285,6 +284,15 @@ def of_turned(loss_fn: LossFn, axes: dict[int, int]) -> Callable[..., Any]:
     return of_turned if any(axes.values()) else loss_fn
 
 
+def _taken(micro_batches: Batch, i: ArrayLike) -> Batch:
+    """The micro-batch at an index of a stacked window."""
+
+    def take(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+    return jax.tree.map(take, micro_batches)
+
+
 def for_each(
     add: Callable[[ArrayLike, Tree], tuple[Tree, Aux]],
     carry: Tree,
@@ -309,9 +317,11 @@ def for_each(
         stacks = jax.tree.map(functools.partial(_stack_of_zeros, capacity), shapes)
 
     def body(i: ArrayLike, so_far: Tree) -> Tree:
+        def put(xs: jax.Array, x: jax.Array) -> jax.Array:
+            return xs.at[i].set(x, mode="promise_in_bounds")
+
         carry, stacks = so_far
         carry, aux = add(i, carry)
-        put = lambda xs, x: xs.at[i].set(x, mode="promise_in_bounds")  # noqa: E731
         return carry, jax.tree.map(put, stacks, aux) if has_aux else None
 
     so_far = trees.as_returned(functools.partial(body, 0), (carry, stacks))
@@ -446,8 +456,7 @@ def accumulate_over_window(
         batches = jax.tree.map(jnp.asarray, micro_batches)
 
         def call(i: jax.typing.ArrayLike) -> Any:
-            take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
-            batch = jax.tree.map(take, batches)
+            batch = _taken(batches, i)
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
             with explained(micro_batches, batch):
                 returned = value_and_grad_fn(params, batch, **kwargs, **key)

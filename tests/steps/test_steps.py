@@ -1,6 +1,7 @@
 """The promises of `make_train_step` and `make_window_step`."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import chex
@@ -11,7 +12,13 @@ import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import StepMetrics, has_updated, make_train_step, make_window_step
+from optax_tokenaccum import (
+    StepMetrics,
+    _state,
+    has_updated,
+    make_train_step,
+    make_window_step,
+)
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
 SGD = optax.sgd(1.0)
@@ -251,3 +258,24 @@ def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(way: str):
             for _ in range(2):
                 state, metrics = run(way, step, state, FIRST, SECOND)
             assert int(metrics.gradient_step) == 2
+
+
+def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):
+    """So that `step.init` never holds a large state twice."""
+    alive, copy = [], jnp.array
+
+    def counting(x: Any, **kwargs: Any) -> Any:
+        alive.append(sum(ref() is not None for ref in refs))
+        return copy(x, **kwargs)
+
+    def new() -> Any:
+        arrays = [jnp.full(3, i) for i in range(4)]
+        refs.extend(map(weakref.ref, arrays))
+        return arrays
+
+    refs: list[Any] = []
+    monkeypatch.setattr(_state.jnp, "array", counting)
+    copies = _state.owned(new())
+    monkeypatch.undo()
+    assert alive == [4, 3, 2, 1]
+    np.testing.assert_array_equal([x[0] for x in copies], range(4))
