@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._rows import (
     Entry,
     Rows,
+    check_are_everywhere,
     check_rows,
     entries_of,
     entry_of,
@@ -441,6 +442,7 @@ class Devices:
         """Spreads the rows of a batch; arrays that are on a mesh are not moved."""
         if self.mesh is None:
             return Rows(batch, (False,) * len(jax.tree.leaves(batch)), axis)
+        check_are_everywhere(batch, self.sharding())
         leaves = jax.tree.leaves(batch)
         arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) > axis]
         copies = [i for i in arrays if self._is_whole(leaves[i])]

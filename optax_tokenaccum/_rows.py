@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._trees import Batch, Leaf, named_leaves
+from optax_tokenaccum._trees import Batch, Leaf, is_concrete, named_leaves
 
 Entry = str | tuple[str, ...] | None  # an axis of a partition spec
 
@@ -32,6 +32,30 @@ class Rows:
         rows = P(*[None] * self.axis, entry)
         specs = [P() if is_whole else rows for is_whole in self.is_whole]
         return jax.tree.unflatten(jax.tree.structure(self.batch), specs)
+
+
+def check_are_everywhere(batch: Batch, everywhere: NamedSharding) -> None:
+    """Raises `ValueError` for arrays of this process alone, if devices are elsewhere.
+
+    Each process would take its own rows for those of all of them.
+    """
+    if everywhere.is_fully_addressable:
+        return
+    for x in jax.tree.leaves(batch):
+        is_local = hasattr(x, "__array__") and is_concrete(x)
+        if not is_local or isinstance(getattr(x, "sharding", None), NamedSharding):
+            continue
+        if jax.process_count() == 1:
+            raise ValueError(
+                "A batch for devices that are not there must be made of shapes: got an "
+                f"array of shape {jnp.shape(x)}. Give lower a jax.ShapeDtypeStruct in "
+                "its place."
+            )
+        raise ValueError(
+            "A batch for the devices of several processes must be made of arrays over "
+            f"all of them: got one of this process alone, of shape {jnp.shape(x)}. Let "
+            "each process give its rows to jax.make_array_from_process_local_data."
+        )
 
 
 def check_rows(
