@@ -13,11 +13,20 @@ xla_flags.set_flags()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiles no program twice, in any worker or later run."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or not hasattr(config, "cache"):
+    """Compiles no program twice in a worker, or in its later runs.
+
+    Each worker has a cache of its own: jax may read what another has half written, and
+    then the process ends.
+    """
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if directory is None and hasattr(config, "cache"):
+        directory = str(config.cache.mkdir("compiled"))
+    if directory is None:
         return
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        directory = str(Path(directory, worker))
     options = {
-        "jax_compilation_cache_dir": str(config.cache.mkdir("compiled")),
+        "jax_compilation_cache_dir": directory,
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
