@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 DOCS = Path(__file__).parent / "docs"
 # Each takes 6 to 10 seconds; CI runs them on the newest versions.
 SLOW_PAGES = (
+    "coupled_losses.md",
     "how_many_tokens.md",
     "own_your_step.md",
     "ragged_run.md",

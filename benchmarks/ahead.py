@@ -22,6 +22,7 @@ BY_HAND = {
     "train step": "pair by hand",
     "window step": "scan by hand",
     "window_value_and_grad": "gradient by hand",
+    "coupled_value_and_grad": "gradient by hand",
 }
 ALL_WAYS = (
     "gradients alone",
@@ -30,7 +31,7 @@ ALL_WAYS = (
     "gradient by hand",
     *BY_HAND,
 )
-FEW_WAYS = "scan by hand", "train step", "window step"
+FEW_WAYS = "scan by hand", "train step", "window step", "coupled_value_and_grad"
 FEW_MODELS = "bfloat16", "along axis 1", "many words"
 FEW_LAYOUTS = "data parallel", "FSDP, tensor parallel"
 STEPS = "train step", "window step"

@@ -32,6 +32,7 @@ from benchmarks.loops import (
 )
 from benchmarks.workloads import Window, Workload
 from optax_tokenaccum import (
+    coupled_value_and_grad,
     make_train_step,
     make_window_step,
     token_accumulation,
@@ -218,10 +219,23 @@ def gradient_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
 
 def window_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """`window_value_and_grad`, and an update in a program of its own."""
-    of_window = window_value_and_grad(workload.loss_fn)
+    return _of_window(workload, inner, window_value_and_grad(workload.loss_fn))
 
+
+def coupled_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """The same with `coupled_value_and_grad`, of the token mean."""
+
+    def token_mean(summaries: Any) -> Any:
+        loss_sums, num_tokens = summaries
+        return loss_sums.sum() / num_tokens.sum()
+
+    of_window = coupled_value_and_grad(workload.loss_fn, token_mean)
+    return _of_window(workload, inner, of_window)
+
+
+def _of_window(workload: Workload, inner: Optimizer, f: Callable[..., Any]) -> Loop:
     def gradient(params: Any, micro_batches: Any, frozen: Any) -> Any:
-        return of_window(params, micro_batches, frozen=frozen)
+        return f(params, micro_batches, frozen=frozen)
 
     return _gradient_and_update(workload, inner, gradient)
 
@@ -270,4 +284,5 @@ WAYS: dict[str, Way] = {
     "train step": Way("ours", train_step),
     "window step": Way("ours", window_step),
     "window_value_and_grad": Way("ours", window_gradient),
+    "coupled_value_and_grad": Way("ours", coupled_gradient),
 }

@@ -51,7 +51,8 @@ NO_SUM = "loss_fn returns a mean, or a count that is not a sum: see check_loss_f
 COUPLED = (
     "loss_fn couples rows: its gradient for two micro-batches together is not the sum "
     "of both. Contrastive and balance losses, BatchNorm, dropout, or sequences without "
-    "an axis of rows do that. Keep such rows in one micro-batch, or leave the term out."
+    "an axis of rows do that. coupled_value_and_grad has the gradient of such a loss; "
+    "or keep such rows in one micro-batch, or leave the term out."
 )
 NOT_JOINED = "Not checked: whether loss_fn couples rows. No two were joined."
 SIGMAS = 8  # 5 was seen, because a token's rounding errors are correlated

@@ -198,7 +198,8 @@ def _sums(loss: Loss, batch: Batch, rtol: float) -> Found:
             yield (
                 f"the loss of a row depends on the other rows: all have {all_:.6g}, "
                 f"their halves {parts.sum():.6g}. Contrastive and balance losses, "
-                "BatchNorm, pairs and dropout do that. Keep such rows together."
+                "BatchNorm, pairs and dropout do that. Keep such rows together, or "
+                "take coupled_value_and_grad."
             )
 
 

@@ -119,7 +119,7 @@ class Loss:
         if not is_pair or not isinstance(returned[0], tuple | list | dict):
             raise TypeError(
                 "With has_model_state=True, loss_fn must return ((loss_sum, "
-                f"num_tokens), model_state): got {_describe(returned)}."
+                f"num_tokens), model_state): got {describe(returned)}."
             )
         loss_sum, num_tokens, aux = unpack(returned[0], self.has_aux)
         return loss_sum, (num_tokens, (aux, _changes(model_state, returned[1])))
@@ -231,15 +231,15 @@ def unpack(
         advice = ""
         if not has_aux and isinstance(returned, tuple | list) and len(returned) == 3:
             advice = " With has_aux=True, return (loss_sum, (num_tokens, aux))."
-        raise TypeError(f"{rule}: got {_describe(returned)}.{advice}")
+        raise TypeError(f"{rule}: got {describe(returned)}.{advice}")
     loss_sum, num_tokens = returned
     aux = None
     if has_aux:
         if not isinstance(num_tokens, tuple | list) or len(num_tokens) != 2:
-            raise TypeError(f"{rule}: got {_describe(returned)}.")
+            raise TypeError(f"{rule}: got {describe(returned)}.")
         num_tokens, aux = num_tokens
     elif isinstance(num_tokens, tuple | list | dict):
-        raise TypeError(f"{rule}: got {_describe(returned)}. Is has_aux=True missing?")
+        raise TypeError(f"{rule}: got {describe(returned)}. Is has_aux=True missing?")
     if num_tokens is None:
         raise TypeError(f"{rule}: got None for num_tokens.")
     loss_sum = jnp.asarray(loss_sum)
@@ -251,9 +251,9 @@ def unpack(
     return loss_sum, num_tokens, aux
 
 
-def _describe(returned: Tree) -> str:
+def describe(returned: Tree) -> str:
     if isinstance(returned, tuple | list):
-        return "(" + ", ".join(map(_describe, returned)) + ")"
+        return "(" + ", ".join(map(describe, returned)) + ")"
     if hasattr(returned, "shape"):
         return f"{returned.dtype}{list(returned.shape)}"
     return type(returned).__name__

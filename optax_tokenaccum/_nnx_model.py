@@ -1,5 +1,6 @@
 """An NNX model and its optimizer, read as the state of a step, and written back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,27 +153,60 @@ def loss_of_model(loss_fn: LossFn) -> LossFn:
         **kwargs: Any,
     ) -> tuple[Tree, Aux]:
         returned, after, rest_after = run(params, rest, batch, nnx_static, kwargs)
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(after), strict=False)
-        if not all(x is y for x, y in pairs):
-            # nnx.remat and nnx.jit write the parameters back, mostly as they were.
-            def after_loss(params: Params) -> Params:
-                return run(params, rest, batch, nnx_static, kwargs)[1]
-
-            traced = jax.make_jaxpr(after_loss)(params)
-            kept = [_source(traced.jaxpr, x) for x in traced.jaxpr.outvars]
-            paths = [path for path, _ in tree_leaves_with_path(params)]
-            changed = [x for i, x in enumerate(paths) if kept[i : i + 1] != [i]]
-            if changed:
-                names = [keystr(path, simple=True, separator="/") for path in changed]
-                raise ValueError(
-                    "loss_fn must not assign parameters, which only a closing window "
-                    f"changes: got a change at {', '.join(names)}. Call a copy of the "
-                    "model, nnx.clone(model), and update the model's other variables "
-                    "from it; nnx.SpectralNorm and nnx.WeightNorm need this too."
-                )
+        names = _changed(
+            lambda given: run(given, rest, batch, nnx_static, kwargs)[1], params, after
+        )
+        if names:
+            raise ValueError(
+                "loss_fn must not assign parameters, which only a closing window "
+                f"changes: got a change at {', '.join(names)}. Call a copy of the "
+                "model, nnx.clone(model), and update the model's other variables "
+                "from it; nnx.SpectralNorm and nnx.WeightNorm need this too."
+            )
         return returned, rest_after
 
     return loss
+
+
+def summary_of_model(summary_fn: LossFn) -> LossFn:
+    """The same of a function that runs twice, and may change nothing but keys."""
+    of_parts = loss_of_model(summary_fn)
+
+    def summary(
+        params: Params, rest: ModelState, *args: Any, **kwargs: Any
+    ) -> tuple[Tree, ModelState]:
+        def after(given: ModelState) -> ModelState:
+            return of_parts(params, given, *args, **kwargs)[1]
+
+        summary, rest_after = of_parts(params, rest, *args, **kwargs)
+        state = kwargs["nnx_static"].rest.unflatten(jax.tree.leaves(rest))
+        variables = {"/".join(map(str, p)): x for p, x in nnx.to_flat_state(state)}
+        keys = {p for p, x in variables.items() if isinstance(x, nnx.RngState)}
+        names = [x for x in _changed(after, rest, rest_after) if x not in keys]
+        if names:
+            raise ValueError(
+                "summary_fn must change no variables of the model but keys, because it "
+                f"runs twice: got a change at {', '.join(names)}. Call nnx.BatchNorm "
+                "with use_running_average=True, and update its statistics outside."
+            )
+        return summary, rest_after
+
+    return summary
+
+
+def _changed(f: Callable[[Tree], Tree], given: Tree, returned: Tree) -> list[str]:
+    """The paths of what `f` changes; `returned` is what it returned for `given`.
+
+    nnx.remat and nnx.jit write everything back, mostly as it was.
+    """
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=False)
+    if all(x is y for x, y in pairs):
+        return []
+    traced = jax.make_jaxpr(f)(given)
+    kept = [_source(traced.jaxpr, x) for x in traced.jaxpr.outvars]
+    paths = [path for path, _ in tree_leaves_with_path(given)]
+    changed = [path for i, path in enumerate(paths) if kept[i : i + 1] != [i]]
+    return [keystr(path, simple=True, separator="/") for path in changed]
 
 
 def _shapes(model: nnx.Module) -> dict[tuple[Any, ...], Any]:

@@ -175,7 +175,7 @@ def run_window(
     batch = jax.tree.map(jnp.asarray, rows.batch)
 
     def at(i: ArrayLike, mini_step: ArrayLike) -> MicroBatch:
-        own = dataclasses.replace(rows, batch=_taken(batch, i), axis=0)
+        own = dataclasses.replace(rows, batch=taken(batch, i), axis=0)
         run = () if gradient_step is None else (gradient_step,)
         return micro_batches._replace(rows=own).at(*run, mini_step)
 
@@ -284,7 +284,7 @@ def of_turned(loss_fn: LossFn, axes: dict[int, int]) -> Callable[..., Any]:
     return of_turned if any(axes.values()) else loss_fn
 
 
-def _taken(micro_batches: Batch, i: ArrayLike) -> Batch:
+def taken(micro_batches: Batch, i: ArrayLike) -> Batch:
     """The micro-batch at an index of a stacked window."""
 
     def take(x: jax.Array) -> jax.Array:
@@ -456,7 +456,7 @@ def accumulate_over_window(
         batches = jax.tree.map(jnp.asarray, micro_batches)
 
         def call(i: jax.typing.ArrayLike) -> Any:
-            batch = _taken(batches, i)
+            batch = taken(batches, i)
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
             with explained(micro_batches, batch):
                 returned = value_and_grad_fn(params, batch, **kwargs, **key)

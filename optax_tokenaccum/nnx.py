@@ -13,11 +13,12 @@ from flax import nnx
 from optax_tokenaccum import _window
 from optax_tokenaccum._accumulation import SkipFn
 from optax_tokenaccum._checks import check_function
+from optax_tokenaccum._coupled import of_model_state
 from optax_tokenaccum._devices import ReduceEvery, make_devices
 from optax_tokenaccum._loss import Loss, LossFn
-from optax_tokenaccum._nnx_model import loss_of_model, open_model
+from optax_tokenaccum._nnx_model import loss_of_model, open_model, summary_of_model
 from optax_tokenaccum._nnx_steps import TrainStep, WindowStep
-from optax_tokenaccum._trees import Batch, DType
+from optax_tokenaccum._trees import Aux, Batch, DType, Tree
 from optax_tokenaccum._window import WindowValues
 
 
@@ -227,10 +228,64 @@ def window_value_and_grad(
         has_model_state=True,
         accumulator_dtype=accumulator_dtype,
     )
+    return _of_model(of_parts, wrt)
+
+
+def coupled_value_and_grad(
+    summary_fn: Callable[..., Tree],
+    loss_fn: Callable[[Tree], Any],
+    *,
+    has_aux: bool = False,
+    accumulator_dtype: DType | None = None,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+) -> Callable[..., tuple[tuple[jax.Array, Aux], nnx.State]]:
+    """`optax_tokenaccum.coupled_value_and_grad` for a model.
+
+    Both runs of a micro-batch get the same `nnx.Rngs`, so the same dropout masks, which
+    move on in the model from micro-batch to micro-batch. `summary_fn` may change no
+    other variable, such as the statistics of `nnx.BatchNorm`.
+
+    Args:
+      summary_fn: `summary_fn(model, batch, **kwargs)` returns a tree of arrays.
+      loss_fn: `loss_fn(summaries) -> loss`, where leaves are stacked `[k, ...]`.
+      has_aux: `loss_fn` returns `(loss, aux)`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+      wrt: which variables gradients are of, a filter as for `nnx.Optimizer`.
+
+    Returns:
+      `f(model, micro_batches, *, rng=None, num_micro_batches=None, **kwargs) -> ((loss,
+      aux), grads)`, where `grads` is an `nnx.State`.
+
+    Raises:
+      ValueError: `summary_fn` changes variables of the model; or as for that function.
+      TypeError: as for that function.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from optax_tokenaccum.nnx import coupled_value_and_grad
+      >>> f = coupled_value_and_grad(
+      ...     lambda model, x: model(x), lambda y: jnp.var(y, axis=(0, 1)).sum())
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> (loss, _), grads = nnx.jit(f)(model, jnp.ones((4, 3, 2)))
+      >>> print(loss)
+      0.0
+    """
+    check_function(summary_fn, "summary_fn")
+    of_parts = of_model_state(
+        summary_of_model(summary_fn), loss_fn, has_aux, accumulator_dtype
+    )
+    return _of_model(of_parts, wrt)
+
+
+def _of_model(
+    of_parts: Callable[..., Any], wrt: nnx.filterlib.Filter
+) -> Callable[..., Any]:
+    """A function of parameters and a model state as one of a model."""
 
     def value_and_grad(
         model: nnx.Module, micro_batches: Batch, **kwargs: Any
-    ) -> tuple[WindowValues, nnx.State]:
+    ) -> tuple[Any, nnx.State]:
         opened = open_model(model, wrt)
         (values, rest), grads = of_parts(
             opened.params.tree(),

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import softmax_cross_entropy_sum
+from optax_tokenaccum import softmax_cross_entropy_sum, window_value_and_grad
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 5, 7)).astype(np.float32)
@@ -74,7 +74,39 @@ def test_computed_in_float32_whatever_the_logits(dtype: Any):
         assert abs(float(naive) / 4096 / np.log(64) - 1) > 0.01
 
 
+@pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.2}])
+def test_z_loss_and_label_smoothing_do_not_depend_on_the_cut(options: dict[str, float]):
+    z_loss, smoothing = (options.get(x, 0) for x in ("z_loss", "label_smoothing"))
+
+    def mean_in_float64(logits: Any, mask: Any = MASK, labels: Any = LABELS) -> Any:
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, 7), smoothing)
+        losses = optax.losses.softmax_cross_entropy(logits, targets)
+        losses += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        return jnp.sum(jnp.where(mask, losses, 0)) / jnp.sum(mask)
+
+    def loss_fn(logits: Any, rows: Any) -> Any:
+        labels, mask = (jnp.asarray(x)[rows] for x in (LABELS, MASK))
+        logits = jnp.where(mask[..., None], logits[rows], jnp.nan)
+        return softmax_cross_entropy_sum(logits, labels, mask, **options)
+
+    rows = np.arange(3)[:, None]  # of 2, 5 and no tokens
+    (loss, _), grads = window_value_and_grad(loss_fn)(LOGITS, rows)
+    with jax.enable_x64(True):
+        wide = jnp.asarray(LOGITS, jnp.float64)
+        expected = jax.value_and_grad(mean_in_float64)(wide)
+        expected = jax.tree.map(np.asarray, expected)
+        means = [float(mean_in_float64(wide[i], MASK[i], LABELS[i])) for i in range(2)]
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(grads, expected[1], rtol=1e-5, atol=1e-8)
+    assert abs(np.mean(means) / expected[0] - 1) > 0.01
+    plain = softmax_cross_entropy_sum(LOGITS, LABELS, MASK)[0]
+    assert abs(float(loss) * MASK.sum() / float(plain) - 1) > 0.01
+
+
 def test_errors_say_what_does_not_fit():
+    for options in ({"z_loss": -1.0}, {"label_smoothing": 1.0}):
+        with pytest.raises(ValueError, match="label_smoothing from 0 to less than 1"):
+            softmax_cross_entropy_sum(LOGITS, LABELS, **options)
     with pytest.raises(ValueError, match=r"logits \(3, 5, 7\) and labels \(3, 4\)"):
         softmax_cross_entropy_sum(LOGITS, LABELS[:, :4])
     with pytest.raises(ValueError, match=r"mask \(3,\) and labels \(3, 5\)"):

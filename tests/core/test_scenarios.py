@@ -78,6 +78,27 @@ def test_dropped_micro_batch_stayed_in_the_denominator(way: Any):
     assert error_of(PARAMS, ours, SHORT, LONG) < RTOL
 
 
+def test_the_inner_optimizer_knows_the_tokens_of_a_window(way: Any):
+    """A mean times its tokens is the sum; optax's class tells an optimizer nothing."""
+
+    def scale(updates: Any, state: Any, _: Any, *, num_tokens: Any, **__: Any) -> Any:
+        return jax.tree.map(lambda u: u * num_tokens, updates), state + num_tokens
+
+    def init(_: Any) -> Any:
+        return jnp.zeros(())
+
+    by_tokens = optax.GradientTransformationExtraArgs(init, scale)
+    inner = optax.chain(by_tokens, optax.sgd(2.0**-5))
+    windows = [[SHORT, LONG], [EMPTY, LONG]]
+    before = PARAMS
+    after = way(loss_fn, inner, 2)(PARAMS, windows)
+    for window, tokens, params in zip(windows, (5, 4), after, strict=True):
+        moved = helpers.difference(before, params)
+        expected = jax.tree.map(lambda g, n=tokens: g * n / 32, exact(before, *window))
+        assert helpers.relative_error(moved, expected) < 4 * RTOL
+        before = params
+
+
 def test_weight_decay_and_schedules_ran_per_micro_batch(way: Any):
     """Keras on JAX runs the whole optimizer on every micro-step and masks gradients."""
     decay, rates = 0.125, np.array([0.25, 0.0625, 1.0, 1.0])

@@ -1,0 +1,156 @@
+"""The exact gradient of a loss that couples the rows of a window."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_tokenaccum import _trees as trees
+from optax_tokenaccum import _window
+from optax_tokenaccum._accumulation import make_accumulation
+from optax_tokenaccum._checks import check_function, check_params
+from optax_tokenaccum._devices import Devices
+from optax_tokenaccum._loss import Keywords, Loss, MicroBatch
+from optax_tokenaccum._schedule import make_schedule
+from optax_tokenaccum._trees import Batch, DType, ModelState, Params, Tree
+
+
+def coupled_value_and_grad(
+    summary_fn: Callable[..., Tree],
+    loss_fn: Callable[[Tree], Any],
+    *,
+    has_aux: bool = False,
+    accumulator_dtype: DType | None = None,
+) -> Callable[..., Any]:
+    """Value and gradient of a loss that is not a sum over the rows of a window.
+
+    The loss is `loss_fn` of the stacked `summary_fn(params, batch)` of all
+    micro-batches: a contrastive loss with negatives from the whole window, a balance
+    loss of the global batch. Memory holds the activations of one micro-batch at a time:
+    `summary_fn` runs on each, `loss_fn` is differentiated, and each runs again with its
+    backward pass. A sum over rows needs no first run: use `window_value_and_grad`.
+
+    Args:
+      summary_fn: `summary_fn(params, batch, **kwargs)` returns a tree of arrays:
+        embeddings `[rows, d]`, or a loss sum and a count; integers have no gradient. It
+        must be a function of its arguments, because it runs twice. What `loss_fn` needs
+        of the parameters and of the batch must be in it, such as a temperature or a
+        mask.
+      loss_fn: `loss_fn(summaries) -> loss`, where leaves are stacked `[k, ...]`.
+      has_aux: `loss_fn` returns `(loss, aux)`.
+      accumulator_dtype: dtype of the sums, see `token_accumulation`.
+
+    Returns:
+      `f(params, micro_batches, *, rng=None, num_micro_batches=None, **kwargs) ->
+      ((loss, aux), grads)`, for any `jit`, with arguments and `grads` as for
+      `window_value_and_grad`. Summaries of micro-batches that do not run are zeros.
+
+    Raises:
+      ValueError: no floats in a summary; a call in a `shard_map`; or as there.
+      TypeError: an argument is no function, or the loss no floating scalar.
+
+    Source: GradCache (arXiv 2101.06983), for contrastive losses.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_tokenaccum import coupled_value_and_grad, split_batch
+      >>> def embed(w, batch):
+      ...     return batch["image"] @ w, batch["text"] @ w
+      >>> def contrastive_loss(embeddings):
+      ...     image, text = (jnp.concatenate(x) for x in embeddings)  # of all rows
+      ...     return -jnp.mean(jnp.diag(jax.nn.log_softmax(image @ text.T)))
+      >>> image, text = jax.random.normal(jax.random.key(0), (2, 8, 4))
+      >>> batch, w = {"image": image, "text": text}, jnp.eye(4)
+      >>> def full_batch_loss(w):
+      ...     return contrastive_loss([x[None] for x in embed(w, batch)])
+      >>> f = jax.jit(coupled_value_and_grad(embed, contrastive_loss))
+      >>> (loss, _), grad = f(w, split_batch(batch, 4))
+      >>> print(jnp.allclose(grad, jax.grad(full_batch_loss)(w), rtol=1e-5))
+      True
+    """
+    check_function(summary_fn, "summary_fn")
+    f = of_model_state(
+        lambda params, _, *args, **kwargs: (summary_fn(params, *args, **kwargs), None),
+        loss_fn,
+        has_aux,
+        accumulator_dtype,
+    )
+
+    def value_and_grad(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
+        (values, _), grads = f(params, None, micro_batches, **kwargs)
+        return values, grads
+
+    return value_and_grad
+
+
+def of_model_state(
+    summary_fn: Callable[..., tuple[Tree, ModelState]],
+    loss_fn: Callable[[Tree], Any],
+    has_aux: bool,
+    accumulator_dtype: DType | None,
+) -> Callable[..., Any]:
+    """The same for `summary_fn(params, model_state, ...) -> (summary, model_state)`."""
+    check_function(loss_fn, "loss_fn")
+    differentiate = jax.value_and_grad(loss_fn, has_aux=has_aux, allow_int=True)
+    accumulation = make_accumulation(
+        optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
+    )
+
+    def weighted(params: Params, state: ModelState, batch: Batch, **kwargs: Any) -> Any:
+        """A sum, with the micro-batch's part of the gradient."""
+        rows, weights = batch
+        summary, state = summary_fn(params, state, rows, **kwargs)
+        floats = [x for x in jax.tree.leaves(summary) if trees.is_float(x)]
+        products = [jnp.real(x * w) for x, w in zip(floats, weights, strict=True)]
+        return (sum(jnp.sum(x, dtype=jnp.float32) for x in products), 1), state
+
+    loss = Loss(weighted, has_aux=False, has_model_state=True)
+
+    def value_and_grad(
+        params: Params,
+        model_state: ModelState,
+        micro_batches: Batch,
+        *,
+        rng: jax.Array | None = None,
+        num_micro_batches: _window.Bound = None,
+        **kwargs: Any,
+    ) -> Any:
+        check_params(params)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                "coupled_value_and_grad must not run in a shard_map, whose devices "
+                "would each couple their own rows alone. Call it in a jax.jit, with "
+                "micro-batches that are spread over the mesh."
+            )
+        k = _window.check_micro_batches(micro_batches, num_micro_batches)
+        batches = jax.tree.map(jnp.asarray, micro_batches)
+
+        def summarize(i: Any, model_state: ModelState) -> tuple[ModelState, Tree]:
+            batch = _window.taken(batches, i)
+            key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
+            with _window.explained(micro_batches, batch):
+                returned = summary_fn(params, model_state, batch, **kwargs, **key)
+            return returned[1], jax.tree.map(jnp.asarray, returned[0])
+
+        _, summaries = _window.for_each(
+            summarize, model_state, k, num_micro_batches, has_aux=True
+        )
+        if not any(map(trees.is_float, jax.tree.leaves(summaries))):
+            raise ValueError(
+                "summary_fn must return an array of floats, through which the loss "
+                f"depends on the parameters: got {summaries}."
+            )
+        values, weights = differentiate(summaries)
+        weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
+        rows = Devices().spread((batches, weights), axis=1)
+        given = MicroBatch(rows, rng, Keywords(kwargs))
+        window = _window.run_window(
+            loss, accumulation, Devices(), given, params, model_state, num_micro_batches
+        )
+        grads = trees.cast_like(window.opt_state.acc_grads, params)
+        values = values if has_aux else (values, None)
+        return (values, window.model_state), grads
+
+    return value_and_grad

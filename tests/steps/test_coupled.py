@@ -1,0 +1,344 @@
+"""Losses that couple the rows of a window, against plain JAX on the full batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
+
+from benchmarks.chips import CHIPS
+from optax_tokenaccum import (
+    coupled_value_and_grad,
+    whole_gradients,
+    window_value_and_grad,
+)
+
+K, MICRO, WIDTH, DEPTH, EXPERTS = 4, 8, 16, 3, 4
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "layers": RNG.normal(size=(DEPTH, WIDTH, WIDTH)) / WIDTH**0.5,
+    "router": RNG.normal(size=(WIDTH, EXPERTS)),
+    "temperature": np.log(5.0),
+}
+# Unequal micro-batches: the other rows are padding.
+VALID = np.arange(MICRO) < np.array([[8], [3], [5], [1]])
+WINDOW = {
+    "image": np.where(VALID[..., None], RNG.normal(size=(K, MICRO, WIDTH)), 0),
+    "text": np.where(VALID[..., None], RNG.normal(size=(K, MICRO, WIDTH)), 0),
+    "valid": VALID,
+}
+
+
+def tower(params: Any, x: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh(x @ w), None
+
+    return jax.lax.scan(jax.checkpoint(layer), x, params["layers"])[0]
+
+
+def embed(params: Any, batch: Any) -> Any:
+    towers = [tower(params, batch[name]) for name in ("image", "text")]
+    units = [x / jnp.linalg.norm(x + 1e-6, axis=-1, keepdims=True) for x in towers]
+    return *units, batch["valid"], jnp.exp(params["temperature"])
+
+
+def rows_of(summaries: Any) -> Any:
+    *of_rows, temperature = summaries
+    return *(jnp.concatenate(x) for x in of_rows), temperature.mean()
+
+
+def clip(summaries: Any) -> Any:
+    """Both directions, with negatives from all rows."""
+    image, text, valid, temperature = rows_of(summaries)
+    logits = temperature * image @ text.T
+    both = valid[:, None] & valid
+    losses = sum(
+        -jnp.diag(jax.nn.log_softmax(jnp.where(both, x, -1e9)))
+        for x in (logits, logits.T)
+    )
+    return jnp.sum(jnp.where(valid, losses, 0)) / (2 * valid.sum())
+
+
+def simclr(summaries: Any) -> Any:
+    """NT-Xent: the positive of a row is its other view, all others are negatives."""
+    image, text, valid, temperature = rows_of(summaries)
+    z, valid = jnp.concatenate([image, text]), jnp.concatenate([valid, valid])
+    n = len(z)
+    keep = valid[:, None] & valid & ~jnp.eye(n, dtype=bool)
+    log_p = jax.nn.log_softmax(jnp.where(keep, temperature * z @ z.T, -1e9))
+    losses = -log_p[jnp.arange(n), jnp.roll(jnp.arange(n), n // 2)]
+    return jnp.sum(jnp.where(valid, losses, 0)) / valid.sum()
+
+
+def siglip(summaries: Any) -> Any:
+    """A sigmoid for each pair of rows; no softmax."""
+    image, text, valid, temperature = rows_of(summaries)
+    signs = 2 * jnp.eye(len(image)) - 1
+    losses = -jax.nn.log_sigmoid(signs * (temperature * image @ text.T - 1))
+    return jnp.sum(jnp.where(valid[:, None] & valid, losses, 0)) / valid.sum()
+
+
+def route(params: Any, batch: Any) -> Any:
+    x = tower(params, batch["image"])
+    probabilities = jax.nn.softmax(x @ params["router"])
+    _, chosen = jax.lax.top_k(probabilities, 2)  # integers, without a gradient
+    valid = batch["valid"]
+    counts = jnp.sum(
+        jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32).sum(1) * valid[:, None], 0
+    )
+    token_sum = jnp.sum(jnp.where(valid, jnp.sum(x**2, -1), 0))
+    return token_sum, valid.sum(), counts, jnp.sum(probabilities * valid[:, None], 0)
+
+
+def balanced(summaries: Any) -> Any:
+    """A token mean, and the balance of the experts over all tokens (top-2)."""
+    token_sum, n, counts, probabilities = (x.sum(0) for x in summaries)
+    return token_sum / n + 100 * EXPERTS * jnp.sum(counts / n * probabilities / n)
+
+
+def whitened(summaries: Any) -> Any:
+    """The covariance of all rows against the identity, as in Barlow twins or VICReg."""
+    image, _, valid, _ = rows_of(summaries)
+    n = valid.sum()
+    x = jnp.where(valid[:, None], image - jnp.sum(image * valid[:, None], 0) / n, 0)
+    return jnp.sum((x.T @ x / n - jnp.eye(WIDTH)) ** 2)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "clip": (embed, clip),
+    "simclr": (embed, simclr),
+    "siglip": (embed, siglip),
+    "balance": (route, balanced),
+    "whitening": (embed, whitened),
+}
+
+
+def full_batch(summary_fn: Any, loss_fn: Any) -> Any:
+    """The loss of all rows as one micro-batch."""
+
+    def loss(params: Any, window: Any) -> Any:
+        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), window)
+        return loss_fn(jax.tree.map(lambda x: x[None], summary_fn(params, batch)))
+
+    return loss
+
+
+def on_their_own(loss: Any, params: Any) -> Any:
+    """The mean of the gradients of micro-batches by themselves, weighted by rows."""
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], WINDOW) for i in range(K)]
+    rows = [x["valid"].sum() for x in parts]
+    gradient = jax.jit(jax.grad(loss))
+    gradients = [gradient(params, x) for x in parts]
+    return jax.tree.map(
+        lambda *g: sum(n * x for n, x in zip(rows, g, strict=True)) / sum(rows),
+        *gradients,
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_the_full_batch(name: str):
+    loss = full_batch(*LOSSES[name])
+    f = jax.jit(coupled_value_and_grad(*LOSSES[name]))
+    with jax.enable_x64(True):
+        expected = jax.jit(jax.value_and_grad(loss))(PARAMS, WINDOW)
+        (value, aux), grads = f(PARAMS, WINDOW)
+        assert aux is None
+        np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+        assert helpers.relative_error(grads, expected[1]) < 1e-12
+        assert helpers.relative_error(on_their_own(loss, PARAMS), expected[1]) > 0.05
+
+
+@pytest.mark.parametrize("kind", ["auto", helpers.slow("explicit")])
+@pytest.mark.parametrize("spread", ["data parallel", "fsdp"])
+def test_over_devices_it_is_the_same(kind: str, spread: str):
+    mesh = make_mesh((8,), kind)
+    expected = jax.value_and_grad(full_batch(embed, clip))(PARAMS, WINDOW)
+    specs = {"layers": P(None, "data"), "router": P("data"), "temperature": P()}
+
+    def put(x: Any, spec: P) -> Any:
+        return jax.device_put(np.asarray(x, x.dtype), NamedSharding(mesh, spec))
+
+    narrow = jax.tree.map(np.float32, PARAMS)
+    params = {
+        n: put(x, specs[n] if spread == "fsdp" else P()) for n, x in narrow.items()
+    }
+    window = {
+        n: put(x.astype(np.float32) if n != "valid" else x, P(None, "data"))
+        for n, x in WINDOW.items()
+    }
+    with jax.set_mesh(mesh):
+        summary_fn = (
+            embed if kind == "auto" else jax.sharding.auto_axes(embed, out_sharding=P())
+        )
+        f = jax.jit(coupled_value_and_grad(summary_fn, clip))
+        (value, _), grads = f(params, window)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    assert helpers.relative_error(grads, expected[1]) < 1e-5
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+
+
+def test_a_token_mean_is_a_special_case(maybe_jit: Any):
+    params, window = helpers.init_params(0), helpers.stacked(helpers.ragged_batch(0), K)
+    f = coupled_value_and_grad(helpers.loss_sum_fn, lambda s: s[0].sum() / s[1].sum())
+    (value, _), grads = maybe_jit(f)(params, window)
+    (mean, _), expected = window_value_and_grad(helpers.loss_sum_fn)(params, window)
+    np.testing.assert_allclose(value, mean, rtol=1e-6)
+    assert helpers.relative_error(grads, expected) < 1e-6
+
+
+def test_both_runs_of_a_micro_batch_get_the_same_key():
+    def summary_fn(w: Any, x: Any, *, rng: Any, rate: float, name: str) -> Any:
+        assert name == "a static keyword"
+        return x * w * jax.random.bernoulli(rng, rate, x.shape)
+
+    def loss_fn(y: Any) -> Any:
+        return jnp.var(y), {"mean": y.mean()}
+
+    x, w = jnp.asarray(WINDOW["image"], jnp.float32), jnp.ones(WIDTH)
+    key = jax.random.key(1)
+    keep = jnp.stack(
+        [
+            jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x[0].shape)
+            for i in range(K)
+        ]
+    )
+    f = coupled_value_and_grad(summary_fn, loss_fn, has_aux=True)
+    given = {"rng": key, "rate": 0.5, "name": "a static keyword"}
+    (value, aux), grads = f(w, x, **given)
+    expected = jax.value_and_grad(lambda w: loss_fn(x * w * keep), has_aux=True)(w)
+    chex.assert_trees_all_close(((value, aux), grads), expected, rtol=1e-5)
+
+
+def scaled(share: float) -> Any:
+    def embed_scaled(params: Any, batch: Any) -> Any:
+        *of_rows, temperature = embed(params, batch)
+        return *of_rows, share * temperature
+
+    return embed_scaled
+
+
+def test_micro_batches_that_do_not_run_have_summaries_of_zeros():
+    f = jax.jit(coupled_value_and_grad(embed, clip))
+    with jax.enable_x64(True):
+        f(PARAMS, WINDOW, num_micro_batches=1)
+        with helpers.count_compilations() as compilations:
+            for n in (1, 3, 4):
+                (value, _), grads = f(PARAMS, WINDOW, num_micro_batches=n)
+                part = jax.tree.map(lambda x, n=n: x[:n], WINDOW)
+                # The mean of temperatures counts the zeros.
+                loss = full_batch(scaled(n / K), clip)
+                expected = jax.value_and_grad(loss)(PARAMS, part)
+                np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+                assert helpers.relative_error(grads, expected[1]) < 1e-12
+    assert not [x for x in compilations if "coupled" in x]
+
+
+def test_bfloat16_parameters_are_summed_in_float32():
+    def summary_fn(w: Any, x: Any) -> Any:
+        return w * x
+
+    x = jnp.ones((300, 1), jnp.bfloat16)
+    f = jax.jit(coupled_value_and_grad(summary_fn, jnp.sum))
+    w = jnp.ones((), jnp.bfloat16)
+    _, grad = f(w, x)
+    assert grad.dtype == jnp.bfloat16
+    assert float(grad) == 300  # one by one in bfloat16: 256
+    ones = jax.lax.fori_loop(0, 300, lambda _, g: g + w, jnp.zeros_like(w))
+    assert float(ones) == 256
+
+
+def test_complex_summaries():
+    def summary_fn(w: Any, x: Any) -> Any:
+        return jnp.fft.fft(w * x)
+
+    def loss_fn(y: Any) -> Any:
+        return jnp.sum(jnp.abs(y.sum(0) + 1j * y.mean()) ** 2)
+
+    x = jnp.asarray(WINDOW["image"][:, 0], jnp.float32)
+    w = jnp.ones(WIDTH)
+    _, grads = coupled_value_and_grad(summary_fn, loss_fn)(w, x)
+    expected = jax.grad(lambda w: loss_fn(jax.vmap(summary_fn, (None, 0))(w, x)))(w)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "chip",
+    [pytest.param(None, id="here"), helpers.slow("v5e", id="v5e ahead")],
+)
+def test_temporaries_are_those_of_one_micro_batch_and_all_summaries(chip: str | None):
+    if chip and CHIPS[chip].missing():
+        pytest.skip("needs what compiles")
+    where = CHIPS[chip].devices()[0] if chip else jax.devices()[0]
+    # A gradient must not fit into the on-chip memory of a TPU.
+    depth, width, micro = (24, 2048, 512) if chip else (12, 128, 16)
+
+    def summary_fn(params: Any, x: Any) -> Any:
+        layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+        return jax.lax.scan(layer, x, params)[0]
+
+    def loss_fn(y: Any) -> Any:
+        y = jnp.concatenate(y)
+        return jnp.sum((y.T @ y / len(y) - jnp.eye(width)) ** 2)
+
+    def full(params: Any, x: Any) -> Any:
+        return jax.value_and_grad(full_batch(summary_fn, loss_fn))(params, x)
+
+    def arguments(k: int) -> Any:
+        sharding = jax.sharding.SingleDeviceSharding(where)
+        shapes = (depth, width, width), (k, micro, width)
+        return [jax.ShapeDtypeStruct(x, jnp.float32, sharding=sharding) for x in shapes]
+
+    def bytes_of(f: Any, k: int) -> int:
+        return helpers.net_bytes(jax.jit(f).lower(*arguments(k)))
+
+    coupled = coupled_value_and_grad(summary_fn, loss_fn)
+    few, many = bytes_of(coupled, 4), bytes_of(coupled, 16)
+    summaries = 12 * micro * width * 4
+    assert many - few < 4 * summaries, (few, many)
+    assert bytes_of(full, 16) > 2 * many, (bytes_of(full, 16), many)
+
+    def sum_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(summary_fn(params, x) ** 2), len(x)
+
+    window = bytes_of(window_value_and_grad(sum_fn), 16)
+    assert many < window + 4 * summaries, (many, window)
+    if jax.__version_info__ >= (0, 11):
+        assert not whole_gradients(coupled, *arguments(4))
+
+
+@pytest.mark.parametrize(
+    ("summary_fn", "loss_fn", "error", "words"),
+    [
+        (lambda w, x: x.astype(int), lambda y: y.sum(), ValueError, "array of floats"),
+        (lambda w, x: w * x, lambda y: y, TypeError, "scalar"),
+        (lambda w, x: w * x, None, TypeError, "loss_fn must be a function"),
+        (3, jnp.sum, TypeError, "summary_fn must be a function"),
+    ],
+)
+def test_bad_functions_raise(summary_fn: Any, loss_fn: Any, error: Any, words: str):
+    with pytest.raises(error, match=words):
+        coupled_value_and_grad(summary_fn, loss_fn)(jnp.ones(3), jnp.ones((2, 3)))
+
+
+def test_bad_windows_raise():
+    f = coupled_value_and_grad(lambda w, x: w * x["a"], jnp.sum)
+    with pytest.raises(ValueError, match="same leading axis"):
+        f(jnp.ones(3), {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))})
+    with pytest.raises(ValueError, match="at most the 2"):
+        f(jnp.ones(3), {"a": jnp.ones((2, 3))}, num_micro_batches=3)
+
+
+def test_a_shard_map_raises():
+    f = coupled_value_and_grad(lambda w, x: w * x, jnp.var)
+    mapped = jax.shard_map(
+        f, mesh=make_mesh((8,)), in_specs=(P(), P(None, "data")), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="couple their own rows alone"):
+        mapped(jnp.ones(()), jnp.ones((2, 8)))
