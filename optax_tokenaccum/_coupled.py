@@ -12,7 +12,7 @@ from optax_tokenaccum import _window
 from optax_tokenaccum._accumulation import make_accumulation
 from optax_tokenaccum._checks import check_function, check_params
 from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._loss import Keywords, Loss, MicroBatch
+from optax_tokenaccum._loss import Keywords, Loss, MicroBatch, describe
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._trees import Batch, DType, ModelState, Params, Tree
 
@@ -45,11 +45,12 @@ def coupled_value_and_grad(
     Returns:
       `f(params, micro_batches, *, rng=None, num_micro_batches=None, **kwargs) ->
       ((loss, aux), grads)`, for any `jit`, with arguments and `grads` as for
-      `window_value_and_grad`. Summaries of micro-batches that do not run are zeros.
+      `window_value_and_grad`, which also cannot be differentiated in reverse. Summaries
+      of micro-batches that do not run are zeros.
 
     Raises:
       ValueError: no floats in a summary; a call in a `shard_map`; or as there.
-      TypeError: an argument is no function, or the loss no floating scalar.
+      TypeError: an argument is not a function, or the loss not a floating scalar.
 
     Source: GradCache (arXiv 2101.06983), for contrastive losses.
 
@@ -71,12 +72,11 @@ def coupled_value_and_grad(
       True
     """
     check_function(summary_fn, "summary_fn")
-    f = of_model_state(
-        lambda params, _, *args, **kwargs: (summary_fn(params, *args, **kwargs), None),
-        loss_fn,
-        has_aux,
-        accumulator_dtype,
-    )
+
+    def with_state(params: Params, _: None, /, *args: Any, **kwargs: Any) -> Any:
+        return summary_fn(params, *args, **kwargs), None
+
+    f = of_model_state(with_state, loss_fn, has_aux, accumulator_dtype)
 
     def value_and_grad(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
         (values, _), grads = f(params, None, micro_batches, **kwargs)
@@ -93,18 +93,28 @@ def of_model_state(
 ) -> Callable[..., Any]:
     """The same for `summary_fn(params, model_state, ...) -> (summary, model_state)`."""
     check_function(loss_fn, "loss_fn")
-    differentiate = jax.value_and_grad(loss_fn, has_aux=has_aux, allow_int=True)
     accumulation = make_accumulation(
         optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
     )
 
-    def weighted(params: Params, state: ModelState, batch: Batch, **kwargs: Any) -> Any:
+    def loss_and_aux(summaries: Tree) -> Any:
+        returned = loss_fn(summaries)
+        if has_aux != (isinstance(returned, tuple | list) and len(returned) == 2):
+            raise TypeError(
+                "loss_fn must return the loss, or (loss, aux) with has_aux=True: got "
+                f"{describe(returned)} with has_aux={has_aux}."
+            )
+        return returned if has_aux else (returned, None)
+
+    def weighted(
+        params: Params, state: ModelState, batch: Batch, /, **kwargs: Any
+    ) -> Any:
         """A sum, with the micro-batch's part of the gradient."""
         rows, weights = batch
         summary, state = summary_fn(params, state, rows, **kwargs)
         floats = [x for x in jax.tree.leaves(summary) if trees.is_float(x)]
-        products = [jnp.real(x * w) for x, w in zip(floats, weights, strict=True)]
-        return (sum(jnp.sum(x, dtype=jnp.float32) for x in products), 1), state
+        terms = map(_product, map(jnp.asarray, floats), weights)
+        return (sum(terms), 1), state
 
     loss = Loss(weighted, has_aux=False, has_model_state=True)
 
@@ -130,8 +140,10 @@ def of_model_state(
         def summarize(i: Any, model_state: ModelState) -> tuple[ModelState, Tree]:
             batch = _window.taken(batches, i)
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
-            with _window.explained(micro_batches, batch):
-                returned = summary_fn(params, model_state, batch, **kwargs, **key)
+            # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
+            own, given = jax.tree.map(jnp.asarray, (params, Keywords(kwargs)))
+            with _window.explained(micro_batches, batch, "summary_fn"):
+                returned = summary_fn(own, model_state, batch, **given, **key)
             return returned[1], jax.tree.map(jnp.asarray, returned[0])
 
         _, summaries = _window.for_each(
@@ -142,6 +154,7 @@ def of_model_state(
                 "summary_fn must return an array of floats, through which the loss "
                 f"depends on the parameters: got {summaries}."
             )
+        differentiate = jax.value_and_grad(loss_and_aux, has_aux=True, allow_int=True)
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
         rows = Devices().spread((batches, weights), axis=1)
@@ -150,7 +163,18 @@ def of_model_state(
             loss, accumulation, Devices(), given, params, model_state, num_micro_batches
         )
         grads = trees.cast_like(window.opt_state.acc_grads, params)
-        values = values if has_aux else (values, None)
         return (values, window.model_state), grads
 
     return value_and_grad
+
+
+@jax.custom_jvp
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Zero, with the derivative of `sum(x * weight)`, whose value could be NaN."""
+    return jnp.zeros((), jnp.float32)
+
+
+@_product.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    tangent = jnp.real(tangents[0] * primals[1])
+    return jnp.zeros((), jnp.float32), jnp.sum(tangent, dtype=jnp.float32)

@@ -115,15 +115,15 @@ def open_model(
     graphdef, params, rest = nnx.split(model, wrt, ...)
     if not jax.tree.leaves(params):
         raise ValueError(
-            "The optimizer must train some variables of the model: got none that match "
-            f"wrt={wrt!r}, with which nnx.Optimizer was made."
+            "wrt, of this function or of nnx.Optimizer, must match some variables of "
+            f"the model: got none for wrt={wrt!r}."
         )
     structures = jax.tree.structure(params), jax.tree.structure(rest)
     static = Static(graphdef, *structures, wrt)
     return Opened(model, static, *map(places_of, (params, rest, opt_state)))
 
 
-def loss_of_model(loss_fn: LossFn) -> LossFn:
+def loss_of_model(loss_fn: LossFn, name: str = "loss_fn") -> LossFn:
     """`loss_fn(model, batch)` as a loss of parameters and a model state."""
 
     def run(
@@ -137,9 +137,9 @@ def loss_of_model(loss_fn: LossFn) -> LossFn:
         if changed:
             names = sorted("/".join(map(str, path)) for path in changed)
             raise ValueError(
-                "loss_fn must keep the model's variables and their shapes: got a "
+                f"{name} must keep the model's variables and their shapes: got a "
                 f"change at {', '.join(names)}. Return such values as aux, or take "
-                "them out in loss_fn with nnx.pop."
+                f"them out in {name} with nnx.pop."
             )
         _, params, rest = nnx.split(model, static.wrt, ...)
         return returned, places_of(params).tree(), places_of(rest).tree()
@@ -148,6 +148,7 @@ def loss_of_model(loss_fn: LossFn) -> LossFn:
         params: Params,
         rest: ModelState,
         batch: Batch,
+        /,
         *,
         nnx_static: Static,
         **kwargs: Any,
@@ -158,7 +159,7 @@ def loss_of_model(loss_fn: LossFn) -> LossFn:
         )
         if names:
             raise ValueError(
-                "loss_fn must not assign parameters, which only a closing window "
+                f"{name} must not assign parameters, which only a closing window "
                 f"changes: got a change at {', '.join(names)}. Call a copy of the "
                 "model, nnx.clone(model), and update the model's other variables "
                 "from it; nnx.SpectralNorm and nnx.WeightNorm need this too."
@@ -170,10 +171,10 @@ def loss_of_model(loss_fn: LossFn) -> LossFn:
 
 def summary_of_model(summary_fn: LossFn) -> LossFn:
     """The same of a function that runs twice, and may change nothing but keys."""
-    of_parts = loss_of_model(summary_fn)
+    of_parts = loss_of_model(summary_fn, "summary_fn")
 
     def summary(
-        params: Params, rest: ModelState, *args: Any, **kwargs: Any
+        params: Params, rest: ModelState, /, *args: Any, **kwargs: Any
     ) -> tuple[Tree, ModelState]:
         def after(given: ModelState) -> ModelState:
             return of_parts(params, given, *args, **kwargs)[1]
@@ -186,8 +187,8 @@ def summary_of_model(summary_fn: LossFn) -> LossFn:
         if names:
             raise ValueError(
                 "summary_fn must change no variables of the model but keys, because it "
-                f"runs twice: got a change at {', '.join(names)}. Call nnx.BatchNorm "
-                "with use_running_average=True, and update its statistics outside."
+                f"runs twice: got a change at {', '.join(names)}. Return such values "
+                "as aux; call nnx.BatchNorm with use_running_average=True."
             )
         return summary, rest_after
 

@@ -356,7 +356,9 @@ def check_micro_batches(micro_batches: Batch, num_micro_batches: Bound) -> int:
 
 
 @contextlib.contextmanager
-def explained(micro_batches: Batch, given: Batch) -> Iterator[None]:
+def explained(
+    micro_batches: Batch, given: Batch, name: str = "loss_fn"
+) -> Iterator[None]:
     """Adds a note with the shapes of `given`, a part of a stacked window, to errors."""
     try:
         yield
@@ -365,7 +367,7 @@ def explained(micro_batches: Batch, given: Batch) -> Iterator[None]:
             f"{jnp.shape(x)} at {path}" for path, x in trees.named_leaves(given)
         )
         error.add_note(
-            "micro_batches must have leaves [k, micro, ...], and loss_fn is given "
+            f"micro_batches must have leaves [k, micro, ...], and {name} is given "
             f"[micro, ...] of these: got shape {shapes}. split_batch(batch, k) makes "
             "them of a batch [k * micro, ...]."
         )

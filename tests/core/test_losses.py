@@ -103,6 +103,17 @@ def test_z_loss_and_label_smoothing_do_not_depend_on_the_cut(options: dict[str, 
     assert abs(float(loss) * MASK.sum() / float(plain) - 1) > 0.01
 
 
+def test_a_masked_vocabulary_and_a_traced_weight():
+    logits = np.concatenate([LOGITS, np.full((3, 5, 2), -np.inf, np.float32)], -1)
+    f = jax.jit(lambda z: softmax_cross_entropy_sum(logits, LABELS, MASK, z_loss=z)[0])
+    expected = LOSSES + 0.1 * jax.nn.logsumexp(LOGITS, axis=-1) ** 2
+    np.testing.assert_allclose(f(0.1), (MASK * expected).sum(), rtol=1e-6)
+    z_loss = np.float64(0.1)
+    loss_sum, _ = softmax_cross_entropy_sum(logits, LABELS, MASK, z_loss=z_loss)
+    assert loss_sum.dtype == jnp.float32
+    np.testing.assert_allclose(loss_sum, f(0.1), rtol=1e-6)
+
+
 def test_errors_say_what_does_not_fit():
     for options in ({"z_loss": -1.0}, {"label_smoothing": 1.0}):
         with pytest.raises(ValueError, match="label_smoothing from 0 to less than 1"):

@@ -75,5 +75,16 @@ def test_parameters_that_are_assigned_raise():
         model.out.bias[...] = jnp.zeros(3)
         return model(x)
 
-    with pytest.raises(ValueError, match="change at out/bias"):
+    with pytest.raises(
+        ValueError, match="summary_fn must not assign parameters.* change at out/bias"
+    ):
         coupled_value_and_grad(assigns, jnp.sum)(Model(nnx.Rngs(0)), X)
+
+
+def test_a_keyword_may_have_any_name():
+    def scaled(model: Any, x: Any, *, rest: Any, state: Any) -> Any:
+        return rest * state * model.out(x)
+
+    f = coupled_value_and_grad(scaled, jnp.sum)
+    (loss, _), _ = f(Model(nnx.Rngs(0)), X, rest=2.0, state=3.0)
+    np.testing.assert_allclose(loss, 6 * np.sum(Model(nnx.Rngs(0)).out(X)), rtol=1e-4)

@@ -320,6 +320,7 @@ def test_temporaries_are_those_of_one_micro_batch_and_all_summaries(chip: str | 
     [
         (lambda w, x: x.astype(int), lambda y: y.sum(), ValueError, "array of floats"),
         (lambda w, x: w * x, lambda y: y, TypeError, "scalar"),
+        (lambda w, x: w * x, lambda y: (y.sum(), 1), TypeError, "with has_aux=False"),
         (lambda w, x: w * x, None, TypeError, "loss_fn must be a function"),
         (3, jnp.sum, TypeError, "summary_fn must be a function"),
     ],
@@ -344,3 +345,38 @@ def test_a_shard_map_raises():
     )
     with pytest.raises(ValueError, match="couple their own rows alone"):
         mapped(jnp.ones(()), jnp.ones((2, 8)))
+
+
+def test_a_summary_function_gets_copies_and_jax_arrays():
+    """Outside of `jit` too; a loss that assigns to a container changes only its own."""
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    def summary_fn(params: Any, ids: Any, *, state: Any) -> Any:
+        params["table"] = params["table"].at[0].multiply(2.0)
+        return params["table"][ids] * state
+
+    def loss_fn(y: Any) -> Any:
+        return jnp.sum(y**2)
+
+    params, ids = {"table": table}, jnp.array([[0, 1], [2, 0]])
+    f = coupled_value_and_grad(summary_fn, loss_fn)
+    (value, _), grads = f(params, ids, state=np.float32(3))
+    assert params["table"] is table
+
+    def plain(table: Any) -> Any:
+        return loss_fn(table.at[0].multiply(2.0)[ids] * 3.0)
+
+    expected = jax.value_and_grad(plain)(jnp.asarray(table))
+    chex.assert_trees_all_close((value, grads["table"]), expected, rtol=1e-6)
+
+
+def test_minus_infinity_with_no_weight_is_no_alarm():
+    def summary_fn(w: Any, x: Any) -> Any:
+        return jnp.where(x > 0, w * x, -jnp.inf)
+
+    x = jnp.asarray(WINDOW["image"][:, 0], jnp.float32)
+    f = jax.jit(coupled_value_and_grad(summary_fn, jax.nn.logsumexp))
+    with jax.debug_nans(True):
+        _, grad = f(1.0, x)
+    expected = jax.grad(lambda w: jax.nn.logsumexp(summary_fn(w, x)))(1.0)
+    np.testing.assert_allclose(grad, expected, rtol=1e-5)
