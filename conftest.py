@@ -33,24 +33,3 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in options.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # for workers and other processes
-
-
-DOCS = Path(__file__).parent / "docs"
-# Each takes 6 to 10 seconds; CI runs them on the newest versions.
-SLOW_PAGES = (
-    "coupled_losses.md",
-    "how_many_tokens.md",
-    "own_your_step.md",
-    "ragged_run.md",
-    "recipes",
-    "reinforcement_learning.md",
-    "several_losses.md",
-)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the code of long pages as slow."""
-    for item in items:
-        if any(item.path.is_relative_to(DOCS / page) for page in SLOW_PAGES):
-            item.add_marker(pytest.mark.slow)

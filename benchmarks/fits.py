@@ -2,7 +2,7 @@
 
     python -m benchmarks.fits
 
-Prints the table of docs/does_it_fit.md, and what a smaller decoder sends with FSDP.
+Prints the table of docs/fit.md, and what a smaller decoder sends with FSDP.
 Nothing runs. The memory is that of programs for 16 chips of a TPU v5e, which are
 compiled if libtpu is installed. What is sent is that of programs for as many devices of
 a CPU, because a program that does not fit on a TPU does not compile for it; of the

@@ -34,6 +34,8 @@ include_patterns = [
     "CONTRIBUTING.md",
 ]
 root_doc = "docs/index"
+# Pages that others link to: notebooks, results, patches. The sidebar has no room.
+suppress_warnings = ["toc.not_included"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

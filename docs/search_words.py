@@ -9,31 +9,32 @@ from sphinx.transforms import SphinxTransform
 WORDS = {
     "docs/how_it_works": ["gradient accumulation", "micro-batch", "window"],
     "docs/fix_your_loop": ["MultiSteps", "optax.MultiSteps"],
-    "docs/several_devices": [
+    "docs/devices": [
         *("FSDP", "ZeRO", "HSDP", "tensor parallelism", "data parallelism"),
-        *("multi-host", "jax.distributed"),
+        *("sequence parallelism", "multi-host", "jax.distributed"),
+        *("shard_map", "check_vma", "pspec", "manual axes"),
     ],
-    "docs/many_devices": ["shard_map", "check_vma"],
     "docs/performance": ["memory", "speed", "GPU", "TPU", "remat", "whole gradients"],
-    "docs/does_it_fit": ["out of memory", "OOM", "RESOURCE_EXHAUSTED"],
-    "docs/how_many_tokens": ["batch size", "gradient noise scale"],
-    "docs/ragged_run": ["padding", "ragged", "length buckets"],
+    "docs/fit": [
+        *("out of memory", "OOM", "RESOURCE_EXHAUSTED"),
+        *("batch size", "gradient noise scale"),
+    ],
+    "docs/ragged": ["padding", "ragged", "length buckets"],
     "docs/reinforcement_learning": [
         *("GRPO", "DAPO", "Dr. GRPO", "RL", "PPO", "RLHF", "policy gradient"),
     ],
-    "docs/resuming": ["checkpoint", "resume", "Orbax"],
+    "docs/training_loop": ["checkpoint", "resume", "Orbax"],
     "docs/several_losses": ["KL", "entropy bonus", "auxiliary loss", "denominators"],
-    "docs/scope": ["bf16", "bfloat16", "fp16", "float16", "dtype"],
-    "docs/own_your_step": ["LoRA", "dropout", "axlearn", "levanter"],
+    "docs/questions": ["bf16", "bfloat16", "fp16", "float16", "dtype"],
+    "docs/own_your_step": ["LoRA", "dropout"],
     "docs/flax": ["NNX", "Linen", "BatchNorm"],
-    "docs/easydel": ["EasyDeL"],
-    "docs/kauldron": ["Kauldron"],
-    "docs/keras": ["Keras"],
     "docs/maxtext": ["MaxText"],
-    "docs/tunix": ["Tunix"],
-    "docs/recipes/losses": ["DPO", "loss scaling", "jax.checkpoint"],
-    "docs/recipes/optimizers": ["clipping", "schedules", "lookahead", "NaN"],
-    "docs/recipes/other_libraries": ["Equinox", "Haiku"],
+    "docs/recipes": ["DPO", "loss scaling", "jax.checkpoint"],
+    "docs/optimizers": ["clipping", "schedules", "lookahead", "NaN"],
+    "docs/trainers": [
+        *("EasyDeL", "Kauldron", "Keras", "Tunix", "axlearn", "levanter"),
+        *("Equinox", "Haiku"),
+    ],
 }
 
 

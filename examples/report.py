@@ -1,12 +1,11 @@
-"""Reports a comparison as a table and as a picture."""
+"""Reports a comparison as a table, and the bug as a picture."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
 REFERENCE = "full-batch"
-NAIVE = "optax.MultiSteps"
 
 
 class Run(NamedTuple):
@@ -30,41 +29,30 @@ def table(runs: dict[str, Run]) -> str:
     return "\n".join(lines)
 
 
-def write_picture(path: Path, runs: dict[str, Run]) -> None:
-    """Draws the loss and the distance to the reference against the updates."""
-    figure = Figure(figsize=(11, 5.4), dpi=150, layout="constrained")
-    title = "Averaging the micro-batches' means is not training on the batch"
-    figure.suptitle(title, fontsize=15, fontweight="bold")
-    left, right = figure.subplots(1, 2)
-    left.set_title("Validation loss (nats a token)")
-    right.set_title("Distance of the parameters to the reference's (relative L2)")
-    right.set_yscale("log")
-    updates = range(1, len(runs[REFERENCE].losses) + 1)
-    tail = slice(len(updates) * 2 // 3, None)
-    inset = left.inset_axes((0.43, 0.42, 0.54, 0.5))
-    for place, (way, run) in enumerate(runs.items()):
-        look = _look(way, place)
-        left.plot(updates, run.losses, **look)
-        inset.plot(updates[tail], run.losses[tail], **look)
-        if way != REFERENCE:
-            right.plot(updates, run.distances, **look)
-    handles = left.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
-    for axes in (left, right):
-        axes.set_xlabel("optimizer updates")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+def write_picture(path: Path, tokens: list[int]) -> None:
+    """Draws how much a token counts in a mean of means, by the micro-batch it is in.
 
-
-def _look(way: str, place: int) -> dict[str, Any]:
-    """The style of a way's curves: those of exact ways and of the reference coincide.
-
-    The reference is therefore a wide band, and the markers of exact ways alternate.
+    Args:
+      path: the file to write.
+      tokens: the number of loss tokens of each micro-batch in a window.
     """
-    if way == REFERENCE:
-        return {"label": "full batch", "color": "0.8", "linewidth": 8}
-    if way == NAIVE:
-        return {"label": f"{NAIVE} (mean of means)", "color": "#d1342f", "linewidth": 2}
-    look = {"marker": "os^"[place - 2], "markevery": (place, 6), "linewidth": 1.2}
-    return {"label": f"{way} (exact)", "color": f"C{place - 2}", **look}
+    tokens = sorted(tokens)
+    mean = sum(tokens) / len(tokens)
+    figure = Figure(figsize=(5, 3.2), dpi=200, layout="constrained")
+    figure.set_facecolor("white")
+    axes = figure.subplots()
+    axes.set_title("Weight of a token in a mean of means", fontweight="bold")
+    places = range(len(tokens))
+    axes.bar(places, [mean / n for n in tokens], color="#d1342f")
+    axes.axhline(1, color="#1f6fb4", linewidth=3)
+    axes.annotate(
+        "right: 1 for every token",
+        (len(tokens) - 0.5, 1.15),
+        horizontalalignment="right",
+        color="#1f6fb4",
+        fontweight="bold",
+    )
+    axes.set_xticks(places, [str(n) for n in tokens], rotation=90)
+    axes.set_xlabel(f"loss tokens in each of {len(tokens)} micro-batches")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

@@ -1,5 +1,7 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
+from typing import Any
+
 from optax_tokenaccum._audit import audit
 from optax_tokenaccum._audit_report import AuditReport, Verdict
 from optax_tokenaccum._check_loss_fn import LossReport, check_loss_fn
@@ -53,3 +55,21 @@ __all__ = [
     "window_value_and_grad",
     "with_num_tokens",
 ]
+
+# Names of 0.3, and the pages that say what to write instead; until 0.5.
+_GONE = {
+    "GradientNoise": "fit.md#measure-the-noise",
+    "compiled": "fit.md#read-the-memory",
+    "gradient_noise": "fit.md#measure-the-noise",
+    "grain": "ragged.md#grain",
+    "microbatching": "trainers.md#optaxmicrobatching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _GONE:
+        raise ImportError(
+            f"optax_tokenaccum.{name} is not in 0.4: docs/{_GONE[name]} says what to "
+            "write instead."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -115,8 +115,8 @@ def open_model(
     graphdef, params, rest = nnx.split(model, wrt, ...)
     if not jax.tree.leaves(params):
         raise ValueError(
-            "wrt, of this function or of nnx.Optimizer, must match some variables of "
-            f"the model: got none for wrt={wrt!r}."
+            "wrt of the optimizer or of this function must match some variables of the "
+            f"model: got none for wrt={wrt!r}."
         )
     structures = jax.tree.structure(params), jax.tree.structure(rest)
     static = Static(graphdef, *structures, wrt)

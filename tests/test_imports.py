@@ -4,6 +4,10 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
+import optax_tokenaccum
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "optax_tokenaccum"
 # What needs an extra, by the names of files that may import it.
@@ -71,3 +75,15 @@ def test_no_platform_is_named_and_nothing_private_is_used():
         text = path.read_text()
         assert "jax._src" not in text, name
         assert not any(word in text for word in platforms), name
+
+
+def test_names_of_0_3_say_what_to_write_instead():
+    for name, place in optax_tokenaccum._GONE.items():
+        with pytest.raises(ImportError, match=place):
+            getattr(optax_tokenaccum, name)
+        page, _, anchor = place.partition("#")
+        headings = (ROOT / "docs" / page).read_text(encoding="utf-8").lower()
+        assert f"# {anchor.replace('-', ' ')}" in headings.replace("`", "").replace(
+            ".", ""
+        )
+    assert not hasattr(optax_tokenaccum, "another")

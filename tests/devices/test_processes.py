@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum import make_train_step
 
-PAGE = Path(__file__).parents[2] / "docs/many_devices.md"
+PAGE = Path(__file__).parents[2] / "docs/devices.md"
 
 
 def said_by_two_processes() -> list[str]:
@@ -74,9 +74,8 @@ def main(port: int, process: int) -> None:
     except ValueError as error:
         print(error)
     names: dict[str, Any] = {"np": np}
-    code = PAGE.read_text().partition(">>> import itertools\n")[2]
-    code = code.partition("\n\n```")[0]
-    exec("import itertools\n" + code.replace(">>> ", "").replace("... ", ""), names)
+    code = PAGE.read_text().partition("\nimport itertools\n")[2]
+    exec("import itertools\n" + code.partition("```")[0], names)
     mine = [rows(1, 2), rows(2, 6)] if process == 0 else [rows(5, 8)]
     for batch in names["until_all_end"](mine, rows(0, 0)):
         spread = NamedSharding(mesh, P("data"))

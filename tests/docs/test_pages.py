@@ -29,24 +29,10 @@ BLOCKS = [
 
 # Blocks that are not run: Sphinx directives, diffs, and errors.
 NOT_CODE = {"{eval-rst}", "{include}", "{toctree}", "diff", "text"}
-# Their code runs in tests_keras, tests_tunix and test_trainers_of_others.py.
-TRAINERS = tuple(
-    f"docs/{name}.md" for name in ("easydel", "kauldron", "keras", "maxtext", "tunix")
-)
 
 
 def test_there_are_blocks_of_every_kind():
     assert {language for _, language, _ in BLOCKS} == NOT_CODE | {"python", "bash"}
-
-
-def test_python_runs_as_a_doctest_or_in_a_test_of_its_page():
-    others = [
-        code
-        for page, language, code in BLOCKS
-        if language == "python" and not code.startswith(">>> ")
-        if not page.startswith(TRAINERS)
-    ]
-    assert not others
 
 
 def test_commands_are_ones_that_tests_run_or_that_finetune_takes():
@@ -137,7 +123,7 @@ def test_no_title_of_a_page_or_notebook_occurs_twice():
 
 
 def test_the_readme_is_short():
-    assert len(PAGES["README.md"].splitlines()) <= 170
+    assert len(PAGES["README.md"].splitlines()) <= 150
 
 
 def test_links_of_a_release_are_absolute_and_as_written_without_an_address():
@@ -154,7 +140,7 @@ def test_links_of_a_release_are_absolute_and_as_written_without_an_address():
     links = re.findall(r"\]\(([^)]+)\)", released)
     assert all(link.startswith("https://") for link in links)
     assert "(https://example.org/o/r/blob/v1.2.3/docs/quickstart.md)" in released
-    assert "(https://example.org/o/r/raw/v1.2.3/docs/images/finetune.png)" in released
+    assert "(https://example.org/o/r/raw/v1.2.3/docs/images/weights.png)" in released
     assert metadata["urls"]["Source"] == "https://example.org/o/r"
 
 

@@ -32,7 +32,7 @@ def test_a_table_that_was_edited_is_found(old: str):
 
 
 def test_the_first_sentences_quote_the_tables():
-    opening, _, tables = PERFORMANCE.partition("## Which way to take")
+    opening, _, tables = PERFORMANCE.partition("## Which method to take")
     quoted = re.findall(r"(\d\.\d\d?) (?:times|to)", opening)
     shown = re.findall(r"\d\.\d+", tables)
     assert len(quoted) > 4 and {*map(float, quoted)} <= {*map(float, shown)}
@@ -46,9 +46,23 @@ def stored(results: str, suite: str) -> list[dict]:
 def test_the_sentence_about_older_jax_quotes_the_results():
     rows = stored("older_jax", "programs")
     peaks = {row["way"]: max(row["peak / gradients alone"].values()) for row in rows}
-    older = PERFORMANCE.partition("- jax is [older")[2].partition("\n- ")[0]
+    older = PERFORMANCE.partition("(On [older")[2].partition(" Every gradient")[0]
     assert re.findall(r"\d\.\d\d ", older) == [
         f"{peaks[way]:.2f} " for way in ("train step", "scan by hand")
+    ]
+
+
+def test_the_sentence_about_optimizers_quotes_the_results():
+    times: dict[str, list[float]] = {}
+    for row in stored("ahead", "ahead"):
+        if row.get("layout") == "one device" and "step" in row["way"]:
+            found = [row[f"{chip} / by hand"] for chip in ("v5e", "H200")]
+            times.setdefault(row.get("optimizer"), []).extend(found)
+    guarded = times["apply_if_finite(AdamW)"]
+    others = [x for name in ("clipped AdamW", "LAMB", "Muon") for x in times[name]]
+    sentence = PERFORMANCE.partition("With clipped AdamW")[2].partition("\n\n")[0]
+    assert re.findall(r"(\d\.\d\d)\s+(?:to|times)", sentence) == [
+        f"{bound(x):.2f}" for x in (others, guarded) for bound in (min, max)
     ]
 
 
@@ -59,7 +73,7 @@ def test_the_sentence_about_data_parallel_quotes_the_results():
         for row in rows
         if row.get("layout") == "data parallel"
     }
-    text = (ROOT / "docs/several_devices.md").read_text()
+    text = (ROOT / "docs/devices.md").read_text()
     (times,) = re.findall(r"here in bfloat16: (\S+) times the bytes", text)
     for way in ("pair by hand", "train step"):
         more = sent[way, "no mesh"] / sent["train step", "window"]
@@ -72,6 +86,6 @@ def test_the_sentence_about_the_host_quotes_the_results():
     }
     assert max(more[10, "train step"], more[10, "window step"]) < 100
     assert more[300, "train step"] < 0
-    [quoted] = re.findall(r"a window step takes (\d\.\d) ms\s+longer", PERFORMANCE)
+    [quoted] = re.findall(r"window step takes (\d\.\d) ms\s+longer", PERFORMANCE)
     assert f"{more[300, 'window step'] / 1000:.1f}" == quoted
     assert all(value < 0 for (_, step), value in more.items() if "nnx" in step)

@@ -148,8 +148,8 @@ def test_the_program_prints_a_table_and_draws_a_picture(
     assert float(rows["optax.MultiSteps"][0]) > 1e-4
     for way in ("MultiSteps", "make_train_step", "make_window_step"):
         assert float(rows[way][0]) < 1e-5, way
-    assert [path.name for path in tmp_path.iterdir()] == ["finetune.png"]
-    picture = (tmp_path / "finetune.png").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.png"]
+    picture = (tmp_path / "weights.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 

@@ -1,4 +1,4 @@
-"""Figures that other projects published, and those of `docs/why.md`."""
+"""Figures that other projects published, and those of `docs/fix_your_loop.md`."""
 
 import functools
 from pathlib import Path
@@ -15,7 +15,8 @@ from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
 
 pytestmark = pytest.mark.slow
 
-PAGE = (Path(__file__).parents[2] / "docs" / "why.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "fix_your_loop.md").read_text(encoding="utf-8")
 NAIVE, EXACT = optax.MultiSteps, token_accumulation
 SEEDS = 9
 # At this learning rate, the parameters are negligible next to the update of SGD, from

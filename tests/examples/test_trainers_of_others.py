@@ -22,8 +22,12 @@ GENERATIONS = 4  # of each prompt
 PROMPT = 5  # loss tokens of each row that belong to a masked prompt
 
 
-def blocks_of(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+def blocks_of(page: str, section: str = "") -> list[str]:
+    """Return the blocks of a page, or of its section with this heading."""
+    text = (DOCS / page).read_text()
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def import_as(monkeypatch: Any, name: str, **attributes: Any) -> Any:
@@ -113,8 +117,8 @@ def easydel(monkeypatch: pytest.MonkeyPatch) -> Any:
     sft, policy = modules.values()
 
     def change() -> Any:
-        for block in blocks_of("easydel.md"):
-            exec(compile(block, "docs/easydel.md", "exec"), names)
+        (block,) = blocks_of("trainers.md", "EasyDeL")
+        exec(compile(block, "docs/trainers.md", "exec"), names)
         return names["loss_config"]
 
     return SimpleNamespace(sft=sft, policy=policy, change=change)
@@ -230,23 +234,26 @@ def kauldron_gradient(trainstep: Any, batches: list[Any]) -> Any:
 def test_kauldron(monkeypatch: pytest.MonkeyPatch):
     kd = SimpleNamespace(train=SimpleNamespace(TrainStep=TrainStep, Trainer=trainer))
     import_as(monkeypatch, "kauldron", kd=kd)
-    shipped, step, changed = blocks_of("kauldron.md")
-    names: dict[str, Any] = {"kd": kd, "optax": optax, "train_ds": None}
-    names |= {"model": None, "loss": None, "options": {}}
-    names["optimizer"] = optax.sgd(1.0, momentum=0.0)
-    exec(compile(step, "docs/kauldron.md", "exec"), names)
+    (changed,) = blocks_of("trainers.md", "Kauldron")
+    without_count = changed.replace("trainstep=TokenTrainStep(), ", "")
+    theirs = "optax.MultiSteps(optimizer, 4)"
+    shipped = re.sub(r"token_accumulation\(.*\)", theirs, without_count)
+    sgd = optax.sgd(1.0, momentum=0.0)
+    given: dict[str, Any] = {"optax": optax, "optimizer": sgd, "options": {}}
 
     batch = helpers.ragged_batch(3, ROWS)
     expected = helpers.float64_gradient(helpers.init_params(3), batch)
     errors = []
     for block in (shipped, changed):
-        exec(compile(block, "docs/kauldron.md", "exec"), names)
+        names = dict(given)
+        exec(compile(block, "docs/trainers.md", "exec"), names)
         got = kauldron_gradient(names["trainer"].trainstep, helpers.cut(batch, K))
         errors.append(helpers.relative_error(got, expected))
     assert errors[0] > 0.1
     assert errors[1] < RTOL
 
-    exec(changed.replace("trainstep=TokenTrainStep(),", ""), names)
+    names = dict(given)
+    exec(without_count, names)
     with pytest.raises(TypeError, match="num_tokens"):
         kauldron_gradient(names["trainer"].trainstep, helpers.cut(batch, K))
 

@@ -1,4 +1,4 @@
-"""Grain pipelines of planned micro-batches, made as docs/ragged_run.md makes them."""
+"""Grain pipelines of planned micro-batches, made as docs/ragged.md makes them."""
 
 import json
 from typing import Any

@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
 
 
 def test_a_sequence_without_a_bucket_is_told_what_makes_room():
-    """The other piece of advice is in docs/bad_input.md."""
+    """A longer bucket, or more tokens in a micro-batch."""
     options: Any = {"max_tokens": 1000, "batch_multiple": 2}
     with pytest.raises(ValueError, match="longest default bucket has 256") as raised:
         plan_window([9, 384], **options)

@@ -1,4 +1,4 @@
-"""The table of `docs/migration.md`: what both columns give on ragged data.
+"""The lines that `docs/trainers.md` replaces: what both give on ragged data.
 
 The lines are read from the page. The loss is a masked squared error of a linear model,
 whose gradients are one NumPy line in float64.
@@ -18,10 +18,10 @@ import pytest
 import optax_tokenaccum
 from optax_tokenaccum import MultiSteps, token_accumulation
 
-PAGE = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
 ROWS = re.findall(r"^\| (.*?) \| `(.*)` \| `(.*)` \|$", PAGE, re.MULTILINE)
 LINES = {title: (theirs, ours) for title, theirs, ours in ROWS}
-MULTI_STEPS, APPLY_EVERY, CALL, SCAN, HF_TRAINER, _, _ = LINES
+MULTI_STEPS, APPLY_EVERY, CALL, SCAN, HF_TRAINER = LINES
 
 K, LENGTH, WIDTH = 4, 16, 3
 RTOL = helpers.RTOL["float32"]

@@ -1,4 +1,4 @@
-"""The table of `docs/own_your_step.md`: what each loop computes, and what ours does.
+"""Loops of `docs/trainers.md` on ragged data: what each computes, and what ours does.
 
 Each form averages and divides as the original, and is not the original's code.
 """

@@ -1,36 +1,5 @@
-# Keras 3
+"""Token means in the `fit` of Keras 3.15.1: see docs/trainers.md#keras."""
 
-Let `fit` train on the token mean, on the JAX backend. As shipped,
-[Keras](https://github.com/keras-team/keras) 3.15.1 trains on a mean of means with
-`gradient_accumulation_steps`:
-
-```python
-model = keras.Model(inputs, outputs)
-model.compile(
-    keras.optimizers.AdamW(1e-3, gradient_accumulation_steps=4),
-    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-)
-model.fit(x, y, batch_size=2)
-```
-
-On 8 rows of 3 to 55 tokens, masked with `Embedding(mask_zero=True)`, the gradient that is applied
-for the window of 4 micro-batches is off by 124 % of the full batch's (relative L2); with the lines
-below, by 4e-7. `tests_keras/test_keras.py` runs every block of this page with the real `fit`.
-
-Only the reduction `"mean_with_sample_weight"` divides by the same number for masks and for weights,
-so the lines below require it:
-
-| `reduction` | divides by | Keras's own gradient, against the same reduction on the full batch |
-|---|---|---|
-| default, `mask_zero` | tokens that are not masked | 124 % |
-| default, `sample_weight` | all elements, padding too | exact, but 64 % off the token mean |
-| `"mean_with_sample_weight"`, either | sum of mask times weights | 124 % |
-
-## The lines to change
-
-Save these classes next to your script:
-
-```python
 import jax
 import keras
 import optax
@@ -129,53 +98,3 @@ class Ones(keras.losses.Loss):
         ones = keras.ops.ones_like(losses)
         set_keras_mask(ones, get_keras_mask(losses))  # of ignore_class
         return ones
-```
-
-```python
-class Model(TokenMean, keras.Model):
-    k = 4
-
-
-model = Model(inputs, outputs)
-model.compile(
-    keras.optimizers.AdamW(1e-3),
-    loss=keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="mean_with_sample_weight"
-    ),
-)
-model.fit(x, y, batch_size=8)
-```
-
-`batch_size` is now that of the window. `TokenMean` must be the first base. Without batch
-normalization or dropout, the result is that of `fit` without accumulation for the same `batch_size`
-and reduction, on one device or several.
-
-## What the logs mean
-
-| logged | as shipped, with accumulation | with these lines |
-|---|---|---|
-| `loss` | mean of the micro-batches' means, by rows | mean over all tokens of the epoch so far |
-| `metrics` | masked tokens count | masked tokens do not count, as in `evaluate` |
-| `val_loss`, `evaluate` | mean of the batches' means, by rows | the same, as shipped |
-
-So the loss of `evaluate` depends on its `batch_size`. For a token mean there, add the loss as a
-metric: `weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]`.
-
-## What to know
-
-- **Masks and weights.** The mask of the output, `ignore_class` and `sample_weight` all enter the
-  count. Weights must be `[rows, length]` for tokens: Keras weights the wrong axis for `[rows]` if a
-  row has as many tokens as there are rows, and `[rows, 1]` makes its loss `length` times as large,
-  with these lines too.
-- **A partial last window** is applied with the tokens it has. As shipped, it is dropped.
-- **BatchNormalization and dropout.** Moving statistics and seeds change in every micro-batch, as
-  with Keras's own accumulation.
-- **Regularizers of weights** are exact.
-- **These raise**: `add_loss` and `activity_regularizer`; several outputs, because each has [its own
-  count](several_losses.md); a loss given by its name, which has another reduction; an optimizer
-  with `gradient_accumulation_steps`; models quantized to float8.
-- **Steps count updates**: learning rate schedules, `use_ema` and callbacks see one step per window.
-  In a window without tokens, the gradient is 0, and the optimizer still runs.
-- **Several devices.** `keras.distribution.DataParallel` works, with a reduction in every
-  micro-batch, as shipped. The rows of every batch must be a multiple of the number of devices.
-- `compute_loss_and_updates` and `keras.src.backend` are not public: pin the version.
