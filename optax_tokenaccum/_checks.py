@@ -96,9 +96,10 @@ def as_real_scalar(x: ArrayLike, name: str, dtype: DType, xp: Any = jnp) -> Any:
     if given is None or not (
         jnp.issubdtype(given, jnp.integer) or jnp.issubdtype(given, jnp.floating)
     ):
-        raise TypeError(
-            f"{name} must be a real number: got {given or type(x).__name__}."
-        )
+        got, advice = given or type(x).__name__, ""
+        if given == jnp.bool_:
+            got, advice = f"bool of shape {jnp.shape(x)}", " Sum a mask: mask.sum()."
+        raise TypeError(f"{name} must be a real number: got {got}.{advice}")
     if jnp.shape(x) != ():
         raise ValueError(
             f"{name} must be a scalar, one number for the whole micro-batch: got shape "

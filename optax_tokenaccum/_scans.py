@@ -164,7 +164,7 @@ def without_rules(
                 args = [*map(read, eqn.invars)]
                 outputs = evaluate(opened(called[0]), own, args)
             else:
-                outputs = _bind(jaxpr, eqn, read)
+                outputs = _bind(jaxpr, eqn, [*map(read, eqn.invars)])
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [*map(read, jaxpr.outvars)]
 
@@ -231,9 +231,12 @@ def _evaluate(
     for eqn in jaxpr.eqns:
         name, of = eqn.primitive.name, [*map(mark, eqn.invars)]
         out: Sequence[Twin | None] = [None] * len(eqn.outvars)
+        is_plain = not any(of) or not (name == "scan" or _passes_on(eqn))
+        # Outside of the operation's context, which may have another mesh.
+        inputs = [*map(array, eqn.invars)] if is_plain else []
         with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
-            if not any(of) or not (name == "scan" or _passes_on(eqn)):
-                outputs = _bind(jaxpr, eqn, array)
+            if is_plain:
+                outputs = _bind(jaxpr, eqn, inputs)
             elif name == "scan":
                 outputs = _scan(eqn, read, array, of, twins)
             elif name == "remat2":
@@ -250,17 +253,21 @@ def _evaluate(
     return [*map(read, jaxpr.outvars)], [*map(mark, jaxpr.outvars)]
 
 
-def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, array: Callable[[Atom], Leaf]) -> list[Leaf]:
+def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Leaf]) -> list[Leaf]:
     """The outputs of an operation of `jaxpr` that knows no twins."""
-    inputs = [x for x in eqn.invars if not isinstance(x, Literal)]
+    variables = {
+        x: value
+        for x, value in zip(eqn.invars, given, strict=True)
+        if not isinstance(x, Literal)
+    }
     alone = jaxpr.replace(
         constvars=[],
-        invars=inputs,
+        invars=[*variables],
         outvars=eqn.outvars,
         eqns=[eqn],
         effects=eqn.effects,
     )
-    return [*jax.core.eval_jaxpr(alone, (), *map(array, inputs))]
+    return [*jax.core.eval_jaxpr(alone, (), *variables.values())]
 
 
 def _passes_on(eqn: JaxprEqn) -> bool:

@@ -364,6 +364,8 @@ ERRORS = {
       ValueError: tx must accumulate, or num_tokens would be dropped: got a state ….
     update(grads, state, params)
       TypeError: update() needs num_tokens, …. If you did, something in between …
+    update(grads, state, params, num_tokens=jnp.ones((2, 3), bool))
+      TypeError: num_tokens must be a real number: got bool of shape (2, 3). …sum().
     update(grads, state, params, num_tokens=jnp.ones(8))
     update(grads, state, params, num_tokens=True)
     optimizer.update(grads, state, params, num_tokens=-1)

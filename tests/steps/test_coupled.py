@@ -155,7 +155,7 @@ def test_the_gradient_is_that_of_the_full_batch(name: str):
         assert helpers.relative_error(on_their_own(loss, PARAMS), expected[1]) > 0.05
 
 
-@pytest.mark.parametrize("kind", ["auto", helpers.slow("explicit")])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("spread", ["data parallel", "fsdp"])
 def test_over_devices_it_is_the_same(kind: str, spread: str):
     mesh = make_mesh((8,), kind)
