@@ -42,9 +42,9 @@ def interleaved(
 
     Args:
       runs: the functions to time, including the wait for their results.
-      rounds: at most; once there are five, none starts after `seconds`.
+      rounds: how many, at most.
       warm_up: additional rounds at the start, which are not counted.
-      seconds: see `rounds`.
+      seconds: when no more rounds start, once there are five.
       prepare: called with the name of a run before it; this time is not counted.
     """
     names = list(runs)

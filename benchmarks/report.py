@@ -136,10 +136,10 @@ def _replacement(found: re.Match[str]) -> str:
     else:
         rows = [{name: row[name] for name in columns} for row in rows]
     # Blank lines, because a comment begins a block of HTML.
-    versions = "jax {jax}, optax {optax}".format(**suite["machine"])
-    compilers = [x["compiled by"] for x in suite["rows"] if "compiled by" in x]
-    versions = ", ".join([versions, *compilers])
-    return f"<!-- table {found[1]} -->\n\n{table(rows)}\n({versions})\n\n<!-- end -->"
+    versions = ["jax {jax}, optax {optax}".format(**suite["machine"])]
+    versions += [x["compiled by"] for x in suite["rows"] if "compiled by" in x]
+    made = f"{table(rows)}\n({', '.join(versions)})"
+    return f"<!-- table {found[1]} -->\n\n{made}\n\n<!-- end -->"
 
 
 def _pivoted(rows: Rows, columns: list[str], column: str, value: str) -> Rows:

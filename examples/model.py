@@ -23,8 +23,7 @@ from optax_tokenaccum import softmax_cross_entropy_sum
 
 HEAD_DIM = 32
 ALPHA = 16.0
-ADAPTED = ("qkv", "out", "up", "down")
-"""The adapted matrices of a layer."""
+ADAPTED = "qkv", "out", "up", "down"  # the adapted matrices of a layer
 
 Params = dict[str, Any]
 
