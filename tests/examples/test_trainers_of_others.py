@@ -75,23 +75,22 @@ def test_easydel(kind: str, monkeypatch: pytest.MonkeyPatch):
         batch |= {"prompt_ids": prompts, "prompt_mask": np.ones_like(prompts)}
         batch |= {"completion_ids": batch["labels"], "completion_mask": batch["mask"]}
         batch |= {"num_items_in_batch": batch["mask"].sum()}
-    grad_fn = jax.value_and_grad(easydel_loss_fn, has_aux=True)
+    grad_fn = jax.jit(jax.value_and_grad(easydel_loss_fn, has_aux=True))
     expected = helpers.in_float64(lambda *args: grad_fn(*args)[1])(params, full)
     means = [grad_fn(params, part)[1] for part in helpers.cut(full, K)]
-    naive = jax.tree.map(lambda *xs: sum(xs) / K, *means)
+    naive = jax.tree.map(lambda *xs: np.mean(xs, 0), *means)
     assert helpers.relative_error(naive, expected) > 0.05
-    for k in (1, K):
-        grads, metrics = jax.jit(
-            lambda params, batch, k=k: trainers[kind].minibatch_call(
-                state=SimpleNamespace(graphstate=params),
-                batch=batch,
-                minibatch_size=ROWS // k,
-                grad_fn=grad_fn,
-            )
-        )(params, batch)
-        assert helpers.relative_error(grads, expected) < RTOL
-        loss, _ = easydel_loss_fn(params, full)
-        np.testing.assert_allclose(metrics.loss, loss, rtol=RTOL)
+    grads, metrics = jax.jit(
+        lambda params, batch: trainers[kind].minibatch_call(
+            state=SimpleNamespace(graphstate=params),
+            batch=batch,
+            minibatch_size=ROWS // K,
+            grad_fn=grad_fn,
+        )
+    )(params, batch)
+    assert helpers.relative_error(grads, expected) < RTOL
+    (loss, _), _ = grad_fn(params, full)
+    np.testing.assert_allclose(metrics.loss, loss, rtol=RTOL)
 
 
 class State(NamedTuple):
