@@ -71,6 +71,7 @@ class Case(NamedTuple):
     model: str  # a key of `models`
     layers: int
     ways: tuple[str, ...]  # keys of `WAYS`
+    modes: tuple[str, ...] = MODES  # of steps over several devices
     optimizer: str = ""  # a key of `OPTIMIZERS`; empty for SGD
 
 
@@ -118,12 +119,12 @@ def cases(quick: bool) -> Iterator[Case]:
     for model in names:
         yield Case(ONE, model, layers, ways)
     for layout in layouts:
-        yield Case(layout, "float32", layers, ways)
+        yield Case(layout, "float32", layers, ways, (NO_MESH,) if quick else MODES)
     # All of what an update reads and writes must fit into the memory of one chip.
     for model in updated:
         for name in optimizers:
-            yield Case(ONE, model, layers // 4, BOTH_PAIRS, name)
-    yield Case("FSDP", "bfloat16", layers, BOTH_PAIRS, optimizers[0])
+            yield Case(ONE, model, layers // 4, BOTH_PAIRS, optimizer=name)
+    yield Case("FSDP", "bfloat16", layers, BOTH_PAIRS, (MICRO_BATCH,), optimizers[0])
 
 
 def models(
@@ -218,7 +219,7 @@ def measure(
     place = Place(chips, layout)
     inner = OPTIMIZERS.get(case.optimizer, SGD)
     for way in case.ways:
-        for mode in MODES if layout and way in STEPS else (NO_MESH,):
+        for mode in case.modes if layout and way in STEPS else (NO_MESH,):
             options = {}
             if layout and mode != NO_MESH:
                 options = {"mesh": place.mesh, "data_axes": "data"}

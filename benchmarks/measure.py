@@ -79,5 +79,4 @@ def relative_error(got: Any, expected: Any) -> float:
 
 
 def say(what: str) -> None:
-    """Tells what runs now; the output is for results."""
     print(what, file=sys.stderr, flush=True)

@@ -83,8 +83,8 @@ class Cases:
             with self._file.open("a") as file, self._log.open("a") as full:
                 file.write(json.dumps(row) + "\n")
                 full.write(f"{case}\n{log[-20_000:]}\n")
-            at, name = time.time() - self._began, " ".join(case)
-            print(f"{at:4.0f} s {name} {row['took']} s {failed[-300:]}", flush=True)
+            said = f"{' '.join(case)} {row['took']} s {failed[-300:]}"
+            print(f"{time.time() - self._began:4.0f} s {said}", flush=True)
         return failed
 
     def together(self, processes: int, part: float | None, cases: Any) -> None:

@@ -41,11 +41,8 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     assert all(name in table for name in WAYS)
 
 
-def test_a_way_that_is_wrong_is_found(monkeypatch):
-    naive = WAYS["optax.MultiSteps"]._replace(exact=True)
-    monkeypatch.setitem(WAYS, "optax.MultiSteps", naive)
-    with pytest.raises(AssertionError, match="optax.MultiSteps"):
-        check(square_layers(16, 1), k=3)
+def test_every_way_is_right_or_known_to_be_wrong():
+    assert check(square_layers(16, 1), k=3)["optax.MultiSteps"] > 0.05
 
 
 def test_the_bytes_that_a_program_sends_are_those_worked_out_by_hand():
