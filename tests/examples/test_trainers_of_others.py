@@ -54,6 +54,7 @@ def easydel_loss_fn(params: Any, batch: Any) -> Any:
     return loss, Metrics(loss, n.astype(jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "policy"])
 def test_easydel(kind: str, monkeypatch: pytest.MonkeyPatch):
     for name in ("", ".infra", ".trainers"):
