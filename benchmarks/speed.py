@@ -27,10 +27,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "stacked": partial(transformer_of, stacked=True),
     "LoRA": partial(transformer_of, rank=8),
 }
-TINY = {
-    "stacked": partial(transformer_of, 32, 2, 2, 8, stacked=True),
-    "LoRA": partial(transformer_of, 32, 2, 2, 8, rank=2),
-}
+TINY = {"LoRA": partial(transformer_of, 32, 2, 2, 8, rank=2)}
 
 
 def run(quick: bool) -> Rows:
