@@ -178,20 +178,14 @@ class TrainStep(ModelStep):
 
     def _accumulation_of(self, optimizer: nnx.Optimizer) -> Accumulation:
         transformation = transformation_of(optimizer.tx)
-        if transformation is None:
+        if transformation is None or transformation.accumulation.gradients != "sum":
             raise TypeError(
                 "The optimizer must be an nnx.Optimizer around token_accumulation(...) "
-                "itself, or around MultiSteps(..., gradients='sum'): got "
-                f"{optimizer.tx!r}. A chain goes inside of it."
+                "itself (a chain goes inside of it), or around MultiSteps, both with "
+                "gradients='sum', because loss_fn returns a sum over tokens: got "
+                f"{optimizer.tx!r}."
             )
-        accumulation = transformation.accumulation
-        if accumulation.gradients != "sum":
-            raise ValueError(
-                "loss_fn returns a sum over tokens, so the optimizer must be told "
-                f"gradients='sum', as in MultiSteps(inner, k, gradients='sum'): got "
-                f"{accumulation.gradients!r}."
-            )
-        return accumulation
+        return transformation.accumulation
 
 
 class WindowStep(ModelStep):

@@ -193,7 +193,7 @@ def window_value_and_grad(
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
       >>> (loss, (num_tokens, _)), grads = f(model, jnp.ones((4, 3, 2)))
-      >>> optimizer.update(model, grads)
+      >>> _ = optimizer.update(model, grads)
       >>> print(num_tokens)
       12.0
     """

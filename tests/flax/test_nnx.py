@@ -16,7 +16,6 @@ import pytest
 from flax import nnx
 from helpers import SKIPS, numbers_of, slow
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from meshes import OVER
 
 from optax_tokenaccum import regroup_sums, softmax_cross_entropy_sum, token_accumulation
@@ -78,17 +77,13 @@ class Block(nnx.Module):
 class Scanned(nnx.Module):
     """Stacked layers in a scan between the ends of one embedding."""
 
-    def __init__(self, rngs: nnx.Rngs, spec: P | None = None):
-        self.remat, init = spec is None, nnx.initializers.normal(0.3)
-        init = nnx.with_partitioning(init, spec) if spec is not None else init
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.3)
         self.embed = nnx.Embed(SIZE, WIDTH, rngs=rngs, embedding_init=init)
         self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Block))(rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        def call(x: jax.Array, block: Block) -> jax.Array:
-            return block(x)
-
-        body = nnx.remat(call) if self.remat else call
+        body = nnx.remat(lambda x, block: block(x))
         run = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         return self.embed.attend(run(self.embed(tokens), self.blocks))
 
@@ -189,16 +184,16 @@ def plain_window(model: Any, batches: list[Any], wrt: Any) -> tuple[Any, Any]:
     return exact, [sum(xs) / len(counts) for xs in zip(*means, strict=True)]
 
 
-def scanned(spec: P | None = None) -> Scanned:
-    return Scanned(nnx.Rngs(0), spec)
-
-
 def with_dropout() -> Model:
     return Model(nnx.Rngs(0), 0.5)
 
 
 def without_dropout() -> Model:
     return Model(nnx.Rngs(0))
+
+
+def scanned() -> Scanned:
+    return Scanned(nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -210,12 +205,9 @@ def without_dropout() -> Model:
         slow("window", without_dropout, loss_fn, nnx.Param, ON_MESH),
         ("own loop", with_dropout, loss_fn, nnx.LoRAParam, {}),
         ("two programs", scanned, nnx.jit(loss_fn), nnx.Param, {}),
-        slow("window", scanned, nnx.remat(loss_fn), nnx.Param, ON_MESH),
-        slow("two programs", scanned, loss_fn, nnx.Param, ON_EXPLICIT_MESH),
-        slow("window", lambda: scanned(P("data")), loss_fn, nnx.Param, ON_MESH),
+        slow("window", scanned, nnx.remat(loss_fn), nnx.Param, ON_EXPLICIT_MESH),
         ("two programs", lambda: Trees(dict), loss_fn, nnx.Param, {}),
         ("window", lambda: Trees(pair), loss_fn, nnx.Param, {}),
-        slow("two programs", lambda: Trees(pair), loss_fn, nnx.Param, ON_MESH),
         ("own loop", lambda: Trees(dict), loss_fn, nnx.Param, {}),
     ],
 )
@@ -227,20 +219,17 @@ def test_windows_are_those_of_a_plain_loop(
     Over devices, statistics are of each device's rows, and masks differ.
     """
     mesh = options.get("mesh")
-    if mesh:
-        options = options | {"reduce_every": "window"}
+    frozen, rest = nnx.All(nnx.Param, nnx.Not(wrt)), nnx.Not(nnx.Param)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         run, plain, compiled = Run(way, new(), loss_fn, wrt=wrt, **options), new(), []
+        fixed, metrics = held(plain, frozen), []
         expected, naive = plain_window(plain, MICRO_BATCHES, wrt)
         if way != "own loop":
             run.step.init(run.model, run.optimizer)
-        frozen, rest = nnx.All(nnx.Param, nnx.Not(wrt)), nnx.Not(nnx.Param)
-        placed = [x.sharding for x in jax.tree.leaves(nnx.state(run.model))]
-        fixed = held(run.model, frozen)
         for window in range(2):
             before = held(run.model, wrt)
             with helpers.count_compilations() as compilations:
-                metrics = run.window(MICRO_BATCHES)
+                metrics += run.window(MICRO_BATCHES)
             compiled.append(len(compilations))
             given = run.given()
             after = jax.tree.map(np.subtract, before, given)
@@ -248,29 +237,24 @@ def test_windows_are_those_of_a_plain_loop(
             if window == 0:
                 assert helpers.relative_error(given, expected) < RTOL
                 assert helpers.relative_error(naive, expected) > 0.02
-                others = held(run.model, rest)
-                moved = zip(others, held(plain, rest), strict=True)
+                moved = zip(held(run.model, rest), held(plain, rest), strict=True)
                 are_alike = [np.allclose(x, y, RTOL, 1e-6) for x, y in moved]
-                has_statistics = not isinstance(run.model, Trees)
-                assert all(are_alike) == (not mesh or not has_statistics)
+                assert all(are_alike) == (mesh is None)
     chex.assert_trees_all_equal(held(run.model, frozen), fixed)
     if way == "own loop":
         return
     kept = [jax.tree.structure(nnx.state(x)) for x in (run.model, plain)]
     assert kept[0] == kept[1]
-    assert compiled == [2 if way == "two programs" else 1, 0]
-    last = metrics[-1]
-    assert [bool(m.updated) for m in metrics[:-1]] == [False] * len(metrics[1:])
-    assert last.updated and last.gradient_step == 2
-    assert last.num_tokens == BATCH["mask"].sum()
-    assert run.optimizer.step[...] == (2 * K if way == "two programs" else 2)
-    leaves = jax.tree.leaves(nnx.state(run.model))
-    for x, sharding in zip(leaves, placed, strict=True):
-        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    closes = K if way == "two programs" else 1
+    updated = [bool(m.updated) for m in metrics]
+    assert updated == 2 * [*[False] * (closes - 1), True]
+    assert metrics[-1].gradient_step == 2 and run.optimizer.step[...] == 2 * closes
+    assert metrics[-1].num_tokens == BATCH["mask"].sum()
     if isinstance(run.model, Model):
         assert run.model.calls[...] == 2 * K
         if not mesh:
             assert run.model.table[0] == 2 * K and TABLE[0] == 0  # which models share
+    assert compiled == [2 if way == "two programs" else 1, 0]
 
 
 def poisoning_loss_fn(model: Model, batch: Any) -> Any:
