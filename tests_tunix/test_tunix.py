@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 from tunix.models.llama3.model import Llama3, ModelConfig
 from tunix.sft import utils
@@ -21,9 +20,7 @@ from tunix.sft.peft_trainer import (
     TrainingInput,
     _default_loss_fn,
 )
-from tunix_token_trainer import TokenTrainer, token_loss
-
-from optax_tokenaccum import token_accumulation
+from tunix_token_trainer import TokenTrainer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text()
 (SECTION,) = re.findall(r"^## Tunix\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
@@ -182,13 +179,6 @@ def test_windows_and_a_partial_last_one():
     norms = [float(optax.tree.norm(gradient)) for gradient in gradients]
     np.testing.assert_allclose(logged(trainer, "loss"), losses, rtol=RTOL)
     np.testing.assert_allclose(logged(trainer, "grad_norm"), norms, rtol=RTOL)
-
-
-def test_wrapped_twice_raises():
-    trainer = new(PeftTrainer, Tiny(), token_accumulation(SGD, K))
-    trainer.with_loss_fn(token_loss, has_aux=True)
-    with pytest.raises(TypeError, match="needs num_tokens"):
-        trainer.train(window(0)[1])
 
 
 def test_a_resumed_run_continues_exactly(tmp_path: Path):
