@@ -161,18 +161,17 @@ def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
     return [*map(source, jaxpr.outvars)]
 
 
-def laid_out(step: Step, state: ModelStepState) -> ModelStepState:
+def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepState:
     """The state where a step needs it: arrays placed, and sums laid out.
 
     Arrays that were never placed, and with a mesh those that are not spread over it,
-    move where `step.init` would put them.
+    move where `step.init` would put them. Those with an id in `taken` are copied.
     """
     state = state._replace(params=step.devices.place(state.params))
     opt_state = state.opt_state
     like = step.init(*shapes_of((state.params, state.model_state)))
     kept = map(lambda x, y: None if x is None else y, opt_state, like.opt_state)
     like = like._replace(opt_state=like.opt_state._make(kept))
-    taken = set[int]()
 
     def sum_of(x: Leaf, like: jax.ShapeDtypeStruct) -> Leaf:
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -185,7 +184,8 @@ def laid_out(step: Step, state: ModelStepState) -> ModelStepState:
         old, new = getattr(x, "sharding", None) if is_chosen else None, like.sharding
         is_spread = isinstance(old, NamedSharding) and not old.is_fully_replicated
         is_free = old is None or (isinstance(new, NamedSharding) and not is_spread)
-        return settled(put(x, new) if is_free and new is not None else x, taken)
+        x = settled(x, taken)  # before it moves: `device_put` may share its buffer
+        return put(x, new) if is_free and new is not None else x
 
     sums = jax.tree.map(sum_of, opt_state.acc_grads, like.opt_state.acc_grads)
     state = state._replace(opt_state=opt_state._replace(acc_grads=sums))

@@ -107,12 +107,12 @@ class ModelStep(abc.ABC):
             )
         key = key_array(state)
         is_array = isinstance(key, jax.Array) and is_concrete(key)
+        # Arrays that are there twice, or in no variable, are copied.
+        taken = {*map(id, [*jax.tree.leaves(given), *opened.loose_arrays()])}
         if is_new or (is_array and not self._is_laid_out.get(key)):
-            state = laid_out(step, state)
+            state = laid_out(step, state, {*taken})
             self._write(opened, state)
         if is_array and self._donate:
-            # Arrays that are there twice, or in no variable, are copied.
-            taken = {*map(id, [*jax.tree.leaves(given), *opened.loose_arrays()])}
             leaves = jax.tree.leaves(state)
             if len({*map(id, leaves)} | taken) < len(leaves) + len(taken):
                 state = jax.tree.map(lambda x: settled(x, taken), state)

@@ -357,6 +357,14 @@ def test_an_optimizer_of_another_model_and_an_open_window_are_not_overwritten():
         over.step.init(run.model, run.optimizer)
 
 
+def test_an_array_in_no_variable_may_be_shared_by_models():
+    """Over devices too, where `device_put` shares its buffer."""
+    run, shared = linear(devices=2), jnp.zeros(2)
+    run.model.table = shared
+    run.window([ROWS])
+    assert not shared.is_deleted() and run.model.table[0] == 0
+
+
 def test_inside_of_nnx_jit_and_between_evaluations():
     run = Run("two programs", Block(nnx.Rngs(0)), sum_and_rows)
     plain = run.again(Block(nnx.Rngs(0)))
