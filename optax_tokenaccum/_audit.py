@@ -292,8 +292,7 @@ def _read(
     drift = float(np.linalg.norm(still - start) / size)
     if not drift <= margin**0.3:  # it is a second update, or NaN
         return (start - moved) / scale, (start - still) / scale, 0.0
-    is_still = np.linalg.norm(still - moved) <= 4 * drift * size
-    return (still - moved) / scale * (not is_still), None, drift
+    return (still - moved) / scale, None, drift
 
 
 def _sgd_once(which: int, scale: float) -> optax.GradientTransformationExtraArgs:

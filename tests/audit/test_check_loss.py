@@ -90,11 +90,12 @@ def dropout_with_keys_of_rows(p: Any, b: Any) -> Any:
     return masked(nll(p, b, b["x"] * keep), b["mask"])
 
 
-def attending(p: Any, b: Any) -> Any:
+def attending(p: Any, b: Any, shift: int = 0) -> Any:
     """The mask is also that of an attention: a token changes the losses of others."""
     scores = b["x"] @ p["hidden"] @ b["x"].mT
-    scores = jnp.where(b["mask"][:, None, :], scores, -1e9)
-    return masked(nll(p, b, jax.nn.softmax(scores) @ b["x"]), b["mask"])
+    scores = jnp.where(b["attended"][:, None, :], scores, -1e9)
+    losses = nll(p, b, jax.nn.softmax(scores) @ b["x"])
+    return masked(losses[:, shift:], b["attended"][:, shift:])
 
 
 # Right losses, and the mask if it must be named. By default the first three run.
@@ -164,7 +165,7 @@ ONLY_LOSS = "loss takes in what the count leaves out"
 NO_SUM = "not a sum over tokens"
 COUPLED = "depends on the other rows"
 # Wrong losses, what is found, and the mask if it must be named. By default the first
-# five run.
+# seven run.
 WRONG: dict[str, tuple[Loss, str, str | None]] = {
     "already a mean": (
         lambda p, b: (ours(p, b)[0] / ours(p, b)[1], ours(p, b)[1]),
@@ -174,6 +175,19 @@ WRONG: dict[str, tuple[Loss, str, str | None]] = {
     "unshifted": (
         counted(lambda b: jnp.sum(b["attended"]), shifted),
         f"{ONLY_COUNT}.*before their shift",
+        None,
+    ),
+    "unshifted attention": (
+        counted(lambda b: jnp.sum(b["attended"]), lambda p, b: attending(p, b, 1)),
+        ONLY_COUNT,
+        None,
+    ),
+    "some labels ignored": (
+        counted(
+            lambda b: jnp.sum(b["mask"]),
+            lambda p, b: masked(nll(p, b), b["mask"] & (b["labels"] > 0)),
+        ),
+        ONLY_COUNT,
         None,
     ),
     "size": (counted(lambda b: b["mask"].size), ONLY_LOSS, None),
@@ -223,7 +237,7 @@ def test_right_losses_pass(name: str):
     assert mask is None or mask.strip("[']") in report.count_checked
 
 
-@pytest.mark.parametrize("name", cases(WRONG, 5))
+@pytest.mark.parametrize("name", cases(WRONG, 7))
 def test_wrong_losses_are_found(name: str):
     loss_fn, says, mask = WRONG[name]
     report = check_loss_fn(loss_fn, WEIGHTS, [make_batch()], mask=mask)
@@ -256,6 +270,14 @@ def test_a_count_that_is_off_in_every_row_is_named(each: int):
 
 def test_a_count_that_is_at_least_1_is_not_condemned():
     loss_fn = squares(lambda mask: jnp.maximum(mask.sum(), 1))
+    check_loss_fn(loss_fn, PARAMS, [BATCH]).assert_exact()
+
+
+def test_a_loss_may_be_nan_at_parameters_of_zero():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss_sum, n = squares(jnp.sum)(params, batch)
+        return loss_sum * (params["w"] / params["w"]), n
+
     check_loss_fn(loss_fn, PARAMS, [BATCH]).assert_exact()
 
 

@@ -85,17 +85,6 @@ def test_a_mean_over_sequences_that_is_counted_in_tokens_is_told_to_ask_again():
     assert report.passed and str(report).endswith("entry by entry of ['mask'].")
 
 
-def test_a_row_without_tokens_may_be_nan_at_other_parameters():
-    """Where the check sets the parameters to zero, 0/0 is masked by a product."""
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        is_there = jnp.any(batch["mask"], axis=1)
-        losses = jnp.mean(batch["x"] * params["w"], axis=1) / params["w"]
-        return jnp.sum(losses * is_there), jnp.sum(is_there)
-
-    check_loss_fn(loss_fn, PARAMS, [make_batch(False)], per="sequence").assert_exact()
-
-
 def long_sequences(params: Any, batch: Any) -> Any:
     loss_sum, _ = SUM(params, batch)
     return loss_sum, jnp.sum(jnp.sum(batch["mask"], -1) > 4)
