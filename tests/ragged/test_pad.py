@@ -108,7 +108,7 @@ def pad(sequences: Any, pad_values: Any = 0) -> Any:
     ("dtype", "value", "fits"),
     [
         ("uint8", -1, False),
-        ("int32", 0.5, False),
+        ("int32", 100.5, False),
         ("int32", -100.0, True),
         ("float32", -np.inf, True),
         ("float32", 1e39, False),
