@@ -462,19 +462,16 @@ ERRORS = {
     pad(sequences)
       TypeError: … missing 1 required keyword-only argument: 'pad_values'
     pad(sequences[0], pad_values=0)
+    pad([], pad_values=0)
     pad([[1, 2, 3], [4, 5, 6]], pad_values=0)
     pad([np.arange(2), np.ones((4, 1))], pad_values=0)
       …Error: …equence… must …got …
     pad(sequences, pad_values="0")
       TypeError: A pad value must be a number: got '0' for ['ids']. What weighs ….
-    pad([], pad_values=0)
-      ValueError: There must be at least one sequence: got none.
     pad([{"ids": np.array(["ab"])}], pad_values=0)
       TypeError: The leaves of a sequence must be numbers: got <U2 at ['ids'] of the ….
     pad_micro_batch(sequences, plan._replace(length=3), pad_values=0)
       ValueError: The plan must be one of these sequences: got one of 4 tokens at ….
-    pad_micro_batch(sequences, plan._replace(num_rows=1), pad_values=0)
-      ValueError: A micro-batch must have a row for …: got 2 sequences and num_rows 1. …
 """,
     "Devices": """
     step.init(on_an_explicit_mesh())
