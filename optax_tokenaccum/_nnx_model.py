@@ -94,7 +94,7 @@ def open_model(
     return Opened(model, static, ModelStepState(params, opt_state, rest))
 
 
-def of_parts(f: LossFn, name: str = "loss_fn") -> LossFn:
+def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> LossFn:
     """`f(model, batch)` as a function of parameters and a model state."""
     check_function(f, name)
     rule = (
@@ -107,7 +107,9 @@ def of_parts(f: LossFn, name: str = "loss_fn") -> LossFn:
     ) -> tuple[Tree, ModelState]:
         params, rest, batch = given
 
-        def run(params: Params) -> tuple[Params, tuple[Tree, ModelState]]:
+        def run(
+            params: Params, rest: ModelState
+        ) -> tuple[Params, tuple[Tree, ModelState]]:
             # A copy of the model, whose variables belong to the current trace.
             states = nnx_static.states_of(params, rest)
             model = nnx.merge(nnx_static.graphdef, *states)
@@ -118,8 +120,8 @@ def of_parts(f: LossFn, name: str = "loss_fn") -> LossFn:
             check_same_tree(rest_after, rest, rule)
             return after, (returned, rest_after)
 
-        after, returned = run(params)
-        changed = _changed(lambda x: run(x)[0], params, after)
+        after, returned = run(params, rest)
+        changed = _changed(lambda x: run(x, rest)[0], params, after)
         if changed:
             raise ValueError(
                 f"{name} must not assign parameters, which only a closing window "
@@ -127,6 +129,17 @@ def of_parts(f: LossFn, name: str = "loss_fn") -> LossFn:
                 "model, nnx.clone(model), and update the model's other variables "
                 "from it; nnx.SpectralNorm and nnx.WeightNorm need this too."
             )
+        if runs_twice:
+            _, state = nnx_static.states_of(params, rest)
+            variables = {"/".join(map(str, p)): x for p, x in nnx.to_flat_state(state)}
+            keys = {p for p, x in variables.items() if isinstance(x, nnx.RngState)}
+            changed = _changed(lambda x: run(params, x)[1][1], rest, returned[1])
+            if names := [x for x in changed if x not in keys]:
+                raise ValueError(
+                    f"{name} runs twice, and must change no variables of the model but "
+                    f"keys: got a change at {', '.join(names)}. Return such values in "
+                    "the summary; call nnx.BatchNorm with use_running_average=True."
+                )
         return returned
 
     return of_parts

@@ -216,8 +216,9 @@ def coupled_value_and_grad(
 ) -> Callable[..., tuple[tuple[jax.Array, Aux], nnx.State]]:
     """`optax_tokenaccum.coupled_value_and_grad` for a model.
 
-    Statistics and `nnx.Rngs` change in the model, as in `make_window_step`. Both runs
-    of a micro-batch begin with the same ones, so they draw the same dropout masks.
+    Both runs of a micro-batch get the same `nnx.Rngs`, so the same dropout masks, which
+    move on in the model from micro-batch to micro-batch. `summary_fn` may change no
+    other variable, such as the statistics of `nnx.BatchNorm`.
 
     Args:
       summary_fn: `summary_fn(model, batch, **kwargs)` returns a tree of arrays.
@@ -231,7 +232,7 @@ def coupled_value_and_grad(
       aux), grads)`, where `grads` is an `nnx.State`.
 
     Raises:
-      ValueError: as for `window_value_and_grad`, or as for that function.
+      ValueError: `summary_fn` changes variables of the model; or as for that function.
       TypeError: as for that function.
 
     Example:
@@ -245,7 +246,7 @@ def coupled_value_and_grad(
       >>> print(loss)
       0.0
     """
-    summary_of_parts = of_parts(summary_fn, "summary_fn")
+    summary_of_parts = of_parts(summary_fn, "summary_fn", runs_twice=True)
     value_and_grad = of_model_state(
         summary_of_parts, loss_fn, has_aux, accumulator_dtype
     )

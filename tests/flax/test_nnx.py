@@ -393,7 +393,7 @@ def contrastive_loss_fn(y: Any) -> Any:
 
 
 def test_coupled_losses_are_those_of_the_whole_window():
-    """With masks and statistics that change from micro-batch to micro-batch."""
+    """With masks that change from micro-batch to micro-batch."""
     window = jax.random.normal(jax.random.key(0), (K, 8, WIDTH))
     wrt = nnx.PathContains("kernel")
 
@@ -402,6 +402,11 @@ def test_coupled_losses_are_those_of_the_whole_window():
         return contrastive_loss_fn(jnp.stack(summaries))
 
     ours, theirs = (Block(nnx.Rngs(0), 0.5) for _ in range(2))
+    f = coupled_value_and_grad(summary_fn, contrastive_loss_fn, has_aux=True)
+    with pytest.raises(ValueError, match="change at norm/mean, norm/var"):
+        f(ours, window)
+    for model in (ours, theirs):
+        model.norm.set_attributes(use_running_average=True)
     f = coupled_value_and_grad(
         nnx.remat(summary_fn), contrastive_loss_fn, has_aux=True, wrt=wrt
     )
