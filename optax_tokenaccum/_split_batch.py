@@ -21,7 +21,8 @@ def split_batch(batch: Batch, k: int, *, pad_values: PadValues = None) -> Batch:
     Row `j` goes to micro-batch `j % k`. Every device that holds a part of the rows then
     holds the same part of each micro-batch, and no row moves between devices. Splitting
     the rows into contiguous blocks would move nearly all of them. The update does not
-    depend on the order of the rows.
+    depend on the order of the rows, unless a coupled loss does: rows that belong
+    together must be one row.
 
     Args:
       batch: a pytree of arrays `[rows, ...]`.
