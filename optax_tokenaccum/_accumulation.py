@@ -21,14 +21,14 @@ from optax_tokenaccum._backward import (
     emptied,
     report,
     twins_of,
-    value_and_gradients,
 )
 from optax_tokenaccum._checks import (
     as_inner_optimizer,
+    as_num_tokens,
     as_real_scalar,
+    check_function,
     check_params,
     check_state,
-    usable_tokens,
 )
 from optax_tokenaccum._schedule import Schedule
 from optax_tokenaccum._state import TokenAccumulationState, stable
@@ -135,9 +135,13 @@ class Accumulation:
         conditional, because XLA copies gradient-sized sums that a conditional carries.
         """
         check_state(state, TokenAccumulationState)
-        check_gradients(gradients, state.acc_grads)
+        trees.check_same_tree(
+            gradients,
+            state.acc_grads,
+            "Gradients must have the tree and shapes of the parameters given to init",
+        )
         dtype = state.acc_tokens.dtype
-        n = usable_tokens(num_tokens, dtype)
+        n = as_num_tokens(num_tokens, dtype)
         value = as_real_scalar(0.0 if value is None else value, "value", dtype)
         skipped, skip_state = self.asked(gradients, state, params, n)
         is_first, counts = _is_first(state) & ~skipped, (n > 0) & ~skipped
@@ -160,18 +164,13 @@ class Accumulation:
         params: Params,
         is_spread: list[bool],
         *,
-        sums_are_zeros: bool = False,
+        sums_are_zeros: bool = False,  # then a first micro-batch need not empty them
         total: Callable[[Gradients], Gradients] = lambda gradients: gradients,
     ) -> Added:
-        """Differentiates a summed loss, and adds the micro-batch.
+        """Differentiates the loss of twins of the parameters, and adds the micro-batch.
 
-        Args:
-          loss: of the twins of the parameters.
-          state: the open window, with sums that have the shapes of the twins.
-          params: the parameters.
-          is_spread: see `add_gradients`.
-          sums_are_zeros: whether the first micro-batch need not empty the sums.
-          total: the gradients over all devices, for `should_skip_update_fn`.
+        `total` gives the gradients over all devices, for `should_skip_update_fn`. For
+        `is_spread`, see `add_gradients`.
         """
         sums, structure = jax.tree.flatten(state.acc_grads)
         leaves = jax.tree.leaves(params)
@@ -182,20 +181,16 @@ class Accumulation:
         else:
             why = "should_skip_update_fn is given the whole gradient"
             report(params, dict.fromkeys(range(len(leaves)), why))
-            (value, (n, aux)), gradients = value_and_gradients(
-                loss, twins_of(sums, leaves)
-            )
-            whole = structure.unflatten(
-                [
-                    jnp.zeros_like(x) if g is None else g
-                    for g, x in zip(gradients, sums, strict=True)
-                ]
-            )
-            skipped, skip_state = self.asked(total(whole), state, params, n)
+            differentiate = jax.value_and_grad(loss, has_aux=True)
+            (value, (n, aux)), gradients = differentiate(twins_of(sums, leaves))
+            pairs = zip(gradients, sums, strict=True)
+            whole = [jnp.zeros_like(x) if g is None else g for g, x in pairs]
+            over_all = total(structure.unflatten(whole))
+            skipped, skip_state = self.asked(over_all, state, params, n)
             is_first, counts = is_first & ~skipped, (n > 0) & ~skipped
             sums = [
                 add_or_zero(counts, emptied(x, is_first), g)
-                for x, g in zip(sums, jax.tree.leaves(whole), strict=True)
+                for x, g in zip(sums, whole, strict=True)
             ]
         sums = structure.unflatten(sums)
         value = jnp.asarray(value, state.acc_value.dtype)
@@ -285,19 +280,11 @@ class Accumulation:
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
-        Args:
-          state: as `add` left it.
-          closes: whether the window ends now.
-          like: the window's gradient has the dtypes of this tree.
-          update: `update(gradient, norm, otherwise, inner_opt_state)` runs the inner
-            optimizer; it returns a result and the optimizer's state. `norm()` is the
-            gradient's global norm.
-          otherwise: the result without an update.
-          total: the sums over all devices.
-          in_place: whether the update may overwrite the sums.
-
-        Returns:
-          The result and the new state.
+        `update(gradient, norm, otherwise, inner_opt_state)` runs the inner optimizer on
+        a gradient with the dtypes of `like`, whose global norm is `norm()`. It returns
+        a result and the optimizer's state. `total` adds up the sums of all devices. If
+        `in_place`, the update may overwrite the sums. Returns the result, `otherwise`
+        without an update, and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
         in_place = in_place and can_overwrite(state.acc_grads)
@@ -403,11 +390,8 @@ def make_accumulation(
         raise ValueError(
             f"gradients must be 'sum' or 'mean', what they are of: got {gradients!r}."
         )
-    if should_skip_update_fn is not None and not callable(should_skip_update_fn):
-        raise TypeError(
-            "should_skip_update_fn must be a function such as optax.skip_not_finite: "
-            f"got {should_skip_update_fn!r}."
-        )
+    if should_skip_update_fn is not None:
+        check_function(should_skip_update_fn, "should_skip_update_fn")
     if accumulator_dtype is not None:
         accumulator_dtype = jnp.dtype(accumulator_dtype)
         if not jnp.issubdtype(accumulator_dtype, jnp.inexact):
@@ -422,14 +406,6 @@ def make_accumulation(
         should_skip_update_fn,
         accumulator_dtype,
         token_mean,
-    )
-
-
-def check_gradients(gradients: Gradients, sums: Gradients) -> None:
-    trees.check_same_tree(
-        gradients,
-        sums,
-        "Gradients must have the tree and shapes of the parameters given to init",
     )
 
 

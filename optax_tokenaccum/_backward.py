@@ -9,25 +9,23 @@ the compiler may spread the sums over devices.
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._scans import (
-    LAYERS,
+    Alone,
     Trace,
     TwinArrays,
-    Use,
     equations,
     exchanges,
     output_alone,
-    uses_of,
+    traced_with_reads,
 )
 from optax_tokenaccum._trees import (
     Aux,
@@ -37,6 +35,7 @@ from optax_tokenaccum._trees import (
     T,
     TracedBool,
     Tree,
+    are_wide,
     as_returned,
     as_varying,
     at_least_float32,
@@ -63,7 +62,7 @@ class Passed(NamedTuple):
     aux: Aux
 
 
-def twins_of(sums: list[jax.Array], params: list[jax.Array]) -> list[Leaf]:
+def twins_of(sums: list[jax.Array], params: list[jax.Array]) -> TwinArrays:
     """A twin for each parameter that can be differentiated, else `None`."""
     return [
         jnp.zeros_like(x, at_least_float32(x.dtype)) if is_float(p) else None
@@ -71,43 +70,27 @@ def twins_of(sums: list[jax.Array], params: list[jax.Array]) -> list[Leaf]:
     ]
 
 
-def value_and_gradients(
-    loss: LossOfTwins, twins: TwinArrays
-) -> tuple[tuple[jax.Array, tuple[jax.Array, Aux]], list[Any]]:
-    """The loss, and whole gradients; `None` for parameters that have none."""
-    return jax.value_and_grad(loss, has_aux=True)(twins)
-
-
-class LossTrace:
+class LossTrace(NamedTuple):
     """A trace of a loss of twins, without the values that the loss closes over.
 
     These are arguments of its methods, because a `custom_vmap` maps nothing but
     arguments, and because jax keeps in its caches what a traced function holds.
     """
 
-    def __init__(self, closed: ClosedJaxpr, shapes: Any):
-        self.shapes = shapes
-        self._jaxpr = closed.jaxpr
-        if hasattr(self._jaxpr, "with_consts"):
-            self._jaxpr = self._jaxpr.with_consts([None] * len(closed.consts))
+    jaxpr: Jaxpr
+    shapes: Tree  # of what the loss returns
 
     def loss(self, consts: list[Leaf]) -> LossOfTwins:
-        structure = jax.tree.structure(self.shapes)
-
         def loss(twins: TwinArrays) -> Any:
             inputs = jax.tree.leaves(twins)
-            outputs = jax.core.eval_jaxpr(self._jaxpr, consts, *inputs)
-            return structure.unflatten(outputs)
+            outputs = jax.core.eval_jaxpr(self.jaxpr, consts, *inputs)
+            return jax.tree.unflatten(jax.tree.structure(self.shapes), outputs)
 
         return loss
 
-    def count(self, consts: list[Leaf], twins: TwinArrays) -> tuple[jax.Array, bool]:
-        """The number of tokens, without the rest of the loss.
-
-        Also whether it depends on the parameters.
-        """
-        alone = output_alone(self._jaxpr, consts, jax.tree.leaves(twins), 1)
-        return alone.value(), any(alone.needed)
+    def tokens(self, consts: list[Leaf], twins: TwinArrays) -> Alone:
+        """The number of tokens, without the rest of the loss."""
+        return output_alone(self.jaxpr, consts, jax.tree.leaves(twins), 1)
 
 
 def add_gradients(
@@ -119,29 +102,25 @@ def add_gradients(
 ) -> Passed:
     """Adds the gradients of a micro-batch, and nothing if it has no tokens.
 
-    Args:
-      loss: of the twins of the parameters.
-      sums: so far, one for each parameter.
-      params: the parameters, of which only paths, shapes and dtypes matter.
-      is_first: whether the sums are emptied before.
-      is_spread: of each sum, whether its first axis is spread over devices: a scan over
-        it would gather the whole sum.
+    Only paths, shapes and dtypes of `params` matter. If `is_first`, the sums are
+    emptied before. A scan over a sum whose first axis is spread over devices
+    (`is_spread`) would gather it.
     """
     twins = twins_of(sums, jax.tree.leaves(params))
-    closed, shapes = jax.make_jaxpr(loss, return_shape=True)(twins)
-    trace, consts = LossTrace(closed, shapes), [*closed.consts]
+    closed, shapes, reads = traced_with_reads(loss, twins)
+    jaxpr, consts = closed.jaxpr, [*closed.consts]
+    if hasattr(jaxpr, "with_consts"):  # newer jax, where it holds them
+        jaxpr = jaxpr.with_consts([None] * len(consts))
+    trace = LossTrace(jaxpr, shapes)
     leaves = [i for i, x in enumerate(twins) if x is not None]
-    uses = uses_of(closed, [Use(i, False) for i in leaves])
-    layered = {i for i in leaves if LAYERS in uses[i]}
+    layered = {i for i in leaves if 0 in reads[i]}
     # Why gradients are returned, and added after the backward pass.
     whole = {i: "its first axis is spread" for i in layered if is_spread[i]}
     for i in leaves:
-        if sums[i].dtype != twins[i].dtype:
+        if not are_wide(sums[i]):
             whole[i] = f"a {sums[i].dtype} sum is rounded with every addition"
-        elif not sums[i].size:
-            whole[i] = "it is empty"
     why_all = _why_after(loss, closed, trace, twins)
-    why = {i: why_all or whole.get(i) or _why_whole(uses[i]) for i in leaves}
+    why = {i: why_all or whole.get(i) or _why_whole(reads[i]) for i in leaves}
     report(params, why)
     has_layers = bool(layered - {*whole})
     are_better_after = not has_layers and _are_better_after(closed, sums)
@@ -150,15 +129,15 @@ def add_gradients(
     # The functions must not hold values: see `LossTrace`.
     like = jax.eval_shape(lambda: params)
 
-    def add_mapped(consts: Any, sums: Any, twins: Any, is_first: Any) -> Passed:
+    def add_mapped(consts: Any, sums: Any, twins: Any, is_first: Any = False) -> Passed:
         report(like, dict.fromkeys(leaves, "jax.vmap cannot map mutable arrays"))
         return _add_after(trace, consts, sums, twins, is_first)
 
     dtypes = {i: jax.tree.leaves(like)[i].dtype for i in whole}
-    are_zeros = is_first is False
-    add_within = functools.partial(_add_within, trace, dtypes, has_layers, are_zeros)
+    add_within = functools.partial(_add_within, trace, dtypes, has_layers)
     add = _unless_mapped(add_within, add_mapped)
-    return add(consts, sums, twins, jnp.asarray(is_first))
+    empties = () if is_first is False else (jnp.asarray(is_first),)
+    return add(consts, sums, twins, *empties)
 
 
 def _add_after(
@@ -170,7 +149,7 @@ def _add_after(
 ) -> Passed:
     """With whole gradients, in a backward pass that always runs."""
     loss = trace.loss(consts)
-    (value, (n, aux)), gradients = value_and_gradients(loss, twins)
+    (value, (n, aux)), gradients = jax.value_and_grad(loss, has_aux=True)(twins)
     added = [
         x if g is None else add_or_zero(n > 0, emptied(x, is_first), g)
         for x, g in zip(sums, gradients, strict=True)
@@ -182,28 +161,28 @@ def _add_within(
     trace: LossTrace,
     whole: dict[int, DType],
     has_layers: bool,
-    are_zeros: bool,
     consts: list[Leaf],
     sums: list[jax.Array],
     twins: TwinArrays,
-    is_first: jax.Array,
+    is_first: TracedBool = False,
 ) -> Passed:
     """Within the backward pass, which does not run without tokens.
 
-    `whole` has the dtypes of parameters whose gradients are returned, and `are_zeros`
-    says that the sums need not be emptied.
+    `whole` has the dtypes of parameters whose gradients are returned.
     """
     loss = trace.loss(consts)
     # With a count from inside the conditional, XLA would have to keep all that the
     # backward pass needs of the forward pass.
-    n, _ = trace.count(consts, twins)
+    n = trace.tokens(consts, twins).value()
     floats = [i for i, x in enumerate(twins) if x is not None]
     refs = {i: jax.new_ref(sums[i]) for i in floats if i not in whole}
 
     def empty() -> None:
-        if not are_zeros:
+        if is_first is not False:
             so_far = {i: ref[...] for i, ref in refs.items()}
-            for i, x in zeros_if(is_first, so_far).items():
+            # Not `emptied`: a select would need a copy.
+            zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+            for i, x in at_most_once(is_first, zeros, so_far).items():
                 refs[i][...] = x
 
     # Emptying sums of layers in the conditional costs a GPU a copy (FSDP 791 -> 992
@@ -251,7 +230,7 @@ def _why_after(
         return "this version of jax is older than 0.11"
     if closed.effects:
         return "loss_fn has side effects, which happen without tokens too"
-    if trace.count(closed.consts, twins)[1]:
+    if any(trace.tokens(closed.consts, twins).needed):
         return "num_tokens depends on the parameters"
     if _would_block(loss, closed, twins):
         return "devices send each other values, also if one of them has no tokens"
@@ -270,20 +249,15 @@ def _are_better_after(traced: ClosedJaxpr, sums: list[jax.Array]) -> bool:
     return has_loops or any(_has_other_axes(jax.typeof(x).sharding.mesh) for x in sums)
 
 
-def _why_whole(uses: set[str]) -> str | None:
+def _why_whole(reads: set[int | str]) -> str | None:
     """Why a gradient is whole, unless scans alone read a parameter, layer by layer."""
-    others = ", ".join(sorted(uses - {LAYERS}))
+    names = {"transpose" if isinstance(x, int) else x for x in reads - {0}}
+    others = ", ".join(sorted(names))
     return f"not only a scan takes it, layer by layer: {others}" if others else None
 
 
-class Report(NamedTuple):
-    """A parameter's shape, and why its gradient is whole, if it is."""
-
-    shape: tuple[int, ...]
-    reason: str | None
-    is_small: bool  # less than 1 % of the parameters
-
-
+# A parameter's shape, and why its gradient is whole, if it is.
+Report = tuple[tuple[int, ...], str | None]
 # What `whole_gradients` collects while it traces a program, by the path of parameters.
 _reports: ContextVar[dict[str, Report] | None] = ContextVar("reports", default=None)
 
@@ -299,19 +273,16 @@ def collected_reports() -> Iterator[dict[str, Report]]:
 
 
 def report(params: Params, reasons: Mapping[int, str | None]) -> None:
-    """Tells `whole_gradients` why gradients of at least 1 % of all are whole.
+    """Tells `whole_gradients` why gradients are whole.
 
     `None` is the reason of a gradient that is added layer by layer.
     """
     found = _reports.get()
-    if found is None:
-        return
-    shapes = [(path, jnp.shape(x)) for path, x in named_leaves(params)]
-    least = sum(math.prod(shape) for _, shape in shapes) / 100
-    for i, reason in reasons.items():
-        path, shape = shapes[i]
-        is_small = math.prod(shape) < least
-        found[path] = Report(shape, None if is_small else reason, is_small)
+    if found is not None:
+        named = named_leaves(params)
+        for i, reason in reasons.items():
+            path, x = named[i]
+            found[path] = jnp.shape(x), reason
 
 
 def _would_block(loss: LossOfTwins, traced: Trace, twins: TwinArrays) -> bool:
@@ -339,7 +310,7 @@ def _unless_mapped(
 
     @mapped.def_vmap
     def _(axis_size: int, in_batched: list[Any], *args: Any) -> tuple[T, Tree]:
-        if not any(jax.tree.leaves(in_batched)):
+        if not any(jax.tree.leaves(in_batched)):  # in forward mode
             outputs = otherwise(*args)
             return outputs, jax.tree.map(lambda _: False, outputs)
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
@@ -351,16 +322,9 @@ def _unless_mapped(
 
 def emptied(total: jax.Array, is_first: TracedBool) -> jax.Array:
     """The sum so far: nothing before the first micro-batch of a window."""
-    if is_first is None or is_concrete(is_first) and not is_first:
+    if is_concrete(is_first) and not is_first:
         return total
     return jax.lax.select(is_first, jnp.zeros_like(total), total)
-
-
-def zeros_if(is_first: TracedBool, sums: T) -> T:
-    """The same in the memory of the sums, also where a select would need a copy."""
-    if is_concrete(is_first) and not is_first:
-        return sums
-    return at_most_once(is_first, lambda x: jax.tree.map(jnp.zeros_like, x), sums)
 
 
 def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:

@@ -54,7 +54,10 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
 
 
 def as_num_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
-    """The weight of a micro-batch as a scalar of `dtype`."""
+    """The weight of a micro-batch as a scalar of `dtype`.
+
+    A traced one is 0 if it is negative or not finite; a known one is checked.
+    """
     if num_tokens is None:
         raise TypeError(
             "update() needs num_tokens, the number of loss tokens (or the sum of "
@@ -75,50 +78,32 @@ def as_num_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
                 f"got {num_tokens}."
             )
         return number  # so that a number that is known stays so in a trace
-    return as_real_scalar(num_tokens, "num_tokens", dtype)
-
-
-def usable_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
-    """The number of tokens in `dtype`; 0 if it is negative or not finite."""
-    is_known = is_concrete(num_tokens)
-    num_tokens = as_num_tokens(num_tokens, dtype)
-    if is_known:  # and checked
-        return num_tokens
+    num_tokens = as_real_scalar(num_tokens, "num_tokens", dtype)
     is_usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
     return jax.lax.select(is_usable, num_tokens, jnp.zeros_like(num_tokens))
 
 
 def as_real_scalar(x: ArrayLike, name: str, dtype: DType, xp: Any = jnp) -> Any:
-    try:
-        given = jnp.result_type(x)
-    except (TypeError, OverflowError):
-        given = jnp.dtype(dtype) if isinstance(x, int) else None
-    if given is None or not (
-        jnp.issubdtype(given, jnp.integer) or jnp.issubdtype(given, jnp.floating)
-    ):
-        got, advice = given or type(x).__name__, ""
-        if given == jnp.bool_:
-            got, advice = f"bool of shape {jnp.shape(x)}", " Sum a mask: mask.sum()."
-        raise TypeError(f"{name} must be a real number: got {got}.{advice}")
+    x = float(x) if type(x) is int else x  # which may exceed JAX's integers
+    given = jnp.result_type(x)
+    rule = (
+        f"{name} must be a real scalar, one number for the whole micro-batch such as "
+        f"mask.sum(): got {given} of shape {jnp.shape(x)}."
+    )
+    is_integer = jnp.issubdtype(given, jnp.integer)
+    if not is_integer and not jnp.issubdtype(given, jnp.floating):
+        raise TypeError(rule)
     if jnp.shape(x) != ():
-        raise ValueError(
-            f"{name} must be a scalar, one number for the whole micro-batch: got shape "
-            f"{jnp.shape(x)}. Sum it over the micro-batch first."
-        )
+        raise ValueError(rule)
     return xp.asarray(x, dtype)
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Wraps any optax optimizer so that `update` drops arguments it does not know."""
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
-        hint = ""
-        if hasattr(inner, "tx"):
-            hint = " Give the optax optimizer that it was made from."
-        elif callable(inner):
-            hint = " Call it, for example optax.adamw(learning_rate)."
         raise TypeError(
-            "The inner optimizer must be an optax optimizer with init and update: got "
-            f"{type(inner).__name__}.{hint}"
+            "The inner optimizer must be an optax optimizer with init and update, such "
+            f"as optax.adamw(learning_rate): got {type(inner).__name__}."
         )
     inner = optax.with_extra_args_support(inner)
     parameters = inspect.signature(inner.update).parameters

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation
-from optax_tokenaccum._checks import usable_tokens
+from optax_tokenaccum._checks import as_num_tokens
 from optax_tokenaccum._devices import Devices
 from optax_tokenaccum._rows import Rows
 from optax_tokenaccum._scans import Trace, Traced, exchanges
@@ -108,21 +108,21 @@ class Loss:
     ) -> tuple[jax.Array, tuple[ArrayLike, tuple[Aux, Changes]]]:
         """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
         key = {} if rng is None else {"rng": rng}
-        if not self.has_model_state:
-            returned = self.loss_fn(params, batch, **loss_kwargs, **key)
-            loss_sum, num_tokens, aux = unpack(returned, self.has_aux)
-            return loss_sum, (num_tokens, (aux, {}))
         # A loss may assign to the containers that it is given.
-        own = jax.tree.map(lambda x: x, model_state)
-        returned = self.loss_fn(params, own, batch, **loss_kwargs, **key)
-        is_pair = isinstance(returned, tuple | list) and len(returned) == 2
-        if not is_pair or not isinstance(returned[0], tuple | list | dict):
-            raise TypeError(
-                "With has_model_state=True, loss_fn must return ((loss_sum, "
-                f"num_tokens), model_state): got {describe(returned)}."
-            )
-        loss_sum, num_tokens, aux = unpack(returned[0], self.has_aux)
-        return loss_sum, (num_tokens, (aux, _changes(model_state, returned[1])))
+        own = (jax.tree.map(lambda x: x, model_state),) * self.has_model_state
+        returned = self.loss_fn(params, *own, batch, **loss_kwargs, **key)
+        changes: Changes = {}
+        if self.has_model_state:
+            match returned:
+                case [[_, _] as values, new]:
+                    returned, changes = values, _changes(model_state, new)
+                case _:
+                    raise TypeError(
+                        "With has_model_state=True, loss_fn must return ((loss_sum, "
+                        f"num_tokens), model_state): got {describe(returned)}."
+                    )
+        loss_sum, num_tokens, aux = unpack(returned, self.has_aux)
+        return loss_sum, (num_tokens, (aux, changes))
 
 
 class Output(NamedTuple):
@@ -155,7 +155,7 @@ def add_micro_batch(
 
     def of_rows(params: Params, model_state: ModelState, *others: Any) -> Any:
         loss_sum, (num_tokens, rest) = loss(params, model_state, *others)
-        return loss_sum, (usable_tokens(num_tokens, dtype), rest)
+        return loss_sum, (as_num_tokens(num_tokens, dtype), rest)
 
     others = rng, loss_kwargs
     if devices.keeps_sums_apart:
@@ -225,23 +225,19 @@ def unpack(
     """Checked `loss_sum, num_tokens, aux`; errors begin with `rule`."""
     form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
     rule = rule or (
-        f"loss_fn must return {form}, loss_sum summed over tokens, never divided"
+        f"With has_aux={has_aux}, loss_fn must return {form}, loss_sum summed over "
+        "tokens, never divided"
     )
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        advice = ""
-        if not has_aux and isinstance(returned, tuple | list) and len(returned) == 3:
-            advice = " With has_aux=True, return (loss_sum, (num_tokens, aux))."
-        raise TypeError(f"{rule}: got {describe(returned)}.{advice}")
-    loss_sum, num_tokens = returned
+    loss_sum: Any = None
+    num_tokens: Any = None
     aux = None
-    if has_aux:
-        if not isinstance(num_tokens, tuple | list) or len(num_tokens) != 2:
-            raise TypeError(f"{rule}: got {describe(returned)}.")
-        num_tokens, aux = num_tokens
-    elif isinstance(num_tokens, tuple | list | dict):
-        raise TypeError(f"{rule}: got {describe(returned)}. Is has_aux=True missing?")
-    if num_tokens is None:
-        raise TypeError(f"{rule}: got None for num_tokens.")
+    match has_aux, returned:
+        case True, [loss_sum, [num_tokens, aux]]:
+            pass
+        case False, [loss_sum, num_tokens]:
+            pass
+    if not jax.tree_util.all_leaves([num_tokens]):  # `None` and containers are none
+        raise TypeError(f"{rule}: got {describe(returned)}.")
     loss_sum = jnp.asarray(loss_sum)
     if loss_sum.shape != () or not jnp.issubdtype(loss_sum.dtype, jnp.floating):
         raise ValueError(

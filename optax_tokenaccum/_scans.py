@@ -8,9 +8,10 @@ a scan takes a parameter layer by layer, also after a cast, a transposition or i
 made in the scan, in the dtype of the sum.
 """
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import closed_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from optax_tokenaccum._trees import Leaf, Params
+from optax_tokenaccum._trees import Leaf, Params, Tree
 
 Atom = Var | Literal
 Trace = Jaxpr | ClosedJaxpr
@@ -46,14 +48,14 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return value, tangent.astype(value.dtype)
 
 
-class Twin(NamedTuple):
-    """That a variable is a parameter, or what casts and transpositions made of it."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that has a twin, or what casts and transpositions made of it."""
 
-    leaf: int  # of the parameters
-    axes: tuple[int, ...]  # of the twin, in the order of the variable's
-
-
-Marks = list[Twin | None]
+    value: Leaf
+    leaf: int = field(metadata={"static": True})  # of the parameters
+    axes: tuple[int, ...] = field(metadata={"static": True})  # of the twin, in order
 
 
 class Twins(NamedTuple):
@@ -63,18 +65,18 @@ class Twins(NamedTuple):
     layered: set[int]  # the leaves that scans take layer by layer
     counts: jax.Array | None
 
-    def stand_in(self, value: jax.Array, twin: Twin | None) -> jax.Array:
-        if twin is None:
-            return value
-        array = jnp.transpose(self.arrays[twin.leaf], twin.axes)
-        if twin.leaf in self.layered:
+    def stand_in(self, x: Leaf | Parameter) -> Leaf:
+        if not isinstance(x, Parameter):
+            return x
+        array = jnp.transpose(self.arrays[x.leaf], x.axes)
+        if x.leaf in self.layered:
             array = _rounded(array)
         else:
             # An operation for JAX, and none for XLA. Without one, `with_refs` would add
             # the gradient of a lookup to rows of the sum: to wrong ones where a
             # negative index was clamped, and over devices it would gather the sum.
             array = array * jnp.ones((), array.dtype)
-        return stand_in(value, array, self.counts)
+        return stand_in(x.value, array, self.counts)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -106,6 +108,26 @@ class Alone(NamedTuple):
         return value
 
 
+# What reads a parameter: an operation, by its name, or a scan that takes layers along
+# an axis, by this axis.
+Reads = dict[int, set[int | str]]  # by the leaf of the parameters
+# Where `of_twins` tells what reads the parameters.
+_collected: ContextVar[Reads | None] = ContextVar("collected", default=None)
+
+
+def traced_with_reads(
+    loss: Callable[[TwinArrays], Any], twins: TwinArrays
+) -> tuple[ClosedJaxpr, Tree, Reads]:
+    """The trace of a loss that calls `of_twins`, its shapes, and what reads twins."""
+    reads: Reads = defaultdict(set)
+    token = _collected.set(reads)
+    try:
+        closed, shapes = jax.make_jaxpr(loss, return_shape=True)(twins)
+    finally:
+        _collected.reset(token)
+    return closed, shapes, reads
+
+
 class Traced:
     """The trace of `f(params, *args)`, to be evaluated with twins of the parameters."""
 
@@ -118,79 +140,40 @@ class Traced:
         closed = self.closed
         return output_alone(closed.jaxpr, closed.consts, self.inputs, output)
 
+    def _with_twins(self, twins: Sequence[Leaf | None]) -> list[Leaf | Parameter]:
+        inputs = [*self.inputs]
+        for i, twin in enumerate(twins):
+            if twin is not None:
+                inputs[i] = Parameter(inputs[i], i, tuple(range(jnp.ndim(twin))))
+        return inputs
+
     def axes_of_layers(self, params: Params) -> dict[int, int]:
         """The axes of parameters, by their leaves, along which scans take layers."""
-        marks: Marks = [None] * len(self.inputs)
-        for i, x in enumerate(jax.tree.leaves(params)):
-            marks[i] = Twin(i, tuple(range(jnp.ndim(x))))
-        return _scanned(self.closed, marks)[0]
+        reads, _ = _reads_of(self.closed, self._with_twins(jax.tree.leaves(params)))
+        axes = {i: [x for x in by if isinstance(x, int)] for i, by in reads.items()}
+        return {i: min(found) for i, found in axes.items() if found}
 
     def of_twins(self, twins: TwinArrays, counts: jax.Array | None = None) -> Any:
         """What `f` returned, as a function of twins; `None` is one that has none."""
+        inputs = self._with_twins(twins)
+        reads, _ = _reads_of(self.closed, inputs)
+        if (collected := _collected.get()) is not None:
+            collected.update(reads)
         arrays = {i: x for i, x in enumerate(twins) if x is not None}
-        marks: Marks = [None] * len(self.inputs)
-        for i, x in arrays.items():
-            marks[i] = Twin(i, tuple(range(x.ndim)))
-        axes, _ = _scanned(self.closed, marks)
-        layered = {leaf for leaf, axis in axes.items() if axis == 0}
+        layered = {leaf for leaf, found in reads.items() if 0 in found}
         given = Twins(arrays, layered, counts)
-        consts = self.closed.consts
-        outputs, marks = _evaluate(self.closed, consts, self.inputs, marks, given)
-        return self.structure.unflatten(map(given.stand_in, outputs, marks))
-
-
-def without_rules(
-    jaxpr: Jaxpr, consts: Sequence[Leaf], inputs: Sequence[Leaf]
-) -> ClosedJaxpr:
-    """A traced function without the calls that have derivatives of their own.
-
-    Dead-code elimination knows what no output needs in any other call. The inputs of
-    the result are the constants and the inputs.
-    """
-
-    def evaluate(
-        jaxpr: Jaxpr, consts: Sequence[Leaf], args: Sequence[Leaf]
-    ) -> list[Leaf]:
-        values = dict(zip(jaxpr.invars, args, strict=True))
-        values |= zip(jaxpr.constvars, consts, strict=True)
-
-        def read(x: Atom) -> Leaf:
-            return x.val if isinstance(x, Literal) else values[x]
-
-        for eqn in jaxpr.eqns:
-            called = functions_in(eqn)
-            if _has_rules(eqn) and len(opened(called[0]).invars) == len(eqn.invars):
-                own = getattr(called[0], "consts", ())
-                args = [*map(read, eqn.invars)]
-                outputs = evaluate(opened(called[0]), own, args)
-            else:
-                outputs = _bind(jaxpr, eqn, [*map(read, eqn.invars)])
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        return [*map(read, jaxpr.outvars)]
-
-    return jax.make_jaxpr(functools.partial(evaluate, jaxpr))(consts, inputs)
-
-
-def _has_rules(eqn: JaxprEqn) -> bool:
-    """Whether an operation is a call that has derivatives of its own, or holds one."""
-    if eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
-        return bool(functions_in(eqn))
-    called = functions_in(eqn) if eqn.primitive.name == "jit" else []
-    return any(map(_has_rules, (x for f in called for x in opened(f).eqns)))
+        outputs = _evaluate(self.closed, self.closed.consts, inputs, given)
+        return self.structure.unflatten(map(given.stand_in, outputs))
 
 
 def output_alone(
     jaxpr: Jaxpr, consts: Sequence[Leaf], inputs: Sequence[Leaf], output: int
 ) -> Alone:
     alone, needed = _alone(jaxpr, output)
-    given = inputs
-    if any(needed) and any(map(_has_rules, jaxpr.eqns)):
-        given = [*consts, *inputs]
-        closed = without_rules(jaxpr, consts, inputs)
-        alone, needed = _alone(closed.jaxpr, output)
-        consts = closed.consts
-    args = [x for x, is_needed in zip(given, needed, strict=True) if is_needed]
-    return Alone(alone, consts, args, needed[len(given) - len(inputs) :])
+    if any(needed):
+        alone, needed = _alone(_without_rules(jaxpr), output)
+    args = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
+    return Alone(alone, consts, args, needed)
 
 
 def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
@@ -201,73 +184,83 @@ def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
     return dce_jaxpr(jaxpr, [i == output for i in range(len(jaxpr.outvars))])
 
 
+def _without_rules(jaxpr: Jaxpr) -> Jaxpr:
+    """A trace in which calls that have derivatives of their own are plain calls.
+
+    Dead-code elimination takes all inputs of the former for needed.
+    """
+
+    def plain(eqn: JaxprEqn) -> JaxprEqn:
+        name, called = eqn.primitive.name, functions_in(eqn)
+        has_rules = name.startswith(("custom_jvp", "custom_vjp"))
+        if not called or not (has_rules or name == "jit"):
+            return eqn
+        inner = called[0].replace(jaxpr=_without_rules(called[0].jaxpr))
+        if name == "jit":
+            return eqn.replace(params=eqn.params | {"jaxpr": inner})
+        return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": inner})
+
+    return jaxpr.replace(eqns=[*map(plain, jaxpr.eqns)])
+
+
 def _evaluate(
     traced: Trace,
     consts: Sequence[Leaf],
-    args: Sequence[Leaf],
-    given: Sequence[Twin | None],
+    inputs: Sequence[Leaf | Parameter],
     twins: Twins,
-) -> tuple[list[Leaf], Marks]:
-    """The outputs of a traced function; which of them are parameters with twins."""
+) -> list[Leaf | Parameter]:
+    """The outputs of a traced function."""
     jaxpr = opened(traced)
     values: dict[Atom, Leaf] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
-    marks: dict[Atom, Twin | None] = dict(zip(jaxpr.invars, given, strict=True))
-    differentiable: dict[Atom, jax.Array] = {}
+    values |= zip(jaxpr.invars, inputs, strict=True)
+    differentiable: dict[Atom, Leaf] = {}
 
-    def read(x: Atom) -> Leaf:
+    def read(x: Atom) -> Leaf | Parameter:
         return x.val if isinstance(x, Literal) else values[x]
 
-    def mark(x: Atom) -> Twin | None:
-        return None if isinstance(x, Literal) else marks.get(x)
-
     def array(x: Atom) -> Leaf:
-        if mark(x) is None:
+        if not isinstance(read(x), Parameter):
             return read(x)
         if x not in differentiable:
-            differentiable[x] = twins.stand_in(values[x], marks[x])
+            differentiable[x] = twins.stand_in(values[x])
         return differentiable[x]
 
     for eqn in jaxpr.eqns:
-        name, of = eqn.primitive.name, [*map(mark, eqn.invars)]
-        out: Sequence[Twin | None] = [None] * len(eqn.outvars)
-        is_plain = not any(of) or not (name == "scan" or _passes_on(eqn))
-        # Outside of the operation's context, which may have another mesh.
-        inputs = [*map(array, eqn.invars)] if is_plain else []
+        name, given = eqn.primitive.name, [*map(read, eqn.invars)]
+        knows_twins = any(isinstance(x, Parameter) for x in given)
+        knows_twins = knows_twins and (name == "scan" or _passes_on(eqn))
+        if not knows_twins:  # outside of the operation's context: it may have a mesh
+            given = [*map(array, eqn.invars)]
         with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
-            if is_plain:
-                outputs = _bind(jaxpr, eqn, inputs)
+            if not knows_twins:
+                outputs = _bind(jaxpr, eqn, given)
             elif name == "scan":
-                outputs = _scan(eqn, read, array, of, twins)
+                outputs = _scan(eqn, given, array, twins)
             elif name == "remat2":
-                outputs, out = _remat(eqn, [*map(read, eqn.invars)], of, twins)
+                outputs = _remat(eqn, given, twins)
             elif name in ("jit", "closed_call"):
                 [called] = functions_in(eqn)
-                inner, own = getattr(called, "consts", ()), [*map(read, eqn.invars)]
-                outputs, out = _evaluate(called, inner, own, of, twins)
+                own = getattr(called, "consts", ())
+                outputs = _evaluate(called, own, given, twins)
             else:
-                [x] = map(read, eqn.invars)
-                outputs, out = [_change(eqn, x)], [_moved(eqn, of[0])]
+                [x] = given
+                outputs = [replace(_moved(eqn, x), value=_changed(eqn, x.value))]
         values.update(zip(eqn.outvars, outputs, strict=True))
-        marks.update(zip(eqn.outvars, out, strict=True))
-    return [*map(read, jaxpr.outvars)], [*map(mark, jaxpr.outvars)]
+    return [*map(read, jaxpr.outvars)]
 
 
 def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Leaf]) -> list[Leaf]:
     """The outputs of an operation of `jaxpr` that knows no twins."""
-    variables = {
-        x: value
-        for x, value in zip(eqn.invars, given, strict=True)
-        if not isinstance(x, Literal)
-    }
+    pairs = zip(eqn.invars, given, strict=True)
+    values = {x: value for x, value in pairs if not isinstance(x, Literal)}
     alone = jaxpr.replace(
         constvars=[],
-        invars=[*variables],
+        invars=[*values],
         outvars=eqn.outvars,
         eqns=[eqn],
         effects=eqn.effects,
     )
-    return [*jax.core.eval_jaxpr(alone, (), *variables.values())]
+    return [*jax.core.eval_jaxpr(alone, (), *values.values())]
 
 
 def _passes_on(eqn: JaxprEqn) -> bool:
@@ -288,7 +281,7 @@ def _passes_on(eqn: JaxprEqn) -> bool:
     return name in ("transpose", "name", "closed_call", "remat2")
 
 
-def _change(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+def _changed(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     if eqn.primitive.name == "transpose":
         return jax.lax.transpose(x, eqn.params["permutation"])
     if eqn.primitive.name == "name":
@@ -296,60 +289,56 @@ def _change(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     return x.astype(eqn.params["new_dtype"])
 
 
-def _moved(eqn: JaxprEqn, twin: Twin | None) -> Twin | None:
-    if twin is None:
-        return None
-    order = eqn.params.get("permutation", range(len(twin.axes)))
-    return twin._replace(axes=tuple(twin.axes[i] for i in order))
+def _moved(eqn: JaxprEqn, x: Parameter) -> Parameter:
+    order = eqn.params.get("permutation", range(len(x.axes)))
+    return replace(x, axes=tuple(x.axes[i] for i in order))
 
 
 def _remat(
-    eqn: JaxprEqn, args: list[Leaf], of: Marks, twins: Twins
-) -> tuple[list[Leaf], Marks]:
+    eqn: JaxprEqn, given: list[Leaf | Parameter], twins: Twins
+) -> list[Leaf | Parameter]:
     [called] = functions_in(eqn)
     prevent_cse = eqn.params["prevent_cse"]
     if not isinstance(prevent_cse, bool):  # one for each input
         prevent_cse = any(prevent_cse)
-    passed: Marks = []
 
-    def call(args: list[Leaf], arrays: dict[int, jax.Array]) -> list[Leaf]:
-        own = twins._replace(arrays=arrays)
-        outputs, passed[:] = _evaluate(called, (), args, of, own)
-        return outputs
+    def call(given: list[Leaf], arrays: dict[int, jax.Array]) -> list[Leaf]:
+        return _evaluate(called, (), given, twins._replace(arrays=arrays))
 
     run = jax.checkpoint(call, prevent_cse=prevent_cse, policy=eqn.params["policy"])
-    used = {x.leaf for x in of if x is not None}
-    return run(args, {i: twins.arrays[i] for i in sorted(used)}), passed
+    used = {x.leaf for x in given if isinstance(x, Parameter)}
+    return run(given, {i: twins.arrays[i] for i in sorted(used)})
 
 
 def _scan(
     eqn: JaxprEqn,
-    read: Callable[[Atom], Leaf],
+    given: list[Leaf | Parameter],
     array: Callable[[Atom], Leaf],
-    of: Marks,
     twins: Twins,
 ) -> list[Leaf]:
     [body] = functions_in(eqn)
     first, last = carry_of(eqn)
-    fixed, carry = (
-        [*map(array, eqn.invars[:first])],
-        [*map(array, eqn.invars[first:last])],
-    )
-    marks = [x if x and x.axes[0] == 0 else None for x in _layers(eqn, of)]
-    own = zip(eqn.invars[last:], marks, strict=True)
-    slices = [array(x) if twin is None else read(x) for x, twin in own]
-    layers = {x.leaf: twins.arrays[x.leaf] for x in marks if x is not None}
-    of_layers = [
-        x and x._replace(axes=tuple(axis - 1 for axis in x.axes[1:])) for x in marks
+    fixed = [*map(array, eqn.invars[:first])]
+    carry = [*map(array, eqn.invars[first:last])]
+    slices = [
+        x if isinstance(x, Parameter) and _read_by(eqn, i, x) == 0 else array(variable)
+        for i, (x, variable) in enumerate(zip(given, eqn.invars, strict=True))
+        if i >= last
     ]
+    leaves = [x.leaf for x in slices if isinstance(x, Parameter)]
+    layers = {leaf: twins.arrays[leaf] for leaf in leaves}
+
+    def of_layer(x: Leaf | Parameter) -> Leaf | Parameter:
+        if not isinstance(x, Parameter):
+            return x
+        return replace(x, axes=tuple(axis - 1 for axis in x.axes[1:]))
 
     def iterate(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
         elements, arrays = given
         own = twins._replace(arrays=arrays)
-        args = [*fixed, *carry, *elements]
-        given = [*[None] * last, *of_layers]
-        outputs, out = _evaluate(body, getattr(body, "consts", ()), args, given, own)
-        outputs = [*map(own.stand_in, outputs, out)]
+        inputs = [*fixed, *carry, *map(of_layer, elements)]
+        outputs = _evaluate(body, getattr(body, "consts", ()), inputs, own)
+        outputs = [*map(own.stand_in, outputs)]
         return outputs[: len(carry)], outputs[len(carry) :]
 
     names = {"length", "reverse", "unroll", "_split_transpose"} & eqn.params.keys()
@@ -358,37 +347,42 @@ def _scan(
     return [*carry, *stacks]
 
 
-def _layers(eqn: JaxprEqn, of: Marks) -> Marks:
-    """Which arrays a scan takes layer by layer; none if it is unrolled."""
-    _, last = carry_of(eqn)
-    is_unrolled = eqn.params["unroll"] >= eqn.params["length"] > 1
-    return [None if is_unrolled else x for x in of[last:]]
+def _reads_of(
+    traced: Trace, inputs: Sequence[Leaf | Parameter | None]
+) -> tuple[Reads, list[Parameter | None]]:
+    """What reads each parameter, and the outputs that are parameters."""
+    jaxpr, found = opened(traced), defaultdict[int, set[int | str]](set)
+    pairs = zip(jaxpr.invars, inputs, strict=True)
+    known = {x: value if isinstance(value, Parameter) else None for x, value in pairs}
 
-
-def _scanned(traced: Trace, given: Marks) -> tuple[dict[int, int], Marks]:
-    """Along which axes scans take layers of each leaf; the marks of the outputs."""
-    jaxpr = opened(traced)
-    axes: dict[int, int] = {}
-    marks: dict[Atom, Twin | None] = dict(zip(jaxpr.invars, given, strict=True))
-
-    def mark(x: Atom) -> Twin | None:
-        return None if isinstance(x, Literal) else marks.get(x)
+    def read(x: Atom) -> Parameter | None:
+        return None if isinstance(x, Literal) else known.get(x)
 
     for eqn in jaxpr.eqns:
-        of, found = [*map(mark, eqn.invars)], {}
-        if not any(of):
+        given = [*map(read, eqn.invars)]
+        parameters = {i: x for i, x in enumerate(given) if x is not None}
+        if not parameters or not _passes_on(eqn):
+            for i, x in parameters.items():
+                found[x.leaf].add(_read_by(eqn, i, x))
             continue
-        if eqn.primitive.name == "scan":
-            found = {x.leaf: x.axes[0] for x in _layers(eqn, of) if x is not None}
-        elif _passes_on(eqn):
-            called = functions_in(eqn)
-            found, out = (
-                _scanned(called[0], of) if called else ({}, [_moved(eqn, of[0])])
-            )
-            marks.update(zip(eqn.outvars, out, strict=True))
-        for leaf, axis in found.items():
-            axes[leaf] = min(axis, axes.get(leaf, axis))
-    return axes, [*map(mark, jaxpr.outvars)]
+        if called := functions_in(eqn):
+            inner, outputs = _reads_of(called[0], given)
+            for leaf, reads in inner.items():
+                found[leaf] |= reads
+        else:
+            outputs = [_moved(eqn, x) for x in parameters.values()]
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return found, [*map(read, jaxpr.outvars)]
+
+
+def _read_by(eqn: JaxprEqn, position: int, x: Parameter) -> int | str:
+    if eqn.primitive.name != "scan":
+        return eqn.primitive.name
+    if position < carry_of(eqn)[1]:
+        return "a loop that is given all of it"
+    if eqn.params["unroll"] >= eqn.params["length"] > 1:
+        return "unrolled scan"
+    return x.axes[0]
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
@@ -398,55 +392,6 @@ def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
     [body] = map(opened, functions_in(eqn))
     last = sum(map(eq, map(_rank, eqn.invars), map(_rank, body.invars)))
     return last - sum(map(eq, map(_rank, eqn.outvars), map(_rank, body.outvars))), last
-
-
-class Use(NamedTuple):
-    """That a variable is a twin, or a parameter in whose place it stood."""
-
-    leaf: int
-    has_stood: bool
-
-
-def uses_of(traced: Trace, inputs: Sequence[Use | None]) -> dict[int, set[str]]:
-    """What reads the parameters, in a trace of a loss of twins.
-
-    It is the name of an operation, or `LAYERS` for a scan that takes a twin itself,
-    layer by layer.
-    """
-    jaxpr, found = opened(traced), defaultdict[int, set[str]](set)
-    uses = dict(zip(jaxpr.invars, inputs, strict=True))
-    for eqn in jaxpr.eqns:
-        taken = [None if isinstance(x, Literal) else uses.get(x) for x in eqn.invars]
-        name, called = eqn.primitive.name, functions_in(eqn)
-        if not any(taken):
-            continue
-        if name != "scan" and not _has_rules(eqn) and len(called) == 1:
-            if len(opened(called[0]).invars) == len(taken):
-                for leaf, names in uses_of(called[0], taken).items():
-                    found[leaf] |= names
-                continue
-        for i, use in enumerate(taken):
-            if use is None:
-                continue
-            if name == "scan":
-                found[use.leaf].add(_name_of_scan(eqn, i, use.has_stood))
-            elif use.has_stood:
-                found[use.leaf].add(name)
-            else:  # what a twin goes through, up to its `stand_in`
-                uses[eqn.outvars[0]] = Use(use.leaf, name == "custom_jvp_call")
-    return found
-
-
-LAYERS = "layers"
-
-
-def _name_of_scan(eqn: JaxprEqn, position: int, has_stood: bool) -> str:
-    if position < carry_of(eqn)[1]:
-        return "a loop that is given all of it"
-    if not has_stood:
-        return LAYERS
-    is_loop = eqn.params["unroll"] < max(eqn.params["length"], 2)
-    return "transpose" if is_loop else "unrolled scan"
 
 
 def exchanges(traced: Trace) -> Iterator[tuple[str, set[str]]]:

@@ -1,6 +1,7 @@
 """Tells which gradients exist as a whole next to their sums."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -65,10 +66,11 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
             "got a function that has none, or gets whole gradients from elsewhere."
         )
     given = {_keys(path): x for path, x in named_leaves((args, kwargs))}
+    least = sum(math.prod(shape) for shape, _ in found.values()) / 100
     reasons = {
         path: reason or _why_spread(_keys(path), shape, given)
-        for path, (shape, reason, is_small) in found.items()
-        if not is_small
+        for path, (shape, reason) in found.items()
+        if math.prod(shape) >= least
     }
     return {path: reason for path, reason in reasons.items() if reason}
 
@@ -84,18 +86,14 @@ def _why_spread(
 
     The shape is that of the parameter with the axis of the layers first.
     """
-    for own, x in given.items():
-        if own[len(own) - len(path) :] != path or sorted(jnp.shape(x)) != sorted(shape):
-            continue
-        sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            return None
-        orders = (
-            (axis, *x.shape[:axis], *x.shape[axis + 1 :]) for axis in range(x.ndim)
-        )
-        [axis, *_] = [i for i, *rest in orders if (x.shape[i], *rest) == shape]
-        names = [*sharding.spec, *[None] * x.ndim][axis]
-        if any(sharding.mesh.shape[name] > 1 for name in jax.tree.leaves(names)):
-            return "its first axis is spread over devices: spread another axis"
+    named = [x for own, x in given.items() if own[len(own) - len(path) :] == path]
+    x = next((x for x in named if sorted(jnp.shape(x)) == sorted(shape)), None)
+    sharding = getattr(x, "sharding", None)
+    if x is None or not isinstance(sharding, NamedSharding):
         return None
+    orders = [(axis, *x.shape[:axis], *x.shape[axis + 1 :]) for axis in range(x.ndim)]
+    axis = next(i for i, *rest in orders if (x.shape[i], *rest) == shape)
+    names = [*sharding.spec, *[None] * x.ndim][axis]
+    if any(sharding.mesh.shape[name] > 1 for name in jax.tree.leaves(names)):
+        return "its first axis is spread over devices: spread another axis"
     return None

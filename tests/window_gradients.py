@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
-from helpers import run_step, slow, stack
+from helpers import run_step, stack
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
 
@@ -93,8 +92,6 @@ def with_aux(loss_fn: Any, params: Any, batches: Any) -> Any:
 
 
 WAYS = [value_and_grad, with_aux, train_step, one_program, window_step]
-# Two of the ways, and the others in the slow tests.
-every_way = pytest.mark.parametrize("way", [*WAYS[:2], *map(slow, WAYS[2:])])
 
 
 def by_hand(loss_fn: Any, params: Any, batches: Any) -> Any:

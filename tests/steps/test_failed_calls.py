@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 
 from optax_tokenaccum import make_train_step
 
-BATCHES = [ways_in.batch_of(i, [1.0] * 8 * (i + 1)) for i in range(4)]
+BATCHES = [ways_in.batch_of(i, [i + 1.0] * 8) for i in range(4)]
 
 
 def run(step: Any, batches: Any, retries: Any = ()) -> Any:
@@ -94,7 +94,7 @@ def after_two_windows() -> Any:
     return params
 
 
-@pytest.mark.parametrize("way", [*meshes.WAYS, *nnx_ways.WAYS])
+@pytest.mark.parametrize("way", ["two programs", "one program", "nnx window"])
 def test_without_donation_a_call_that_failed_while_it_ran_can_be_repeated(way: str):
     step, state, window = fail_in_the_second_window(way, donate=False)
     state, metrics = run_step(step, state, window)
@@ -112,8 +112,8 @@ def test_after_a_call_that_failed_while_it_ran_parameters_and_moments_are_left()
     chex.assert_trees_all_close(state.params, after_two_windows(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["nnx two programs", "nnx window"])
-def test_a_checkpoint_takes_the_place_of_what_a_failed_call_took(way: str):
+def test_a_checkpoint_takes_the_place_of_what_a_failed_call_took():
+    way = "nnx two programs"
     step, state, window = fail_in_the_second_window(way)
     with pytest.raises(ValueError, match=r"Restore a checkpoint, nnx\.update"):
         step(state, window[0])

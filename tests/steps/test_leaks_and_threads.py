@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import cut, init_params, ragged_batch, run_step, slow
-from jax.sharding import PartitionSpec as P
 from meshes import K, make_mesh, make_step, stacked
 
 from optax_tokenaccum import accumulate_over_window, window_value_and_grad
@@ -27,12 +26,9 @@ LAYOUTS: dict[str, Any] = {
     "micro_batch": {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
 }
 PAIRS = [
-    ("one program", "one"),
-    slow("two programs", "window"),
+    ("two programs", "one"),
     slow("window", "micro_batch"),
-    slow("nnx two programs", "one"),
-    slow("nnx one program", "micro_batch"),
-    slow("nnx window", "window"),
+    slow("nnx one program", "window"),
 ]
 
 
@@ -46,15 +42,13 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return jnp.sum(jnp.sum(y, -1) * batch["mask"]), jnp.sum(batch["mask"])
 
 
+# Not with `reduce_every="window"`: jax itself leaks from the gradient of a shard_map.
 @pytest.mark.parametrize(
     ("way", "devices"),
     [
-        ("one program", "one"),
-        slow("two programs", "micro_batch"),
+        ("two programs", "one"),
         slow("window", "micro_batch"),
-        slow("nnx two programs", "one"),
         slow("nnx one program", "micro_batch"),
-        slow("nnx window", "one"),
     ],
 )
 def test_no_tracer_leaks_from_a_step(way: str, devices: str):
@@ -62,19 +56,6 @@ def test_no_tracer_leaks_from_a_step(way: str, devices: str):
     micro_batches = [{n: x[i] for n, x in BATCH.items()} for i in range(2)]
     with jax.checking_leaks():
         run_step(step, step.init(PARAMS), [BATCH] if "window" in way else micro_batches)
-
-
-def test_jax_itself_leaks_from_a_shard_map_that_is_differentiated():
-    """Why no step with `reduce_every="window"` is above; once this fails, add them."""
-    mesh = make_mesh((8,))
-    summed = jax.shard_map(
-        lambda w, x: jax.lax.psum(jnp.sum(w * x), "data"),
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-    )
-    with pytest.raises(Exception, match="Leaked trace"), jax.checking_leaks():
-        jax.jit(jax.grad(summed))(jnp.ones(8), jnp.ones(8))
 
 
 def test_no_tracer_leaks_from_a_function(maybe_jit: Any):
