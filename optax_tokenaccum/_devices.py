@@ -88,9 +88,11 @@ class Devices:
             shape, sharding = (*self.lead, *jnp.shape(p)), self._sharding_of_sum(p)
             if is_concrete(p):  # never made on one device first, where it may not fit
                 return jnp.zeros(shape, dtype, device=sharding)
-            zeros = jnp.zeros(shape, dtype)
-            known = sharding_of(p) is not None
-            return jax.sharding.reshard(zeros, sharding.spec) if known else zeros
+            zeros, known = jnp.zeros(shape, dtype), sharding_of(p)
+            if known is None:
+                return zeros
+            sharding = NamedSharding(known.mesh, sharding.spec)
+            return jax.sharding.reshard(zeros, sharding)
 
         return jax.tree.map(zero, params, dtypes)
 

@@ -485,16 +485,12 @@ ERRORS = {
       data_axes ('data',): got 7 in an array of shape … at …. Add rows without tokens,
       for example by planning with batch_multiple=8.
     step(state, {"classes": data.repeat(2, -2), "x": data})
-      ValueError: All arrays of a micro-batch must have the same number of rows, which
-      are spread over the 8 devices of data_axes ('data',): got shape … at ['classes']
-      and … at ['x']. Give loss_fn what has no rows as a keyword, step(state, batch,
-      name=array), or place it on every device with NamedSharding(mesh,
-      PartitionSpec()).
     step(state, {"classes": jax.device_put(data, everywhere), "x": data})
-      ValueError: An array that is whole on every device must not have as many rows as
-      those that are spread over the 8 devices of data_axes ('data',): got shape … at
-      ['classes'], whole, and … at ['x']. If these are rows, spread them too; if not,
-      give them to loss_fn as a keyword, step(state, batch, name=array).
+      ValueError: All arrays of a micro-batch must have the same number of rows, which
+      are spread over the 8 devices of data_axes ('data',), and arrays that are whole on
+      every device another number: got shape … at ['…'] and … at ['…']…. Spread all
+      rows; give loss_fn what has no rows as a keyword, step(state, batch, name=array),
+      or place it on every device with NamedSharding(mesh, PartitionSpec()).
     return jax.lax.psum((jnp.sum(losses), n), "data")
     return jax.lax.pmean(jnp.sum(losses), "data"), n
       ValueError: loss_fn must not name the data axes: it is given the rows of one
@@ -523,7 +519,6 @@ ERRORS = {
     new_step(mesh="data", data_axes="data")
       TypeError: mesh must be a jax.sharding.Mesh: got 'data'.
     new_step(mesh=mesh, data_axes=("data", 0))
-      TypeError: data_axes must be the name of a mesh axis or several …: got ….
     new_step(mesh=mesh, data_axes=())
     new_step(mesh=mesh, data_axes=("data", "data"))
       ValueError: data_axes must be the name of a mesh axis or several …: got ….
