@@ -159,7 +159,8 @@ class Devices:
             return sums
         leaves, structure = jax.tree.flatten(sums)
         known = shardings or [None] * len(leaves)
-        specs = [entries_of(s, x.ndim - 1) for x, s in zip(leaves, known, strict=True)]
+        given = [*zip((x.shape[1:] for x in leaves), known, strict=True)]
+        specs = [entries_of(sharding, len(shape)) for shape, sharding in given]
 
         def add_up(sums: list[jax.Array]) -> list[jax.Array]:
             pairs = zip(sums, specs, strict=True)
@@ -171,12 +172,11 @@ class Devices:
 
         # If shardings are known, map over all axes: XLA would gather an array that is
         # spread over an axis left to the compiler before scattering it over another.
-        own = [P(entry_of(self.names), *without(self.names, spec)) for spec in specs]
         sums = over_devices(
             add_up,
             self.mesh,
             self.names if shardings is None else self.mesh.axis_names,
-            in_specs=(own,),
+            in_specs=([P(*self._spec(*x)) for x in given],),
             out_specs=[P(*map(last, spec)) for spec in specs],
         )(leaves)
         return structure.unflatten(sums)
@@ -209,7 +209,8 @@ class Devices:
         if self.mesh is None:
             return spec
         if self.lead:
-            return [entry_of(self.names), *without(self.names, spec)]
+            others = [name for name in self.mesh.axis_names if name not in self.names]
+            return [entry_of(self.names), *only(others, spec)]
         free = tuple(n for n in self.names if n not in used(sharding))
         parts = math.prod(self.mesh.shape[name] for name in free)
         for axis in np.argsort([-n for n in shape], kind="stable"):
@@ -343,10 +344,6 @@ def used(sharding: NamedSharding | None) -> set[str]:
 def only(names: Sequence[str], spec: Iterable[Entry]) -> list[Entry]:
     """A partition spec without other names than `names`."""
     return [entry_of(tuple(n for n in names_in(x) if n in names)) for x in spec]
-
-
-def without(names: Sequence[str], spec: Iterable[Entry]) -> list[Entry]:
-    return [entry_of(tuple(n for n in names_in(x) if n not in names)) for x in spec]
 
 
 def entry_of(names: tuple[str, ...]) -> Entry:

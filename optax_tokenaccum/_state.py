@@ -81,7 +81,7 @@ class StepState(NamedTuple, Generic[P]):
         between calls, `acc_grads` is `()`.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp, optax
       >>> from optax_tokenaccum import make_train_step
       >>> def loss_fn(params, x):
       ...     return jnp.sum(params * x), x.size
@@ -89,9 +89,6 @@ class StepState(NamedTuple, Generic[P]):
       >>> state = step.init(jnp.zeros(()))
       >>> print(state.params, state.opt_state.mini_step)
       0.0 0
-      >>> target = jax.eval_shape(step.init, jnp.zeros(()))  # to restore a checkpoint
-      >>> print(type(target).__name__, target.params.shape)
-      StepState ()
     """
 
     params: P
