@@ -105,23 +105,21 @@ def test_what_is_sent_and_what_a_device_holds(layout: str, reduce_every: str | N
     programs = [
         steps[0].accumulate.lower(state, helpers.cut(batch, K)[0]).compile(),
         steps[0].close_window.lower(state).compile(),
-        steps[1].lower(state_of_windows, meshes.stacked(batch)).compile(),
     ]
-    accumulate, close, window = (
-        helpers.bytes_sent(program) / GRADIENT for program in programs
-    )
+    accumulate, close = (helpers.bytes_sent(x) / GRADIENT for x in programs)
     if reduce_every != "micro_batch":
         # Parameters are gathered for a micro-batch, and once for a window. Of the sums
         # that are scattered, a device gets its part.
         gathered, reduced = (1, 1 / 8) if layout == "fsdp" else (0, 1)
         assert gathered <= accumulate < gathered + 0.01
         assert reduced <= close < reduced + 0.01
+        lowered = steps[1].lower(state_of_windows, meshes.stacked(batch))
+        window = helpers.bytes_sent(lowered.compile()) / GRADIENT
         # Including K losses and counts.
         assert gathered + reduced <= window < gathered + reduced + 0.02
     else:  # and the updated parameters are gathered
         assert 1 <= accumulate < 1.01
         assert 1 <= close < 1.01
-        assert 2 <= window < 2.02  # the loop over its micro-batches counts once
     if layout == "data parallel":  # a device adds to its sum, or to its part, in place
         memory = programs[0].memory_analysis()
         held = GRADIENT // 8 if reduce_every == "micro_batch" else GRADIENT
