@@ -24,8 +24,7 @@ OPTIMIZER = optax.chain(
     [
         ("two programs", "data parallel", "auto", "micro_batch"),
         ("two programs", "tensor parallel", "explicit", "window"),
-        ("window", "fsdp and tensor parallel", "auto", "window"),
-        ("window", "fsdp", "explicit", "micro_batch"),
+        ("window", "fsdp and tensor parallel", "explicit", "micro_batch"),
     ],
 )
 def test_states_and_programs_are_those_of_arrays(

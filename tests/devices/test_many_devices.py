@@ -97,14 +97,12 @@ def test_what_is_sent_and_what_a_device_holds(layout: str, reduce_every: str | N
     shape, specs = meshes.LAYOUTS[layout]
     mesh, batch = meshes.make_mesh(shape), meshes.make_batch(shape[0])
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    steps = [
-        meshes.make_step(way, optimizer, mesh, reduce_every=reduce_every)
-        for way in ("two programs", "window")
-    ]
-    state, state_of_windows = (step.init(meshes.placed(mesh, specs)) for step in steps)
+    options: dict[str, Any] = {"reduce_every": reduce_every}
+    step = meshes.make_step("two programs", optimizer, mesh, **options)
+    state = step.init(meshes.placed(mesh, specs))
     programs = [
-        steps[0].accumulate.lower(state, helpers.cut(batch, K)[0]).compile(),
-        steps[0].close_window.lower(state).compile(),
+        step.accumulate.lower(state, helpers.cut(batch, K)[0]).compile(),
+        step.close_window.lower(state).compile(),
     ]
     accumulate, close = (helpers.bytes_sent(x) / GRADIENT for x in programs)
     if reduce_every != "micro_batch":
@@ -113,7 +111,9 @@ def test_what_is_sent_and_what_a_device_holds(layout: str, reduce_every: str | N
         gathered, reduced = (1, 1 / 8) if layout == "fsdp" else (0, 1)
         assert gathered <= accumulate < gathered + 0.01
         assert reduced <= close < reduced + 0.01
-        lowered = steps[1].lower(state_of_windows, meshes.stacked(batch))
+        step = meshes.make_step("window", optimizer, mesh, **options)
+        state = step.init(meshes.placed(mesh, specs))
+        lowered = step.lower(state, meshes.stacked(batch))
         window = helpers.bytes_sent(lowered.compile()) / GRADIENT
         # Including K losses and counts.
         assert gathered + reduced <= window < gathered + reduced + 0.02
