@@ -12,8 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 from window_gradients import KEEPS, batch_of, by_hand, loss_through
+from window_gradients import loss_fn as layered_loss_fn
 
-from optax_tokenaccum import _backward, make_window_step, whole_gradients
+from optax_tokenaccum import (
+    _backward,
+    make_train_step,
+    make_window_step,
+    whole_gradients,
+)
 
 LAYERS, WIDTH, ROWS = 3, 8, 16
 NEW_JAX = _backward.CAN_ADD_IN_PLACE
@@ -64,6 +70,20 @@ def test_over_devices(layout: str):
     got = state.opt_state.inner_opt_state
     assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
     assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+@pytest.mark.skipif(not NEW_JAX, reason="everything is whole")
+def test_a_scan_over_layers_that_are_spread_would_gather_their_sum():
+    mesh = make_mesh((8,))
+    options = {"mesh": mesh, "data_axes": "data", "reduce_every": "micro_batch"}
+    step = make_train_step(layered_loss_fn, KEEPS, 2, **options)
+    layers = jax.device_put(
+        np.zeros((8, WIDTH, WIDTH), np.float32), NamedSharding(mesh, P("data"))
+    )
+    state = step.init({"layers": layers, "out": PARAMS["out"]})
+    found = whole_gradients(step, state, BATCHES[0])
+    # What the step knows; "..., spread another axis" would be found by looking.
+    assert found["['layers']"] == "its first axis is spread"
 
 
 def test_a_skip_function_is_shown_gradients_as_they_are():
