@@ -24,15 +24,10 @@ XLA_FLAG = "--xla_gpu_autotune_level=0"
 
 
 class Chip(NamedTuple):
-    """What jax needs to compile for eight chips of a kind.
-
-    Attributes:
-      packages: that compile for it.
-      topology: the arguments of `get_topology_desc`.
-    """
+    """What jax needs to compile for eight chips of a kind."""
 
     packages: tuple[str, ...]
-    topology: dict[str, Any]
+    topology: dict[str, Any]  # the arguments of `get_topology_desc`
 
     def missing(self) -> list[str]:
         """What to install, with versions where they must be those of jax."""

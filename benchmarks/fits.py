@@ -1,12 +1,10 @@
 """Whether a decoder of 7 billion parameters fits on 16 chips, and what it sends.
 
-    python -m benchmarks.fits
+    pip install libtpu && python -m benchmarks.fits
 
-Prints the table of docs/fit.md, and what a smaller decoder sends with FSDP.
-Nothing runs. The memory is that of programs for 16 chips of a TPU v5e, which are
-compiled if libtpu is installed. What is sent is that of programs for as many devices of
-a CPU, because a program that does not fit on a TPU does not compile for it; of the
-smaller decoder it is that of a TPU's programs as well.
+Prints the table of docs/fit.md. Nothing runs. The memory is that of programs for 16
+chips of a TPU v5e. What is sent is that of programs for as many devices of a CPU,
+because a program that does not fit on a TPU does not compile for it.
 """
 
 import functools
@@ -23,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import chips, report
 from benchmarks.compiled_text import bytes_sent
-from benchmarks.loops import size_in_bytes
+from benchmarks.ways import size_in_bytes
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
 
@@ -62,7 +60,7 @@ LAYOUTS = {
     "FSDP, no constraint": Layout((16, 1), "micro_batch", True, False),
     "FSDP, tensor parallel": Layout((4, 4), "micro_batch", True, True),
 }
-SMALL, MANY_ROWS = Model(8, 512, 1408, 8, 2048), Batch(256, 128)
+DOES_NOT_FIT = {"temporaries": "does not compile", "in all": ""}
 # How every parameter is spread. The first axis of the layers' is that of the stack.
 COLUMNS, ROWS = P(None, "data", "model"), P(None, "model", "data")
 SPECS = {
@@ -95,11 +93,7 @@ def params_of(model: Model, mesh: Mesh, is_spread: bool) -> Any:
 def loss_fn(model: Model, rows: Any, params: Any, batch: Any) -> Any:
     """The loss of next tokens; layers are computed again in the backward pass.
 
-    Args:
-      model: the sizes.
-      rows: the sharding that activations are constrained to; `None` for no constraint.
-      params: of `params_of`.
-      batch: tokens and labels, [rows, length].
+    Activations are constrained to the sharding `rows`, unless it is `None`.
     """
 
     def spread(x: jax.Array) -> jax.Array:
@@ -167,21 +161,15 @@ def held(programs: Programs) -> dict[str, str]:
         "moments": size_in_bytes(opt_state.inner_opt_state),
         "sums": size_in_bytes(opt_state.acc_grads),
     }
-    columns = {name: f"{size / 1e9:.1f}" for name, size in parts.items()}
-    if chips.CHIPS["v5e"].missing():
-        return columns
     try:
         analyses: list[Any] = [x.compile().memory_analysis() for x in programs[1:]]
-        temporaries = max(x.temp_size_in_bytes for x in analyses)
+        parts["temporaries"] = max(x.temp_size_in_bytes for x in analyses)
+        parts["in all"] = sum(parts.values())
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return columns | {"temporaries": "does not fit", "in all": ""}
-    whole = sum(parts.values()) + temporaries
-    return columns | {
-        "temporaries": f"{temporaries / 1e9:.1f}",
-        "in all": f"{whole / 1e9:.1f}",
-    }
+    columns = {name: f"{size / 1e9:.1f}" for name, size in parts.items()}
+    return columns if "in all" in parts else columns | DOES_NOT_FIT
 
 
 def sent(programs: Programs) -> list[int]:
@@ -190,34 +178,21 @@ def sent(programs: Programs) -> list[int]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Prints the table."""
     chips.prepare()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 16)
-    devices = on = jax.devices()
-    senders = {"a CPU": devices[:8]}
-    if not chips.CHIPS["v5e"].missing():
-        of = functools.partial(topologies.get_topology_desc, platform="tpu")
-        on, senders["a TPU v5e"] = of("v5e:4x4").devices, of("v5e:2x4").devices
+    devices = jax.devices()
+    of = functools.partial(topologies.get_topology_desc, platform="tpu")
     rows = []
     for name, layout in LAYOUTS.items():
-        row = held(lowered(SEVEN_B, BATCH, layout, on))
+        row = held(lowered(SEVEN_B, BATCH, layout, of("v5e:4x4").devices))
         micro_batch, close = sent(lowered(SEVEN_B, BATCH, layout, devices))
         row |= {
             "sent in a micro-batch": f"{micro_batch / 1e9:.1f}",
             "sent at the close": f"{close / 1e9:.1f}",
         }
         rows.append({"layout, GB on each of 16 chips": name} | row)
-    print(report.table(rows))
-    rows = []
-    for name, constrains in {"not constrained": False, "constrained": True}.items():
-        layout = Layout((8, 1), "micro_batch", True, constrains)
-        row = {"activations": name}
-        for sender, places in senders.items():
-            programs = lowered(SMALL, MANY_ROWS, layout, places)
-            whole = sum(4 * x.size for x in jax.tree.leaves(programs.state.params))
-            row[f"sent / parameters, on {sender}"] = f"{sent(programs)[0] / whole:.1f}"
-        rows.append(row)
     print(report.table(rows))
 
 

@@ -1,8 +1,8 @@
 """Interleaved timings in one process, and the ratios of pairs."""
 
-import itertools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -42,9 +42,9 @@ def interleaved(
 
     Args:
       runs: the functions to time, including the wait for their results.
-      rounds: the maximum number of rounds.
+      rounds: how many, at most.
       warm_up: additional rounds at the start, which are not counted.
-      seconds: no round starts after this time, once there are five rounds.
+      seconds: when no more rounds start, once there are five.
       prepare: called with the name of a run before it; this time is not counted.
     """
     names = list(runs)
@@ -64,28 +64,19 @@ def interleaved(
     return times
 
 
-def ratio(times: list[float], over: list[float]) -> Spread:
-    """The times of a run divided by those of another one in the same rounds."""
-    return spread([a / b for a, b in zip(times, over, strict=True)])
-
-
 def ratios(times: dict[str, list[float]], over: str) -> dict[str, Spread]:
     """The times of each run divided by those of `over` in the same rounds."""
-    return {name: ratio(own, times[over]) for name, own in times.items()}
-
-
-class Running:
-    """Runs `run(state, data) -> state` on one of the data after another, in a cycle."""
-
-    def __init__(self, run: Callable[[Any, Any], Any], state: Any, *data: Any):
-        self._run, self._state, self._data = run, state, itertools.cycle(data)
-
-    def __call__(self) -> Any:
-        self._state = self._run(self._state, next(self._data))
-        return self._state
+    return {
+        name: spread([a / b for a, b in zip(own, times[over], strict=True)])
+        for name, own in times.items()
+    }
 
 
 def relative_error(got: Any, expected: Any) -> float:
     """The norm of the difference of two trees, divided by that of the second one."""
     difference = jax.tree.map(np.subtract, got, expected)
     return float(optax.tree.norm(difference) / optax.tree.norm(expected))
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_tokenaccum.nnx
-from benchmarks.loops import Loop, Optimizer
+from benchmarks.ways import Loop, Optimizer
 from benchmarks.workloads import Workload
 
 
@@ -44,4 +44,4 @@ def nnx_train_step(workload: Workload, inner: Optimizer, k: int) -> Loop:
             step(model, optimizer, batch)
         return model.params(), model, optimizer
 
-    return Loop(init, run, lambda *_: {})
+    return Loop(init, run)

@@ -4,32 +4,15 @@ First come two limits, then optax's ways and forms that people write by hand, th
 entry points of this library.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import optax_tokenaccum
-from benchmarks.loops import (
-    Loop,
-    Optimizer,
-    Program,
-    Way,
-    add,
-    apply,
-    apply_sums,
-    batches_of,
-    empty_sums,
-    mean_like,
-    one_program,
-    optimizer_that_accumulates,
-    owned,
-    shardings_of,
-    size_in_bytes,
-)
 from benchmarks.workloads import Window, Workload
 from optax_tokenaccum import (
     coupled_value_and_grad,
@@ -38,6 +21,53 @@ from optax_tokenaccum import (
     token_accumulation,
     window_value_and_grad,
 )
+
+Optimizer = optax.GradientTransformation
+ADAMW = optax.adamw(1e-4)
+
+
+class Program(NamedTuple):
+    """A program of a loop, not compiled yet."""
+
+    lowered: jax.stages.Lowered
+    held: int = 0  # the bytes of gradients, or of their sums, among its arguments
+
+    def peak(self, compiled: jax.stages.Compiled | None = None) -> int:
+        """Counts temporaries, outputs that alias nothing, and `held`, on a device.
+
+        This leaves out parameters, optimizer state and batch.
+        """
+        found: Any = (compiled or self.lowered.compile()).memory_analysis()
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        return found.temp_size_in_bytes + outputs + self.held
+
+
+class Loop(NamedTuple):
+    """A training loop, window by window.
+
+    Attributes:
+      init: `init(params) -> state`, in buffers of its own; the parameters are its first
+        element.
+      run: `run(state, window) -> state`; it may donate the state.
+      lower: `lower(state, window) -> {name: program}`, the programs that it runs, the
+        one of a micro-batch first. Shapes are enough.
+    """
+
+    init: Callable[[Any], Any]
+    run: Callable[[Any, Window], Any]
+    lower: Callable[[Any, Window], dict[str, Program]] = lambda *_: {}
+
+
+class Way(NamedTuple):
+    """One way to accumulate.
+
+    Attributes:
+      build: `build(workload, inner, k)` makes the loop; steps take `mesh` too.
+      exact: whether it gives the gradient of the window; `None` for a limit.
+    """
+
+    build: Callable[..., Loop]
+    exact: bool | None = True
 
 
 def gradients_alone(workload: Workload, inner: Optimizer, k: int) -> Loop:
@@ -61,26 +91,39 @@ def gradients_alone(workload: Workload, inner: Optimizer, k: int) -> Loop:
 def gradients_and_step(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """Computes k gradients and one optimizer step on the last; adds up nothing."""
     gradients = gradients_alone(workload, inner, k)
-    step = jax.jit(partial(apply, inner), donate_argnums=(0, 1))
 
-    def run(state: Any, window: Window) -> Any:
-        params, opt_state = state
-        _, (_, last) = gradients.run((params, None), window)
-        return step(params, opt_state, last)
+    def last(params: Any, window: Window) -> Any:
+        return gradients.run((params, None), window)[1][1]
 
-    def lower(state: Any, window: Window) -> Any:
-        lowered = step.lower(*state, state[0])
-        return gradients.lower(state, window) | {
-            "step": Program(lowered, size_in_bytes(state[0]))
-        }
-
-    return Loop(lambda params: owned((params, inner.init(params))), run, lower)
+    return gradient_and_update(inner, last, gradients.lower)
 
 
 def optax_multi_steps(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """The mean of the micro-batches' means; the inner optimizer runs k times."""
     optimizer = optax.MultiSteps(inner, every_k_schedule=k)
     return optimizer_that_accumulates(workload, optimizer, workload.mean_loss_fn)
+
+
+def transformation(workload: Workload, inner: Optimizer, k: int) -> Loop:
+    """`token_accumulation` in a handwritten train step."""
+    optimizer = token_accumulation(inner, k)
+    return optimizer_that_accumulates(workload, optimizer, workload.loss_fn)
+
+
+def optimizer_that_accumulates(workload: Workload, optimizer: Any, loss: Any) -> Loop:
+    """A handwritten train step, which updates the optimizer on every micro-batch.
+
+    The loss is a sum or a mean, as the optimizer expects it.
+    """
+
+    def step(params: Any, opt_state: Any, batch: Any, frozen: Any) -> Any:
+        (value, n), gradient = jax.value_and_grad(loss, has_aux=True)(
+            params, batch, frozen
+        )
+        updates, opt_state = optimizer.update(gradient, opt_state, params, num_tokens=n)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return one_program(workload, optimizer.init, step, "micro_batches", True)
 
 
 def optax_microbatching(workload: Workload, inner: Optimizer, k: int) -> Loop:
@@ -94,7 +137,7 @@ def optax_microbatching(workload: Workload, inner: Optimizer, k: int) -> Loop:
             accumulator=optax.microbatching.AccumulationType.SUM,
         )
         (loss_sum, num_tokens), gradients = sums_over_window(params, whole, frozen)
-        sums = (loss_sum, num_tokens, gradients)
+        sums = loss_sum, num_tokens, gradients
         return apply_sums(inner, params, opt_state, sums)
 
     return one_program(workload, inner.init, step, "whole")
@@ -114,7 +157,7 @@ def sums_by_hand(
     workload: Workload, params: Any, micro_batches: Any, frozen: Any
 ) -> Any:
     def body(sums: Any, batch: Any) -> Any:
-        return add(sums, _gradient(workload, params, batch, frozen)), None
+        return added(sums, workload, params, batch, frozen), None
 
     return jax.lax.scan(body, empty_sums(params), micro_batches)[0]
 
@@ -127,7 +170,7 @@ def pair_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
 
     @partial(jax.jit, donate_argnums=0)
     def accumulate(sums: Any, params: Any, batch: Any, frozen: Any) -> Any:
-        return add(sums, _gradient(workload, params, batch, frozen))
+        return added(sums, workload, params, batch, frozen)
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
     def close(params: Any, opt_state: Any, sums: Any) -> Any:
@@ -159,26 +202,6 @@ def pair_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
     return Loop(init, run, lower)
 
 
-def _gradient(workload: Workload, params: Any, batch: Any, frozen: Any) -> Any:
-    """`(loss_sum, num_tokens, gradient)`, the start of every form."""
-    (loss_sum, num_tokens), gradient = jax.value_and_grad(
-        workload.loss_fn, has_aux=True
-    )(params, batch, frozen)
-    return loss_sum, num_tokens, gradient
-
-
-def transformation(workload: Workload, inner: Optimizer, k: int) -> Loop:
-    """`token_accumulation` in a handwritten train step."""
-    optimizer = token_accumulation(inner, k)
-    return optimizer_that_accumulates(workload, optimizer, workload.loss_fn)
-
-
-def multi_steps(workload: Workload, inner: Optimizer, k: int) -> Loop:
-    """`MultiSteps` in the loop of `optax.MultiSteps`."""
-    optimizer = optax_tokenaccum.MultiSteps(inner, every_k_schedule=k)
-    return optimizer_that_accumulates(workload, optimizer, workload.mean_loss_fn)
-
-
 def train_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> Loop:
     """`make_train_step`: two programs."""
     step = make_train_step(workload.loss_fn, inner, k, **options)
@@ -192,7 +215,7 @@ def train_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> 
             "close": Program(step.close_window.lower(state), held),
         }
 
-    return _loop(workload, step, "micro_batches", lower)
+    return loop_of(workload, step, "micro_batches", lower)
 
 
 def window_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> Loop:
@@ -200,26 +223,36 @@ def window_step(workload: Workload, inner: Optimizer, k: int, **options: Any) ->
     step = make_window_step(workload.loss_fn, inner, **options)
 
     def lower(state: Any, window: Window) -> Any:
-        return {
-            "step": Program(step.lower(state, window.stacked, frozen=workload.frozen))
-        }
+        lowered = step.lower(state, window.stacked, frozen=workload.frozen)
+        return {"step": Program(lowered)}
 
-    return _loop(workload, step, "stacked", lower)
+    return loop_of(workload, step, "stacked", lower)
+
+
+def loop_of(workload: Workload, step: Any, batches: str, lower: Any) -> Loop:
+    """Calls a step of ours for every batch."""
+
+    def run(state: Any, window: Window) -> Any:
+        for batch in batches_of(window, batches):
+            state, _ = step(state, batch, frozen=workload.frozen)
+        return state
+
+    return Loop(step.init, run, lower)
 
 
 def gradient_by_hand(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """The scan by hand, which returns the gradient, and an update of its own."""
 
-    def gradient(params: Any, micro_batches: Any, frozen: Any) -> Any:
+    def gradient(params: Any, micro_batches: Any, *, frozen: Any) -> Any:
         sums = sums_by_hand(workload, params, micro_batches, frozen)
         return (sums[0] / sums[1], sums[1]), mean_like(params, sums)
 
-    return _gradient_and_update(workload, inner, gradient)
+    return gradient_of_window(workload, inner, gradient)
 
 
 def window_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """`window_value_and_grad`, and an update in a program of its own."""
-    return _of_window(workload, inner, window_value_and_grad(workload.loss_fn))
+    return gradient_of_window(workload, inner, window_value_and_grad(workload.loss_fn))
 
 
 def coupled_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
@@ -229,60 +262,145 @@ def coupled_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
         loss_sums, num_tokens = summaries
         return loss_sums.sum() / num_tokens.sum()
 
-    of_window = coupled_value_and_grad(workload.loss_fn, token_mean)
-    return _of_window(workload, inner, of_window)
+    gradient = coupled_value_and_grad(workload.loss_fn, token_mean)
+    return gradient_of_window(workload, inner, gradient)
 
 
-def _of_window(workload: Workload, inner: Optimizer, f: Callable[..., Any]) -> Loop:
-    def gradient(params: Any, micro_batches: Any, frozen: Any) -> Any:
-        return f(params, micro_batches, frozen=frozen)
-
-    return _gradient_and_update(workload, inner, gradient)
-
-
-def _gradient_and_update(
+def gradient_of_window(
     workload: Workload, inner: Optimizer, gradient: Callable[..., Any]
 ) -> Loop:
-    gradient = jax.jit(gradient)
+    """A program for `gradient(params, micro_batches, frozen=) -> (value, gradient)`."""
+
+    def of_window(params: Any, micro_batches: Any, frozen: Any) -> Any:
+        return gradient(params, micro_batches, frozen=frozen)
+
+    jitted = jax.jit(of_window)
+
+    def run(params: Any, window: Window) -> Any:
+        return jitted(params, window.stacked, workload.frozen)[1]
+
+    def lower(state: Any, window: Window) -> Any:
+        spread = jax.jit(of_window, out_shardings=(None, shardings_of(state[0])))
+        lowered = spread.lower(state[0], window.stacked, workload.frozen)
+        return {"window": Program(lowered)}
+
+    return gradient_and_update(inner, run, lower)
+
+
+def gradient_and_update(inner: Optimizer, gradient: Any, lower: Any) -> Loop:
+    """`gradient(params, window)`, and an update in a program of its own."""
     update = jax.jit(partial(apply, inner), donate_argnums=(0, 1))
 
     def run(state: Any, window: Window) -> Any:
-        _, mean = gradient(state[0], window.stacked, workload.frozen)
-        return update(*state, mean)
+        return update(*state, gradient(state[0], window))
 
-    def lower(state: Any, window: Window) -> Any:
-        spread = jax.jit(gradient, out_shardings=(None, shardings_of(state[0])))
-        lowered = spread.lower(state[0], window.stacked, workload.frozen)
+    def lower_both(state: Any, window: Window) -> Any:
+        lowered = update.lower(*state, state[0])
         held = size_in_bytes(state[0])
-        return {
-            "window": Program(lowered),
-            "update": Program(update.lower(*state, state[0]), held),
-        }
+        return lower(state, window) | {"update": Program(lowered, held)}
 
-    return Loop(lambda params: owned((params, inner.init(params))), run, lower)
+    return Loop(lambda params: owned((params, inner.init(params))), run, lower_both)
 
 
-def _loop(workload: Workload, step: Any, batches: str, lower: Any) -> Loop:
+def one_program(
+    workload: Workload,
+    init: Callable[[Any], Any],
+    step: Callable[..., Any],
+    batches: str,
+    holds_sums: bool = False,
+) -> Loop:
+    """A loop of `step(params, opt_state, batch, frozen) -> (params, opt_state, loss)`.
+
+    A loop that did not return the loss would need less memory than one that people log.
+    The batches are those of an attribute of `Window`.
+    """
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+
     def run(state: Any, window: Window) -> Any:
         for batch in batches_of(window, batches):
-            state, _ = step(state, batch, frozen=workload.frozen)
+            params, opt_state, *_ = jitted(*state, batch, workload.frozen)
+            state = params, opt_state
         return state
 
-    return Loop(step.init, run, lower)
+    def lower(state: Any, window: Window) -> Any:
+        batch = batches_of(window, batches)[0]
+        lowered = jitted.lower(*state, batch, workload.frozen)
+        held = size_in_bytes(state[1].acc_grads) if holds_sums else 0
+        return {"step": Program(lowered, held)}
+
+    return Loop(lambda params: owned((params, init(params))), run, lower)
+
+
+def batches_of(window: Window, name: str) -> list[Any]:
+    found = getattr(window, name)
+    return found if name == "micro_batches" else [found]
+
+
+def empty_sums(params: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """Zero sums of losses, tokens and gradients, in float32."""
+    gradients = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    return jnp.zeros(()), jnp.zeros(()), gradients
+
+
+def added(sums: Any, workload: Workload, params: Any, batch: Any, frozen: Any) -> Any:
+    """The sums with a micro-batch: its loss, its tokens and its gradient."""
+    (loss_sum, num_tokens), gradient = jax.value_and_grad(
+        workload.loss_fn, has_aux=True
+    )(params, batch, frozen)
+    return jax.tree.map(jnp.add, sums, (loss_sum, num_tokens, gradient))
+
+
+def apply_sums(inner: Optimizer, params: Any, opt_state: Any, sums: Any) -> Any:
+    """`(params, opt_state, loss)` after a window, with the mean loss."""
+    loss = sums[0] / sums[1]
+    return *apply(inner, params, opt_state, mean_like(params, sums)), loss
+
+
+def mean_like(params: Any, sums: Any) -> Any:
+    """The window's gradient in the dtypes of the parameters."""
+    _, num_tokens, gradients = sums
+    return jax.tree.map(
+        lambda g, p: (g / num_tokens).astype(p.dtype), gradients, params
+    )
+
+
+def apply(inner: Optimizer, params: Any, opt_state: Any, gradient: Any) -> Any:
+    updates, opt_state = inner.update(gradient, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def owned(tree: Any) -> Any:
+    """Copies a tree, so that donation does not delete another way's arrays."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def shardings_of(tree: Any) -> Any:
+    """For the results of a program that do not follow from its arguments' shardings."""
+    return jax.tree.map(lambda x: getattr(x, "sharding", None), tree)
+
+
+def size_in_bytes(tree: Any) -> int:
+    """The bytes of a tree of arrays, or of shapes, on a device."""
+
+    def size(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = sharding.shard_shape(x.shape) if sharding else x.shape
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 WAYS: dict[str, Way] = {
-    "gradients alone": Way("limit", gradients_alone, exact=False),
-    "gradients + one step": Way("limit", gradients_and_step, exact=False),
-    "optax.MultiSteps": Way("optax", optax_multi_steps, exact=False),
-    "optax.microbatching": Way("optax", optax_microbatching),
-    "scan by hand": Way("by hand", scan_by_hand),
-    "pair by hand": Way("by hand", pair_by_hand),
-    "gradient by hand": Way("by hand", gradient_by_hand),
-    "token_accumulation": Way("ours", transformation),
-    "MultiSteps": Way("ours", multi_steps),
-    "train step": Way("ours", train_step),
-    "window step": Way("ours", window_step),
-    "window_value_and_grad": Way("ours", window_gradient),
-    "coupled_value_and_grad": Way("ours", coupled_gradient),
+    "gradients alone": Way(gradients_alone, exact=None),
+    "gradients + one step": Way(gradients_and_step, exact=None),
+    "optax.MultiSteps": Way(optax_multi_steps, exact=False),
+    "optax.microbatching": Way(optax_microbatching),
+    "scan by hand": Way(scan_by_hand),
+    "pair by hand": Way(pair_by_hand),
+    "gradient by hand": Way(gradient_by_hand),
+    "token_accumulation": Way(transformation),
+    "train step": Way(train_step),
+    "window step": Way(window_step),
+    "window_value_and_grad": Way(window_gradient),
+    "coupled_value_and_grad": Way(coupled_gradient),
 }

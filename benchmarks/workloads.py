@@ -1,6 +1,5 @@
 """The models to train, and ragged windows of data for them."""
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,14 +20,12 @@ class Workload(NamedTuple):
       frozen: the parameters of `loss_fn` that are not trained.
       loss_fn: `loss_fn(params, batch, frozen) -> (loss_sum, num_tokens)`.
       micro_batch: `micro_batch(rng)` makes one with a random number of loss tokens.
-      dtype: of the computation.
     """
 
     params: Any
     frozen: Any
     loss_fn: Callable[..., Any]
     micro_batch: Callable[[np.random.Generator], Any]
-    dtype: Any = jnp.float32
 
     def mean_loss_fn(self, params: Any, batch: Any, frozen: Any) -> Any:
         loss_sum, num_tokens = self.loss_fn(params, batch, frozen)
@@ -75,7 +72,7 @@ def square_layers(
         x = rng.normal(size=(rows, width)) * n
         return {"x": x.astype(dtype), "mask": np.arange(rows) < n}
 
-    return Workload(params, None, loss_fn, micro_batch, dtype)
+    return Workload(params, None, loss_fn, micro_batch)
 
 
 def stacked_layers(
@@ -142,11 +139,11 @@ def stacked_layers(
             x = params["embedding"][x]
         weights = {n: w for n, w in (params | frozen).items() if n not in ends}
         x = spread(x.astype(dtype))
+        body = _of_layer(layer, dtype)
         if scanned:
             weights = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), weights)
-            x = _scanned(layer, x, weights, dtype)
+            x, _ = jax.lax.scan(body, x, weights)
         else:
-            body = _of_layer(layer, dtype)
             for i in range(layers):
                 x, _ = body(x, {name: own[i] for name, own in weights.items()})
         if vocabulary:
@@ -166,14 +163,7 @@ def stacked_layers(
             x *= n[..., None] / length
         return {"x": x, "mask": np.arange(length) < n}
 
-    return Workload(params, frozen, loss_fn, micro_batch, dtype)
-
-
-def _scanned(
-    layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, stack: Any, dtype: Any
-) -> jax.Array:
-    """Runs stacked layers in a scan."""
-    return jax.lax.scan(_of_layer(layer, dtype), x, stack)[0]
+    return Workload(params, frozen, loss_fn, micro_batch)
 
 
 def _of_layer(
@@ -204,17 +194,27 @@ def transformer_of(
         jax.random.key(0), vocabulary=vocabulary, d_model=d_model, layers=layers
     )
     frozen = {}
-    params = whole if stacked else _unstacked(whole, layers)
+
+    def unstacked(params: Any) -> Any:
+        """So that each layer's gradient is added as soon as it is computed."""
+        layer = [
+            jax.tree.map(operator.itemgetter(i), params["layers"])
+            for i in range(layers)
+        ]
+        return params | {"layers": layer}
+
+    params = whole if stacked else unstacked(whole)
     if rank:
         frozen = params
         adapters = transformer.init_adapters(jax.random.key(1), whole, rank)
-        params = _unstacked(adapters, layers)
+        params = unstacked(adapters)
 
     def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
         merged = frozen | params
         x = merged["embedding"][batch["tokens"]]
         if stacked:
-            x = _scanned(transformer.block, x, params["layers"], jnp.float32)
+            body = _of_layer(transformer.block, jnp.float32)
+            x, _ = jax.lax.scan(body, x, params["layers"])
         else:
             for i, layer in enumerate(params["layers"]):
                 own = frozen["layers"][i] if frozen else {}
@@ -233,42 +233,3 @@ def transformer_of(
         }
 
     return Workload(params, frozen, loss_fn, micro_batch)
-
-
-def _unstacked(params: Any, layers: int) -> Any:
-    """Splits the layers, so that each gradient is added as soon as it is computed."""
-    return params | {
-        "layers": [
-            jax.tree.map(operator.itemgetter(i), params["layers"])
-            for i in range(layers)
-        ]
-    }
-
-
-Workloads = dict[str, Callable[[], Workload]]
-
-
-def _workloads(
-    square: tuple[int, int, int],
-    language_model: tuple[int, int, int, int],
-    rank: int,
-) -> Workloads:
-    """All models in one size: width, layers, rows of a micro-batch, and length."""
-    unrolled = functools.partial(transformer_of, *language_model)
-    return {
-        "square layers": functools.partial(square_layers, *square),
-        "transformer": unrolled,
-        "stacked": functools.partial(unrolled, stacked=True),
-        "LoRA": functools.partial(unrolled, rank=rank),
-        "bfloat16": functools.partial(square_layers, *square, dtype=jnp.bfloat16),
-    }
-
-
-WORKLOADS = _workloads((2048, 6, 4), (512, 5, 2, 64), rank=8)
-"""For a CPU: 25 M and 17 M parameters."""
-
-LARGE_WORKLOADS = _workloads((8192, 6, 4), (2048, 12, 8, 512), rank=16)
-"""For an accelerator: 403 M and 608 M parameters."""
-
-TINY_WORKLOADS = _workloads((32, 2, 4), (32, 2, 2, 8), rank=2)
-"""To check that everything runs and is right; times are meaningless."""

@@ -67,8 +67,34 @@ html_css_files = ["site.css"]
 html_copy_source = False
 
 
+# Unions that Python spells out, and their names, from the longest to the shortest.
+ARRAY_LIKE = (
+    "~jax.Array | ~numpy.ndarray | ~numpy.bool | ~numpy.number | bool | int | float"
+    " | complex"
+)
+TYPE_NAMES = {
+    f"{ARRAY_LIKE} | ~typing.Iterable[ArrayTree]"
+    " | ~typing.Mapping[~typing.Any, ArrayTree]": "ArrayTree",
+    ARRAY_LIKE: "~jax.typing.ArrayLike",
+    "str | type[~typing.Any] | ~numpy.dtype"
+    " | ~jax._src.typing.SupportsDType": "~jax.typing.DTypeLike",
+    "type | str | ~typing.Callable[[tuple[~flax.typing.Key, ...], ~typing.Any], bool]"
+    " | bool | ~typing.Any | None | tuple[Filter, ...] | list[Filter]": "Filter",
+}
+
+
+def name_types(
+    app: Any, what: str, name: str, obj: Any, options: Any, *texts: Any
+) -> Any:
+    """Shorten the signature and the type of the result."""
+    for union, type_name in TYPE_NAMES.items():
+        texts = tuple(text and text.replace(union, type_name) for text in texts)
+    return texts
+
+
 def setup(app: Any) -> None:
     """Formulas as MathML, which browsers draw themselves: no script, no network."""
+    app.connect("autodoc-process-signature", name_types)
     from docutils.nodes import SkipNode
     from docutils.utils.math.latex2mathml import tex2mathml
 

@@ -23,13 +23,20 @@ WORDS = {
     "docs/reinforcement_learning": [
         *("GRPO", "DAPO", "Dr. GRPO", "RL", "PPO", "RLHF", "policy gradient"),
     ],
-    "docs/training_loop": ["checkpoint", "resume", "Orbax"],
+    "docs/training_loop": [
+        *("checkpoint", "resume", "Orbax", "progress bar", "tqdm", "wandb"),
+        *("TensorBoard", "logging", "evaluation"),
+    ],
+    "docs/coupled_losses": [
+        *("contrastive", "CLIP", "SimCLR", "InfoNCE", "GradCache", "negatives"),
+        *("MoE", "mixture of experts", "load balancing"),
+    ],
     "docs/several_losses": ["KL", "entropy bonus", "auxiliary loss", "denominators"],
     "docs/questions": ["bf16", "bfloat16", "fp16", "float16", "dtype"],
     "docs/own_your_step": ["LoRA", "dropout"],
     "docs/flax": ["NNX", "Linen", "BatchNorm"],
     "docs/maxtext": ["MaxText"],
-    "docs/recipes": ["DPO", "loss scaling", "jax.checkpoint"],
+    "docs/recipes": ["DPO", "DP-SGD", "loss scaling", "jax.checkpoint"],
     "docs/optimizers": ["clipping", "schedules", "lookahead", "NaN"],
     "docs/trainers": [
         *("EasyDeL", "Kauldron", "Keras", "Tunix", "axlearn", "levanter"),

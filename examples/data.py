@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     mask: np.ndarray
 
 
-# Fills positions without a token; the mask excludes them from the loss.
+# Where there is no token; the mask excludes it from the loss.
 PADDING = Batch(np.array(PAD, np.int32), np.array(PAD, np.int32), np.array(False))
 
 

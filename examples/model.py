@@ -23,8 +23,7 @@ from optax_tokenaccum import softmax_cross_entropy_sum
 
 HEAD_DIM = 32
 ALPHA = 16.0
-ADAPTED = ("qkv", "out", "up", "down")
-"""The adapted matrices of a layer."""
+ADAPTED = "qkv", "out", "up", "down"  # the adapted matrices of a layer
 
 Params = dict[str, Any]
 
@@ -93,18 +92,12 @@ def forward(params: Params, tokens: jax.typing.ArrayLike) -> jax.Array:
     return logits(params, x)
 
 
-def block(x: jax.Array, layer: Params, mask: jax.Array | None = None) -> jax.Array:
-    """One layer: attention and an MLP, on `[batch, length, d_model]`.
-
-    The mask, `[batch, 1, length, length]`, says which earlier positions each position
-    may see; by default all.
-    """
+def block(x: jax.Array, layer: Params) -> jax.Array:
+    """One layer: causal attention and an MLP, on `[batch, length, d_model]`."""
     qkv = project(_norm(x, layer["attention_norm"]), layer, "qkv")
     in_heads = (*x.shape[:2], -1, HEAD_DIM)  # [batch, length, heads, HEAD_DIM]
     q, k, v = (part.reshape(in_heads) for part in jnp.split(qkv, 3, axis=-1))
-    attended = jax.nn.dot_product_attention(
-        _rotate(q), _rotate(k), v, mask=mask, is_causal=True
-    )
+    attended = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
     x = x + project(attended.reshape(x.shape), layer, "out")
     hidden = jax.nn.gelu(project(_norm(x, layer["mlp_norm"]), layer, "up"))
     return x + project(hidden, layer, "down")

@@ -1,32 +1,8 @@
-"""Reports a comparison as a table, and the bug as a picture."""
+"""Draws the bug."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
-
-REFERENCE = "full-batch"
-
-
-class Run(NamedTuple):
-    """What was measured of one way, after every update.
-
-    Attributes:
-      distances: relative L2 distances to the reference's parameters.
-      losses: mean losses per validation token.
-    """
-
-    distances: list[float]
-    losses: list[float]
-
-
-def table(runs: dict[str, Run]) -> str:
-    """How far each way ends from training on the whole windows."""
-    lines = [f"{'way':20}{'distance':>12}{'validation loss':>18}"]
-    for way, (distances, losses) in runs.items():
-        far = "reference" if way == REFERENCE else f"{distances[-1]:.1e}"
-        lines.append(f"{way:20}{far:>12}{losses[-1]:>18.4f}")
-    return "\n".join(lines)
 
 
 def write_picture(path: Path, tokens: list[int]) -> None:
@@ -38,16 +14,17 @@ def write_picture(path: Path, tokens: list[int]) -> None:
     """
     tokens = sorted(tokens)
     mean = sum(tokens) / len(tokens)
-    figure = Figure(figsize=(5, 3.2), dpi=200, layout="constrained")
-    figure.set_facecolor("white")
+    # A white card, which a phone shows 390 pixels wide.
+    figure = Figure(figsize=(3.9, 3.1), dpi=200, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     axes = figure.subplots()
-    axes.set_title("Weight of a token in a mean of means", fontweight="bold")
+    axes.set_title("Weight of a token in a mean of means", fontweight="bold", size=11)
     places = range(len(tokens))
     axes.bar(places, [mean / n for n in tokens], color="#d1342f")
     axes.axhline(1, color="#1f6fb4", linewidth=3)
     axes.annotate(
         "right: 1 for every token",
-        (len(tokens) - 0.5, 1.15),
+        (len(tokens) - 0.5, 1.6),
         horizontalalignment="right",
         color="#1f6fb4",
         fontweight="bold",

@@ -15,10 +15,9 @@ from optax_tokenaccum import _checks as checks
 from optax_tokenaccum._audit_parts import Model, copied, flat
 from optax_tokenaccum._audit_report import AuditReport, Parameter, Verdict
 from optax_tokenaccum._loss import LossFn, unpack
-from optax_tokenaccum._trees import Batch, Params, common_dtype
+from optax_tokenaccum._trees import Batch, Params, common_dtype, leading_axis
 
-Run = Callable[[optax.GradientTransformationExtraArgs, Any, Sequence[Any]], Any]
-Reading = tuple[np.ndarray, np.ndarray | None, float]  # see `_read`
+Run = Callable[[optax.GradientTransformationExtraArgs, Params, Sequence[Batch]], Params]
 Gradient = Callable[..., tuple[np.ndarray, float]]  # (batch, share) -> it, num_tokens
 
 EXPLANATIONS = {
@@ -54,10 +53,9 @@ COUPLED = (
     "an axis of rows do that. coupled_value_and_grad has the gradient of such a loss; "
     "or keep such rows in one micro-batch, or leave the term out."
 )
-NOT_JOINED = "Not checked: whether loss_fn couples rows. No two were joined."
+NOT_CHECKED = "Not checked: whether loss_fn couples rows."
 SIGMAS = 8  # 5 was seen, because a token's rounding errors are correlated
 STEP_RTOL = 0.1  # relative error of a step on one micro-batch
-MOST_NOISE = 0.1  # relative; more cannot be told from a mistake
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,11 @@ class Window:
 
     def factor_of(self, form: np.ndarray) -> float | None:
         """How many times `form @ gradients` is applied; `None` if it is not."""
-        expected = form @ self.gradients
-        if not expected.any() or not np.isfinite(self.first).all():
+        if not np.isfinite(self.first).all():
             return None
+        expected = form @ self.gradients
         factor = float(self.first @ expected / (expected @ expected))
-        return factor if factor and self.fits(factor * form) else None
+        return factor if self.fits(factor * form) else None
 
     def near(self, expected: np.ndarray | float) -> np.ndarray:
         """Which weights of tokens may be these; one that is not known may be any."""
@@ -133,25 +131,22 @@ class Window:
     @functools.cached_property
     def weights(self) -> tuple[np.ndarray, np.ndarray] | None:
         """A token's weight, by micro-batch, and its error. NaN: it has no gradient."""
-        seen, size = self.gradients.any(1), np.linalg.norm(self.first)
-        columns, total = self.gradients[seen].T, self.tokens.sum()
-        if not 0 < size < np.inf or np.linalg.matrix_rank(columns) < seen.sum():
-            return None  # several weights explain the update, or none
-        inverse = np.linalg.pinv(columns)
-        found = inverse @ self.first
-        rest = self.first - columns @ found
-        noise = np.linalg.norm(found * self.noise[seen])
-        limit = max(self.rtol * size, 4 * noise)
-        if np.linalg.norm(rest) > limit:
+        seen, total = self.gradients.any(1), self.tokens.sum()
+        is_unique = np.linalg.matrix_rank(self.gradients) == seen.sum()
+        if not is_unique or not np.isfinite(self.first).all():
             return None
-        errors = np.linalg.norm(inverse, axis=1) * limit
-        if len(rest) > 4 * len(found):
+        inverse = np.linalg.pinv(self.gradients.T)
+        form = inverse @ self.first
+        expected, limit = form @ self.gradients, self.limit(form)
+        if distance(self.first, expected) > limit:
+            return None
+        errors = np.linalg.norm(inverse, axis=1) * limit * np.linalg.norm(expected)
+        if len(self.first) > 4 * len(form):
             # White's standard errors, because the noise differs from number to number.
-            errors = SIGMAS * np.sqrt(inverse**2 @ rest**2)
-        values, slack = np.full((2, len(seen)), np.nan)
-        values[seen] = found * total
-        slack[seen] = errors * total + max(self.rtol, 2 * noise / size)
-        return values, slack
+            errors = SIGMAS * np.sqrt(inverse**2 @ (self.first - expected) ** 2)
+        errors = errors * total + max(self.rtol, limit / 2)
+        values, errors = np.where(seen, [form * total, errors], np.nan)
+        return values, errors
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> float:
@@ -235,13 +230,13 @@ def audit(
     scaled = gradients if rtol else [summed(batch, 0.75)[0] for batch in micro_batches]
     noise = np.linalg.norm(scaled - gradients, axis=1)
     units = [float(jnp.finfo(x.dtype).eps) / 2 for x in model.trained]
-    least, most = rtol or max(1e-4, *units), rtol or max(1e-4, *units, 4 * drift)
-    window = Window(tokens, gradients, noise, most, first, second)
-    doubt = _doubt(summed, micro_batches, window, least)
+    rtol = rtol or max(1e-4, *units, 4 * drift)
+    window = Window(tokens, gradients, noise, rtol, first, second)
     verdict, explanation = _judge(window)
+    doubt = _doubt(summed, micro_batches, window)
     if verdict is Verdict.EXACT and doubt in (NO_SUM, COUPLED):
         verdict, explanation = Verdict.UNKNOWN, doubt
-    elif verdict is Verdict.EXACT or doubt != NOT_JOINED:
+    elif verdict is Verdict.EXACT or doubt != NOT_CHECKED:
         explanation = f"{explanation} {doubt}".rstrip()
     ends = np.cumsum([flat([x]).size for x in model.trained])[:-1]
     parts = [np.split(x, ends) for x in (first, exact, first - exact)]
@@ -278,7 +273,9 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
     return summed
 
 
-def _read(run: Run, model: Model, batches: list[Batch], exact: float) -> Reading:
+def _read(
+    run: Run, model: Model, batches: list[Batch], exact: float
+) -> tuple[np.ndarray, np.ndarray | None, float]:
     """What the first and the second update apply; how far parameters drift without."""
     # Rounding of such an update costs a unit of the gradient, not of the parameters.
     # The margin leaves room for small gradients; float16 has none.
@@ -295,8 +292,7 @@ def _read(run: Run, model: Model, batches: list[Batch], exact: float) -> Reading
     drift = float(np.linalg.norm(still - start) / size)
     if not drift <= margin**0.3:  # it is a second update, or NaN
         return (start - moved) / scale, (start - still) / scale, 0.0
-    is_still = np.linalg.norm(still - moved) <= 4 * drift * size
-    return (still - moved) / scale * (not is_still), None, drift
+    return (still - moved) / scale, None, drift
 
 
 def _sgd_once(which: int, scale: float) -> optax.GradientTransformationExtraArgs:
@@ -312,34 +308,32 @@ def _sgd_once(which: int, scale: float) -> optax.GradientTransformationExtraArgs
     return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)
 
 
-def _doubt(summed: Gradient, batches: list[Batch], window: Window, rtol: float) -> str:
+def _doubt(summed: Gradient, batches: list[Batch], window: Window) -> str:
     """What is wrong with `loss_fn` if rows of two micro-batches do not add up."""
 
-    def padded(x: Any, other: Any) -> Any:
+    def padded(x: jax.Array, other: jax.Array) -> jax.Array:
         more = np.maximum(np.shape(other), np.shape(x)) - np.shape(x)
         low = jnp.min(x) if jnp.issubdtype(x.dtype, jnp.integer) else 0
         widths = [(0, n) for n in more]  # with 0, or -100 in ignored labels
         return jnp.pad(x, widths, constant_values=min(low, 0)) if more.any() else x
 
     shapes = [[np.shape(x) for x in jax.tree.leaves(batch)] for batch in batches]
-    pairs = [
-        (i, j)
-        for i, j in itertools.combinations(np.flatnonzero(window.tokens)[:8], 2)
-        if len({shape[:1] for shape in shapes[i] + shapes[j]}) == 1
-        and max(map(len, shapes[i])) > 1  # the only axis may be that of a sequence
-    ]
+    pairs = itertools.combinations(np.flatnonzero(window.tokens), 2)
     try:
         i, j = min(pairs, key=lambda pair: shapes[pair[0]] != shapes[pair[1]])
+        for batch in (batches[i], batches[j]):
+            leading_axis(batch, "a micro-batch")
         a = jax.tree.map(padded, batches[i], batches[j])
         b = jax.tree.map(padded, batches[j], batches[i])
         both = jax.tree.map(lambda *x: jnp.concatenate(x), a, b)
         found, counts = zip(*map(summed, (a, b, both)), strict=True)
-    except Exception:  # no pairs, or whatever a loss raises at shapes that it fixes
-        return NOT_JOINED
-    g, n, noise = (x[[i, j]] for x in (window.gradients, window.tokens, window.noise))
-    limit = 2 * max(rtol * np.linalg.norm(g), 4 * np.linalg.norm(noise))
-    if np.linalg.norm(found[:2] - g) > limit or counts[:2] != tuple(n):
-        return NOT_JOINED  # padding counts
+    except Exception:  # no two, no rows, or whatever a loss raises at such a shape
+        return NOT_CHECKED
+    g, n = window.gradients[[i, j]], window.tokens[[i, j]]
+    limit = 2 * max(window.rtol * np.linalg.norm(g), 4 * max(window.noise))
+    padding_counts = np.linalg.norm(found[:2] - g) > limit or counts[:2] != tuple(n)
+    if padding_counts or max(map(len, shapes[i])) == 1:  # it may be that of a sequence
+        return NOT_CHECKED
     is_sum = abs(counts[2] - n.sum()) <= 1e-4 * n.sum()
     if is_sum and np.linalg.norm(found[2] - g.sum(0)) <= limit:
         return ""
@@ -348,32 +342,26 @@ def _doubt(summed: Gradient, batches: list[Batch], window: Window, rtol: float) 
 
 def _judge(window: Window) -> tuple[Verdict, str]:
     """The verdict on a loop, and why."""
-    candidates, limit = window.candidates(), window.limit(window.right)
+    candidates, stepped = window.candidates(), Verdict.STEPPED_EVERY_MICRO_BATCH
     if not np.isfinite(window.first).all():
         return Verdict.UNKNOWN, NOT_FINITE
-    stepped = Verdict.STEPPED_EVERY_MICRO_BATCH
     if candidates[stepped] <= STEP_RTOL:
         return stepped, EXPLANATIONS[stepped]
     if window.second is not None:
         return Verdict.UNKNOWN, "run takes several steps: make it one window, one step."
     if not window.first.any():
         return Verdict.DISCARDED, EXPLANATIONS[Verdict.DISCARDED]
-    if limit > 4 * MOST_NOISE:
-        return Verdict.UNKNOWN, (
-            f"cannot tell: gradients differ by {limit / 4:.0%}, by rounding or as the "
-            "parameters move without an update. Audit in float32, or give rtol."
-        )
     found = [v for v, forms in window.forms().items() if any(map(window.fits, forms))]
     others = [repr(v.value) for v in found if v is not Verdict.EXACT]
     for i in np.flatnonzero(window.gradients.any(1)):
-        one = window.right * (np.arange(len(window.right)) == i)
+        one = np.diag(window.right)[i]
         if window.fits(window.right - one) or window.fits(window.right + one):
             others.append(f"'micro-batch {i}, from 0, lost or twice'")
     if Verdict.EXACT in found and others:
         return Verdict.UNKNOWN, (
             "cannot tell: the exact gradient of this window is, up to rounding, "
             f"also {' and '.join(others[:4])}. Give two or more ragged micro-batches, "
-            "with gradients of similar sizes, or audit in float32."
+            "with gradients of similar sizes, or audit in float32, or give rtol."
         )
     if found:
         verdict = min(found, key=candidates.__getitem__)
@@ -391,10 +379,10 @@ def _explain(window: Window) -> str:
             f"({k}), the tokens ({total:g}), or a sum given as a mean ({total / k:g})? "
             f"Or clipping, a learning rate, or a count of {total / factor:.0f} tokens?"
         )
-    if window.factor_of(window.forms()[Verdict.MEAN_OF_MEANS][0]):
-        return "a mean is given where a sum is expected, or a mean of means is scaled."
     if window.weights is None:
         return NOT_A_SUM
+    if window.factor_of(window.forms()[Verdict.MEAN_OF_MEANS][0]):
+        return "a mean is given where a sum is expected, or a mean of means is scaled."
     if max(n) > 2 and window.near(n).all():
         return (
             "a sum is given where a mean is expected. Give optax_tokenaccum.MultiSteps "
@@ -407,13 +395,11 @@ def _explain(window: Window) -> str:
             f"of the {k} micro-batches, {lost} count for nothing and {twice} twice: "
             "the window closes too early, or they are lost or repeated on the way."
         )
-    counts = np.nan_to_num(values) * n
     # Weights of means add up to 1, whatever their counts.
-    if (counts >= 0).all() and abs(counts.sum() / total - 1) <= 0.01:
-        right, wrong = (", ".join(f"{x:.4g}" for x in y[:8]) for y in (n, counts))
+    if abs(np.nansum(values * n) / total - 1) <= 0.01 and not (values < 0).any():
         return (
-            f"the means are averaged with wrong counts, in the proportion of {wrong} "
-            f"where loss_fn counts {right}. Count no padding, and shifted labels."
+            "the means are averaged with wrong counts, see the weights. Count no "
+            "padding, and shifted labels."
         )
     return (
         "the micro-batches are weighted in a way of their own. Is each of them clipped "

@@ -16,8 +16,6 @@ from optax_tokenaccum._loss import LossFn, unpack
 from optax_tokenaccum._trees import Batch, Params, is_key, leading_axis, named_leaves
 
 Loss = Callable[[Batch], list[float]]  # at fixed parameters: [loss_sum, num_tokens]
-Found = Iterator[str]
-Mask = tuple[int, str]  # the place of a leaf in the batch, and its path
 
 OWN_MASK = "Count with the mask that the loss is multiplied by."
 PER_SEQUENCE = 'If the loss is a mean over sequences, give per="sequence".'
@@ -91,8 +89,8 @@ def check_loss_fn(
         negative label, is none: a mask, weights, segment ids, labels. By default, every
         leaf of bools without whose entries the loss is 0.
       per: what the loss counts. With `"sequence"`, for means over sequences as
-        `reduce_loss` returns them, the count of a row must be whole, not change with
-        every token, and not be 0 where the row has a loss.
+        `reduce_loss` returns them, the count of a row must not change with every token,
+        and not be 0 where the row has a loss.
 
     Returns:
       A `LossReport`, which `print` shows as text.
@@ -122,33 +120,42 @@ def check_loss_fn(
         raise ValueError(f"A micro-batch must have at least two rows: got {sizes}.")
     model = Model(params)
 
+    @jax.jit
     def loss_and_count(trained: list[jax.Array], batch: Batch) -> Any:
         return unpack(loss_fn(model.build(trained), batch), False)[:2]
 
     def at(trained: list[jax.Array]) -> Loss:
-        return lambda batch: [float(x) for x in jitted(trained, batch)]
+        return lambda batch: [float(x) for x in loss_and_count(trained, batch)]
 
-    jitted, loss = jax.jit(loss_and_count), at(model.trained)
+    loss = at(model.trained)
     largest = (x for x, n in zip(batches, sizes, strict=True) if n == max(sizes))
     batch = max(largest, key=lambda batch: loss(batch)[1])
     batch = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), batch)
-    masks = _masks(batch, mask)
-    program = str(jax.make_jaxpr(jitted)(model.trained, batch))
+    named = dict(named_leaves(batch))
+    masks = [x for x in named if mask in (x, *re.findall(r"[^\[\].']+", x)[-1:])]
+    if mask and not masks:
+        raise ValueError(f"mask must be one of {[*named]}: got {mask!r}.")
+    masks = masks or [x for x in named if named[x].dtype == bool]
+    program = str(jax.make_jaxpr(loss_and_count)(model.trained, batch))
     rtol = 1e-2 if re.search(r"\b(b?f16|f8_\w+)\[", program) else 1e-4
     if findings := [*_sums(loss, batch, rtol)]:
         return LossReport(tuple(findings), None, FIRST)
     losses = [at([*map(jnp.zeros_like, model.trained)]), loss]
     if not 0 < abs(losses[0](batch)[0]) < np.inf:
         losses = [loss]
-    gates = {place: _gates(losses[0], batch, place, rtol) for place in masks}
+    gates = {}  # whether the loss is 0 without any entry, and the count another
+    for x in masks:
+        (before, n), (after, m) = (losses[0](_without(batch, x, y)) for y in (0, 1))
+        gates[x] = abs(after) <= rtol * abs(before), m != n
     # A reward of False removes the loss alone, next to a mask that removes both.
     likely = [x for x in masks if all(gates[x])] or [x for x in masks if any(gates[x])]
-    how = "entry by entry" if per == "token" else "row by row"
-    check = _tokens if per == "token" else _sequences
-    for place in likely:
-        findings += check(losses, batch, (place, masks[place]), rtol)
-    if checked := ", ".join(masks[place] for place in masks if gates[place][1]):
-        return LossReport(tuple(findings), f"{how} of {checked}", None)
+    how, check = "entry by entry", _tokens
+    if per == "sequence":
+        how, check = "row by row", _sequences
+    for x in likely:
+        findings += check(losses, batch, x, rtol)
+    if checked := ", ".join(x for x in masks if gates[x][1]):
+        return LossReport(tuple(findings), f"{how} of {checked}")
     note = f"it is the same without {mask or 'any leaf of bools'}. Name another mask=."
     return LossReport(tuple(findings), None, FIRST if findings else note)
 
@@ -157,7 +164,7 @@ def _rows(batch: Batch, rows: Any) -> Any:
     return jax.tree.map(lambda x: x[np.asarray(rows)], batch)
 
 
-def _sums(loss: Loss, batch: Batch, rtol: float) -> Found:
+def _sums(loss: Loss, batch: Batch, rtol: float) -> Iterator[str]:
     """Yields what is wrong with rows that are doubled, halved or reversed."""
     rows = np.arange(len(jax.tree.leaves(batch)[0]) // 2 * 2)
     half = np.split(rows, 2)
@@ -203,110 +210,94 @@ def _sums(loss: Loss, batch: Batch, rtol: float) -> Found:
             )
 
 
-def _masks(batch: Batch, name: str | None) -> dict[int, str]:
-    """The places and paths of the named leaf, or of all leaves of bools."""
-    leaves = named_leaves(batch)
-    found = {}
-    for place, (path, leaf) in enumerate(leaves):
-        names = path, *re.findall(r"[^\[\].']+", path)[-1:]
-        if name in names or name is None and leaf.dtype == bool:
-            found[place] = path
-    if name and not found:
-        raise ValueError(f"mask must be one of {[*dict(leaves)]}: got {name!r}.")
-    return found
-
-
-def _without(batch: Batch, place: int, where: Any = True) -> Any:
+def _without(batch: Batch, mask: str, where: Any) -> Batch:
     """The batch without the entries of a mask where `where` is true."""
-    leaves, structure = jax.tree.flatten(batch)
-    for i, leaf in enumerate(leaves):
-        if i == place:
-            leaves[i] = np.where(where, min(np.min(leaf), 0), leaf).astype(leaf.dtype)
-        elif jnp.issubdtype(leaf.dtype, jnp.floating):
+
+    def changed(path: Any, x: Any) -> Any:
+        if (jax.tree_util.keystr(path) or "the root") == mask:
+            return np.where(where, min(np.min(x), 0), x).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating):
             # A weight or reward of 0 would hide a loss.
-            leaves[i] = np.where(leaf == 0, 1, leaf).astype(leaf.dtype)
-    return structure.unflatten(leaves)
+            return np.where(x == 0, 1, x).astype(x.dtype)
+        return x
+
+    return jax.tree_util.tree_map_with_path(changed, batch)
 
 
-def _gates(loss: Loss, batch: Batch, place: int, rtol: float) -> tuple[bool, bool]:
-    """Whether the loss is 0 without a mask's entries, and the count another."""
-    (before, n), (after, m) = (loss(_without(batch, place, x)) for x in (False, True))
-    return abs(after) <= rtol * abs(before), m != n
-
-
-def _some_rows(batch: Batch, place: int) -> Iterator[tuple[Any, list[Any]]]:
+def _some_rows(batch: Batch, mask: str) -> Iterator[tuple[Batch, list[Batch]]]:
     """Some rows, twice each, also without some of their entries, one at a time."""
-    mask = jax.tree.leaves(batch)[place]
-    there = mask != min(mask.min(), 0)
-    for i in np.unique(np.linspace(0, len(mask) - 1, MOST_ROWS).astype(int)):
-        row, entries = _rows(batch, [i, i]), np.argwhere(there[i : i + 1])
-        some = np.linspace(0, len(entries) - 1, min(len(entries), 3)).astype(int)
-        places = np.arange(2 * mask[i].size).reshape(2, *mask[i].shape)
-        ones = [places == places[tuple(entry)] for entry in entries[some]]
-        yield _without(row, place, False), [_without(row, place, one) for one in ones]
+    entries = dict(named_leaves(batch))[mask]
+    there = entries != min(entries.min(), 0)
+    for i in np.unique(np.linspace(0, len(there) - 1, MOST_ROWS).astype(int)):
+        row, found = _rows(batch, [i, i]), np.flatnonzero(there[i])
+        some = found[np.linspace(0, len(found) - 1, min(len(found), 3)).astype(int)]
+        numbers = np.arange(2 * there[i].size).reshape(2, *there[i].shape)
+        yield (
+            _without(row, mask, False),
+            [_without(row, mask, numbers == x) for x in some],
+        )
 
 
-def _tokens(losses: list[Loss], batch: Batch, mask: Mask, rtol: float) -> Found:
+def _tokens(losses: list[Loss], batch: Batch, mask: str, rtol: float) -> Iterator[str]:
     """Yields what is wrong with a count of tokens."""
-    (place, path), loss = mask, losses[0]
-    shape = jax.tree.leaves(batch)[place].shape
-    half = np.arange(np.prod(shape)).reshape(shape) % 2 == 0
+    loss, entries = losses[0], dict(named_leaves(batch))[mask]
+    half = np.arange(entries.size).reshape(entries.shape) % 2 == 0
     (whole, _), (one, _), (other, _), (_, none) = (
-        loss(_without(batch, place, x)) for x in (False, half, ~half, True)
+        loss(_without(batch, mask, x)) for x in (False, half, ~half, True)
     )
     adds_up = abs(one + other - whole) <= rtol * abs(whole)
     if not adds_up and len(losses) > 1:
-        yield f"the losses of {path}'s entries depend on each other. {PER_SEQUENCE}"
+        yield f"the losses of {mask}'s entries depend on each other. {PER_SEQUENCE}"
         return
     only_loss, only_count = 0, 0
     lost = [[], [], []]  # whether the first entry of a row changes the count alone, ...
-    for row, without in _some_rows(batch, place):
+    for row, without in _some_rows(batch, mask):
         before = [loss(row) for loss in losses]
-        for j, batch_without in enumerate(without):
+        for by_row, batch_without in zip(lost, without, strict=False):
             after = [loss(batch_without) for loss in losses]
             counts = before[0][1] != after[0][1]
             pairs = zip(before, after, strict=True)
             changes = [abs(y - x) > 1e-6 * abs(x) for (x, _), (y, _) in pairs]
             only_loss += not counts and changes[0] and adds_up  # not by attention
             only_count += counts and not any(changes)
-            lost[j].append(counts and not changes[0])
-    entries = sum(map(len, lost))
+            by_row.append(counts and not changes[0])
+    size = sum(map(len, lost))
     # At parameters of zero some tokens may have no loss, but not the first everywhere.
     if only_count or any(len(x) > 1 and all(x) for x in lost):
         yield (
             f"the count takes in what the loss leaves out: {sum(map(sum, lost))} of "
-            f"{entries} entries of {path} change the count alone. Is it taken from "
+            f"{size} entries of {mask} change the count alone. Is it taken from "
             f"labels before their shift, or with padding? {OWN_MASK}"
         )
     if only_loss:
         yield (
-            f"the loss takes in what the count leaves out: {only_loss} of {entries} "
-            f"entries of {path} change the loss alone. Is the count one per sequence, "
+            f"the loss takes in what the count leaves out: {only_loss} of {size} "
+            f"entries of {mask} change the loss alone. Is the count one per sequence, "
             f"a constant, or the mask's size? {OWN_MASK} {PER_SEQUENCE}"
         )
     elif none not in (0, 1):  # maximum(count, 1) is 1
-        yield f"the count is {none:g} without any entry of {path}, not 0. {OWN_MASK}"
+        yield f"the count is {none:g} without any entry of {mask}, not 0. {OWN_MASK}"
 
 
-def _sequences(losses: list[Loss], batch: Batch, mask: Mask, rtol: float) -> Found:
+def _sequences(
+    losses: list[Loss], batch: Batch, mask: str, rtol: float
+) -> Iterator[str]:
     """Yields what is wrong with a count of sequences; a row may hold several."""
-    (place, path), loss, by_token = mask, losses[0], []
-    whole, parts, left_out, rows = abs(loss(batch)[0]), 0, 0, 0
-    for row, without in _some_rows(batch, place):
+    loss, by_token, left_out = losses[0], [], []
+    whole, _ = loss(batch)
+    for row, without in _some_rows(batch, mask):
         value, n = loss(row)
-        rows, parts = rows + 1, parts + (n != round(n))
-        left_out += n == 0 and abs(value) > rtol * whole
+        left_out.append(n == 0 and abs(value) > rtol * abs(whole))
         if len(without) > 1:
             by_token.append(all(loss(x)[1] != n for x in without))
     if by_token and all(by_token):
         yield (
-            f"the count is not one of sequences: it changes with every entry of {path}."
+            f"the count is not one of sequences: it changes with every entry of {mask}."
             ' For a mean over tokens, leave per="sequence" out.'
         )
-    if parts:
-        yield f"the count must be a whole number of sequences: {parts} rows have not."
-    if left_out:
+    if any(left_out):
         yield (
-            f"the loss takes in sequences that the count leaves out: {left_out} of "
-            f"{rows} rows have a loss and a count of 0. Leave both out, or neither."
+            "the loss takes in sequences that the count leaves out: "
+            f"{sum(left_out)} of {len(left_out)} rows have a loss and a count of 0. "
+            "Leave both out, or neither."
         )

@@ -8,7 +8,7 @@ import optax
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_tokenaccum import _checks as checks
+from optax_tokenaccum._checks import check_params
 from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._transformation import has_updated
@@ -44,14 +44,14 @@ class TrainState(train_state.TrainState):
         cls, *, apply_fn: Any, params: Params, tx: Any, **kwargs: Any
     ) -> "TrainState":
         """Creates a state; see `flax.training.train_state.TrainState.create`."""
-        checks.check_params(params)
+        check_params(params)
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
-    def apply_gradients(
+    def apply_gradients(  # pyrefly: ignore[bad-override]
         self,
         *,
         grads: Params,
-        num_tokens: ArrayLike | None = None,
+        num_tokens: ArrayLike,
         value: ArrayLike | None = None,
         close_window: TracedBool | None = None,
         **kwargs: Any,
@@ -68,16 +68,9 @@ class TrainState(train_state.TrainState):
             `jnp.where`.
 
         Raises:
-          TypeError: `num_tokens` is missing.
           ValueError: `tx` does not accumulate or holds several accumulations, or
             `token_accumulation`'s `update` raises it.
         """
-        if num_tokens is None:
-            raise TypeError(
-                "apply_gradients() needs num_tokens, the number of loss tokens (or the "
-                "sum of weights) behind grads: got None. Write state.apply_gradients("
-                "grads=grads, num_tokens=n)."
-            )
         count = len(nodes_of(TokenAccumulationState, self.opt_state))
         if count != 1:
             raise ValueError(
@@ -101,9 +94,7 @@ class TrainState(train_state.TrainState):
         The window's tokens so far are the denominator. On an empty window nothing
         changes.
         """
+        zeros = jax.tree.map(jnp.zeros_like, self.params)
         return self.apply_gradients(
-            grads=jax.tree.map(jnp.zeros_like, self.params),
-            num_tokens=0,
-            value=0.0,
-            close_window=True,
+            grads=zeros, num_tokens=0, value=0.0, close_window=True
         )

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple, Never
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._checks import as_count
 from optax_tokenaccum._split_batch import PadValues, as_pad, is_number, with_pads
-from optax_tokenaccum._trees import Batch
+from optax_tokenaccum._trees import Batch, Leaf
 
 __all__ = [
     "MicroBatchPlan",
@@ -17,6 +18,15 @@ __all__ = [
     "pad_micro_batch",
     "plan_window",
 ]
+
+
+def __getattr__(name: str) -> Never:
+    if name in ("PlannedWindow", "pad_window"):  # of 0.3; until 0.5
+        raise ImportError(
+            f"optax_tokenaccum.ragged.{name} is not in 0.4: "
+            "docs/ragged.md#pad-and-train says what to write instead."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class MicroBatchPlan(NamedTuple):
@@ -87,19 +97,12 @@ def plan_window(
       [3 5 0 2] 8 8
     """
     tokens = _as_lengths(lengths)
-    shapes = shapes_of(max_tokens, length_buckets, batch_multiple)
-    longest_bucket = shapes[-1][1]
-    too_long = np.flatnonzero(tokens > longest_bucket)
-    if too_long.size:
-        advice = f"bucket has {longest_bucket}. Cut it, leave it out, or add a bucket."
-        if length_buckets is None:
-            advice = (
-                f"default bucket has {longest_bucket}, the largest power of two that "
-                f"max_tokens allows. {_more_room(tokens, max_tokens, batch_multiple)}"
-            )
+    shapes = _shapes_of(max_tokens, length_buckets, batch_multiple)
+    if tokens.max() > shapes[-1][1]:
         raise ValueError(
-            "Every sequence must fit into a bucket: got one of "
-            f"{tokens[too_long[0]]} tokens at index {too_long[0]}, the longest {advice}"
+            f"Every sequence must fit into a bucket: got one of {tokens.max()} tokens "
+            f"at index {tokens.argmax()}, the longest bucket has {shapes[-1][1]}. "
+            "Raise max_tokens, add a bucket, cut the sequence, or leave it out."
         )
     order = np.argsort(-tokens, kind="stable")
     choice = _cheapest(tokens[order].tolist(), shapes, cost or mul)
@@ -115,7 +118,7 @@ def choose_length_buckets(
     lengths: Sequence[int] | np.ndarray,
     n: int,
     *,
-    cost: Callable[[np.ndarray, int], Any] | None = None,
+    cost: Callable[[np.ndarray, int], ArrayLike] | None = None,
 ) -> tuple[int, ...]:
     r"""Finds the `n` lengths to pad to that waste the least on these sequences.
 
@@ -164,24 +167,12 @@ def choose_length_buckets(
     return tuple(reversed(chosen))
 
 
-def _more_room(tokens: np.ndarray, max_tokens: int, batch_multiple: int) -> str:
-    """What to do if a sequence is longer than all default buckets."""
-    longest = int(tokens.max())
-    power_of_two = 1 << (longest - 1).bit_length()
-    fits = longest * batch_multiple <= max_tokens
-    return f"Raise max_tokens to {power_of_two * batch_multiple}" + (
-        ", or pass length_buckets." if fits else "."
-    )
-
-
 def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     tokens = np.asarray(lengths)
-    if tokens.shape == (0,):
-        raise ValueError("There must be at least one sequence: got no lengths.")
-    if tokens.ndim != 1:
+    if tokens.ndim != 1 or not tokens.size:
         raise ValueError(
-            "lengths must be the number of tokens of each sequence, a list of "
-            f"integers: got shape {tokens.shape}."
+            "lengths must be the number of tokens of each sequence, a list of at least "
+            f"one integer: got shape {tokens.shape}."
         )
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"lengths must be integers: got {tokens.dtype}.")
@@ -194,7 +185,7 @@ def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return tokens.astype(np.int64)
 
 
-def shapes_of(
+def _shapes_of(
     max_tokens: int, length_buckets: Sequence[int] | None, batch_multiple: int
 ) -> list[tuple[int, int]]:
     """`(num_rows, length)` of every bucket, shortest first."""
@@ -269,31 +260,21 @@ def pad_micro_batch(
        [   1    2 -100 -100]
        [-100 -100 -100 -100]]
     """
-    if isinstance(sequences, Mapping) or not hasattr(sequences, "__getitem__"):
-        raise TypeError(
-            "sequences must be a list of sequences, each a pytree of arrays [length, "
-            f"...]: got {type(sequences).__name__}."
-        )
-    if len(sequences) == 0:
-        raise ValueError("There must be at least one sequence: got none.")
-    if len(plan.indices) > plan.num_rows:
+    if isinstance(sequences, Mapping) or len(sequences) == 0:
         raise ValueError(
-            "A micro-batch must have a row for each of its sequences: got "
-            f"{len(plan.indices)} sequences and num_rows {plan.num_rows}. Plan with "
-            "plan_window."
+            "sequences must be a list of at least one sequence, each a pytree of "
+            f"arrays [length, ...]: got {type(sequences).__name__} of "
+            f"{len(sequences)}."
         )
     structure = jax.tree.structure(sequences[0])
-    leaves = [_as_leaf(*x) for x in with_pads(sequences[0], pad_values, "a sequence")]
-    if not any(leaf.per_token for leaf in leaves):
+    leaves = with_pads(sequences[0], pad_values)
+    arrays = [_padding(plan, *leaf) for leaf in leaves]
+    if not any(map(np.ndim, jax.tree.leaves(sequences[0]))):
         raise ValueError(
             "A sequence must have a leaf with an axis, its tokens: got only scalars, "
             f"{structure}. A list is a container: give np.asarray(tokens)."
         )
-    shape = plan.num_rows, plan.length
-    arrays = [leaf.padding(*shape[: 1 + leaf.per_token]) for leaf in leaves]
-    for row, index in enumerate(map(int, plan.indices)):
-        if not 0 <= index < len(sequences):
-            raise _not_of_these(f"index {index} and {len(sequences)} sequences")
+    for row, index in enumerate(plan.indices.tolist()):
         values, own = jax.tree.flatten(sequences[index])
         if own != structure:
             raise ValueError(
@@ -301,39 +282,37 @@ def pad_micro_batch(
                 f"{structure}, got {own} at index {index}. A list is a container: give "
                 "np.asarray(tokens)."
             )
-        values = [*map(np.asarray, values)]
-        length = _length_of(values, leaves, index)
-        if length > plan.length:
-            raise _not_of_these(
-                f"one of {length} tokens at index {index} for a micro-batch of length "
-                f"{plan.length}"
-            )
-        for array, x in zip(arrays, values, strict=True):
+        lengths = {}
+        for (path, *_), array, x in zip(leaves, arrays, values, strict=True):
+            x = np.asarray(x)
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            got = dtype, x.ndim, x.shape[1:]
+            if got != (array.dtype, array.ndim - 1, array.shape[2:]):
+                raise ValueError(
+                    "All sequences must have the dtypes and shapes of the first: at "
+                    f"{path} got {x.dtype} of shape {x.shape} at index {index} for an "
+                    f"array {array.dtype}{list(array.shape)}."
+                )
             if x.ndim:
-                array[row, :length] = x
-            else:
-                array[row] = x
+                lengths[path] = len(x)
+            if max(x.shape[:1], default=0) > plan.length:
+                raise ValueError(
+                    f"The plan must be one of these sequences: got one of {len(x)} "
+                    f"tokens at index {index} for a micro-batch of length "
+                    f"{plan.length}. Give all of the window's, in the order of the "
+                    "lengths that were planned."
+                )
+            array[row, *map(slice, x.shape[:1])] = x
+        if len({*lengths.values()}) > 1:
+            raise ValueError(
+                f"The leaves of a sequence must have one length: got {lengths} in the "
+                f"sequence at index {index}. Cut inputs and labels alike."
+            )
     return jax.tree.unflatten(structure, arrays)
 
 
-class Leaf(NamedTuple):
-    """A leaf that every sequence has."""
-
-    path: str
-    per_token: bool  # whether it is [length, ...], and not one number per sequence
-    features: tuple[int, ...]  # its shape after the token axis
-    pad: np.ndarray  # the value of a missing token, in a dtype that jax keeps
-
-    def padding(self, *shape: int) -> np.ndarray:
-        """An array of this leaf that holds only padding."""
-        return np.full((*shape, *self.features), self.pad)
-
-    def expects(self) -> str:
-        axes = ", ".join(map(str, ("length", *self.features)))
-        return f"{self.pad.dtype}[{axes}]" if self.per_token else f"{self.pad.dtype}"
-
-
-def _as_leaf(path: str, x: Any, pad: Any) -> Leaf:
+def _padding(plan: MicroBatchPlan, path: str, x: Leaf, pad: ArrayLike) -> np.ndarray:
+    """The array of a leaf of every sequence, `x` of the first, with only padding."""
     given = np.asarray(x)
     if not is_number(given):
         raise TypeError(
@@ -341,35 +320,5 @@ def _as_leaf(path: str, x: Any, pad: Any) -> Leaf:
             "the sequence at index 0."
         )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(given.dtype))
-    return Leaf(path, given.ndim > 0, given.shape[1:], as_pad(pad, dtype, path))
-
-
-def _length_of(values: list[np.ndarray], leaves: list[Leaf], index: int) -> int:
-    """The length of a sequence, whose leaves are checked against the first one."""
-    lengths = []
-    for leaf, x in zip(leaves, values, strict=True):
-        got = x.ndim > 0, x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)
-        if got != (leaf.per_token, leaf.features, leaf.pad.dtype):
-            raise ValueError(
-                "All sequences must have the dtypes and shapes of the first: at "
-                f"{leaf.path} expected {leaf.expects()}, got {x.dtype} of shape "
-                f"{x.shape} at index {index}."
-            )
-        if leaf.per_token:
-            lengths.append((leaf.path, len(x)))
-    (first, length), *others = lengths
-    for path, other in others:
-        if other != length:
-            raise ValueError(
-                f"The leaves of a sequence must have one length: got {length} at "
-                f"{first} and {other} at {path} of the sequence at index {index}. Cut "
-                "inputs and labels alike."
-            )
-    return length
-
-
-def _not_of_these(got: str) -> ValueError:
-    return ValueError(
-        f"The plan must be one of these sequences: got {got}. Give all of the "
-        "window's, in the order of the lengths that were planned."
-    )
+    shape = (plan.num_rows, plan.length, *given.shape[1:])[: 1 + given.ndim]
+    return np.full(shape, as_pad(pad, dtype, path))

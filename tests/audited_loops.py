@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import cut, loss_mean_fn, loss_sum_fn, ragged_batch, run_step, stack
+from helpers import cut, run_step, stack
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -18,9 +18,41 @@ from optax_tokenaccum import (
     token_accumulation,
 )
 
+Run = Callable[[Any, Any, Any], Any]
+
+
+def ragged_batch(seed: int) -> dict[str, np.ndarray]:
+    """Return 16 rows of 2 to 16 tokens. Long rows hold other data than short ones."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(2, 17, (16, 1))
+    return {
+        "x": np.float32(random.normal(size=(16, 16, 8))),
+        "y": np.float32(random.normal(size=(16, 16)) + lengths / 4),
+        "mask": np.arange(16) < lengths,
+    }
+
+
+def init_params(dtype: Any = "float32") -> dict[str, jax.Array]:
+    random = np.random.default_rng(0)
+    shapes = {"hidden": (8, 16), "bias": (16,), "out": (16,)}
+    return {k: jnp.asarray(random.normal(size=x) / 3, dtype) for k, x in shapes.items()}
+
+
+def loss_sum_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """Squared errors of a small model, computed in the dtype of the parameters."""
+    x = batch["x"].astype(params["hidden"].dtype)
+    y = jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["out"]
+    errors = (y.astype(jnp.float32) - batch["y"]) ** 2
+    return jnp.sum(jnp.where(batch["mask"], errors, 0)), jnp.sum(batch["mask"])
+
+
+def loss_mean_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    loss_sum, num_tokens = loss_sum_fn(params, batch)
+    return loss_sum / num_tokens, num_tokens
+
+
 K = 8
 MICRO_BATCHES = cut(ragged_batch(0), K)
-Run = Callable[[Any, Any, Any], Any]
 
 
 class Broken(NamedTuple):

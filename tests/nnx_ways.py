@@ -29,15 +29,14 @@ class State(NamedTuple):
         def is_read(x: Any) -> bool:
             return isinstance(x, nnx.Variable | Holder | nnx.State)
 
-        return jax.tree.map(self._read, self.optimizer.opt_state, is_leaf=is_read)
+        def read(x: Any) -> Any:
+            if not is_read(x):
+                return x
+            own = None if isinstance(x, nnx.Variable) else self.model.structure
+            leaves = jax.tree.leaves(x)
+            return leaves[0] if own is None else own.unflatten(leaves)
 
-    def _read(self, x: Any) -> Any:
-        if isinstance(x, nnx.Variable):
-            return x.get_raw_value()
-        if not isinstance(x, Holder | nnx.State):
-            return x
-        leaves = jax.tree.leaves(x, is_leaf=lambda y: isinstance(y, nnx.Variable))
-        return jax.tree.unflatten(self.model.structure, map(self._read, leaves))
+        return jax.tree.map(read, self.optimizer.opt_state, is_leaf=is_read)
 
 
 class Part:

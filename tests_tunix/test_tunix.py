@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 from tunix.models.llama3.model import Llama3, ModelConfig
 from tunix.sft import utils
@@ -21,9 +20,7 @@ from tunix.sft.peft_trainer import (
     TrainingInput,
     _default_loss_fn,
 )
-from tunix_token_trainer import TokenTrainer, token_loss
-
-from optax_tokenaccum import token_accumulation
+from tunix_token_trainer import TokenTrainer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text()
 (SECTION,) = re.findall(r"^## Tunix\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
@@ -34,8 +31,6 @@ AS_SHIPPED = FIXED.replace("= TokenTrainer(", "= PeftTrainer(")
 K, ROWS = 4, 8
 SGD = optax.sgd(1.0, momentum=0.0)
 RTOL = helpers.RTOL["float32"]
-# A parameter of size 1 rounds its updates to about 1e-7 of the *parameter*.
-RTOL_OF_MOVES = 1e-5
 
 
 class Tiny(nnx.Module):
@@ -122,14 +117,13 @@ def run_block(block: str, **names: Any) -> Any:
     return names["trainer"]
 
 
-@pytest.mark.parametrize("new_model", [Tiny, llama3], ids=["tiny", "llama3"])
-def test_as_shipped_and_fixed(new_model: Any):
+def test_as_shipped_and_fixed():
     batch, micro_batches = window(0)
-    loss, expected = full_batch(new_model(), batch)
+    loss, expected = full_batch(Tiny(), batch)
     norm = float(optax.tree.norm(expected))
     moves, logs = [], []
     for block in (AS_SHIPPED, FIXED):
-        model = new_model()
+        model = Tiny()
         before = arrays(nnx.state(model, nnx.Param))
         trainer = run_block(
             block,
@@ -146,81 +140,56 @@ def test_as_shipped_and_fixed(new_model: Any):
         assert (trainer.train_steps, trainer.iter_steps) == (1, K)
 
     naive, exact = (helpers.relative_error(move, expected) for move in moves)
-    assert naive > 0.1
-    assert exact < RTOL_OF_MOVES
     error = helpers.relative_error(applied(trainer), expected)
-    assert error < RTOL
-
-    means = [full_batch(new_model(), b) for b in micro_batches]
-    mean_loss = np.mean([mean for mean, _ in means])
-    mean_norm = np.mean([optax.tree.norm(gradient) for _, gradient in means])
-    shipped = mean_loss, mean_loss, np.exp(mean_loss), mean_norm
-    np.testing.assert_allclose(logs[0], shipped, rtol=RTOL)
+    # A parameter of size 1 rounds its updates to about 1e-7 of the *parameter*.
+    assert naive > 0.1 and exact < 1e-5 and error < RTOL
     np.testing.assert_allclose(logs[1], (loss, loss, np.exp(loss), norm), rtol=RTOL)
-    assert abs(mean_loss - loss) > 1e-3
-    if new_model is Tiny:  # the page shows this model's figures
-        lengths = batch.input_mask[:, 1:].sum(1)
-        assert f"{lengths.min()} to {lengths.max()} loss tokens" in TEXT
-        assert f"{naive:.0%}".replace("%", " %") in TEXT and error < 3e-7
+    differ = np.abs(np.divide(*logs) - 1)
+    assert differ.min() > 1e-3
+    lengths = batch.input_mask[:, 1:].sum(1)
+    assert f"{lengths.min()} to {lengths.max()} loss tokens" in TEXT
+    assert f"{naive:.0%}".replace("%", " %") in TEXT and error < 3e-7
 
 
 def test_windows_and_a_partial_last_one():
-    model = Tiny()
+    model = llama3()
     trainer = new(TokenTrainer, model)
-    expected = []
+    losses, gradients = [], []
 
     def batches() -> Iterator[TrainingInput]:
-        """Yield three windows, the last half as long; check the trainer in between."""
-        for seed, k in ((0, K), (1, K), (2, K // 2)):
-            batch, micro_batches = window(seed)
-            rows = slice(0, ROWS * k // K)
-            before = trained(trainer)
-            part = jax.tree.map(lambda x, rows=rows: x[rows], batch)
-            expected.append(full_batch(model, part))
-            for micro_batch in micro_batches[:k]:
+        """Yield two windows, the last half as long; check the trainer in between."""
+        for seed, k in ((0, K), (1, K // 2)):
+            micro_batches, before = window(seed)[1][:k], trained(trainer)
+            found = [full_batch(model, b) for b in micro_batches]
+            counts = [b.input_mask[:, 1:].sum() for b in micro_batches]
+            losses.append(np.average([loss for loss, _ in found], weights=counts))
+            gradients.append(
+                jax.tree.map(
+                    lambda *xs, counts=counts: np.average(xs, 0, counts),
+                    *[gradient for _, gradient in found],
+                )
+            )
+            for micro_batch in micro_batches:
                 chex.assert_trees_all_equal(trained(trainer), before)
                 yield micro_batch
-            if k == K:
-                error = helpers.relative_error(applied(trainer), expected[-1][1])
-                assert error < RTOL
 
     trainer.train(batches())
-    assert helpers.relative_error(applied(trainer), expected[-1][1]) < RTOL
-    assert (trainer.train_steps, trainer.iter_steps) == (3, 2 * K + K // 2)
-    losses, gradients = zip(*expected, strict=True)
+    assert helpers.relative_error(applied(trainer), gradients[-1]) < RTOL
+    assert (trainer.train_steps, trainer.iter_steps) == (2, K + K // 2)
     norms = [float(optax.tree.norm(gradient)) for gradient in gradients]
     np.testing.assert_allclose(logged(trainer, "loss"), losses, rtol=RTOL)
     np.testing.assert_allclose(logged(trainer, "grad_norm"), norms, rtol=RTOL)
 
-    shipped = new(PeftTrainer, Tiny())
-    shipped.train(window(2)[1][: K // 2])
-    assert shipped.train_steps == 0
-    chex.assert_trees_all_equal(trained(shipped), arrays(nnx.state(Tiny(), nnx.Param)))
 
-
-def test_wrapped_twice_raises():
-    trainer = new(PeftTrainer, Tiny(), token_accumulation(SGD, K))
-    trainer.with_loss_fn(token_loss, has_aux=True)
-    with pytest.raises(TypeError, match="needs num_tokens"):
-        trainer.train(window(0)[1])
-
-
-def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
+def test_a_resumed_run_continues_exactly(tmp_path: Path):
     micro_batches = [b for seed in range(2) for b in window(seed)[1]]
-    options = {"checkpoint_root_directory": str(tmp_path / "ours")}
+    options = {"checkpoint_root_directory": str(tmp_path)}
     adam = optax.adamw(0.1)
     straight = new(TokenTrainer, Tiny(), adam)
     straight.train(micro_batches)
-    first = new(TokenTrainer, Tiny(), adam, max_steps=1, **options)
-    first.train(micro_batches)
+    new(TokenTrainer, Tiny(), adam, max_steps=1, **options).train(micro_batches)
     resumed = new(TokenTrainer, Tiny(), adam, **options)
     assert (resumed.train_steps, resumed.iter_steps) == (1, K)
-    chex.assert_trees_all_equal(trained(resumed), trained(first))
     resumed.train(micro_batches)
     assert (resumed.train_steps, resumed.iter_steps) == (2, 2 * K)
     chex.assert_trees_all_equal(trained(resumed), trained(straight))
-
-    theirs = {"checkpoint_root_directory": str(tmp_path / "theirs")}
-    new(PeftTrainer, Tiny(), adam, **theirs).train(micro_batches[:K])
-    with pytest.raises(ValueError, match="acc_tokens"):
-        new(TokenTrainer, Tiny(), adam, **theirs)

@@ -1,4 +1,21 @@
-"""Runs the cases in processes of their own; see `benchmarks.gpu`."""
+"""Runs the library on one CUDA GPU: is it exact, what does it hold, how fast is it?
+
+    python -m benchmarks.gpu --out benchmarks/results/gpu-h200
+
+It needs 80 GB of GPU memory, jax for CUDA, optax and flax, and takes about seven
+minutes. `--small` runs tiny inputs on any machine, to check that everything works; a
+CPU does not tell the memory of a run.
+
+A machine without a network gets all that it needs in the folder `.gpu`, next to jax:
+
+    bash benchmarks/gpu/prepare.sh        # where there is a network
+    bash .gpu/run.sh --out results        # on the machine, in the repository's root
+    bash .gpu/run.sh pytest tests/core    # the same for tests of one device
+
+Every case runs in a process of its own, because a device never forgets its peak, and
+appends a line to `results.jsonl` when it ends: a run that is cut off tells something.
+`--tables results.jsonl` writes the tables next to it again.
+"""
 
 import argparse
 import json
@@ -13,17 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import benchmarks.gpu
-from benchmarks import report
+from benchmarks import ahead, report
 from benchmarks.gpu.cases import CASES, EXACT, NNX, TIMED
 
-OURS = "train step", "window step", "window_value_and_grad"
-BY_HAND = "scan by hand", "pair by hand", "gradient by hand"
-MEMORY = {
-    "float32": ("gradients alone", "optax.MultiSteps", *BY_HAND, *OURS),
-    "bfloat16": ("gradients alone", *BY_HAND, *OURS),
-}
-SEARCHED = "train step", "pair by hand"
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "Unable to initialize backend"
 
 
@@ -46,8 +55,8 @@ class Cases:
         else:  # jax must not take the CPU instead
             self._environment["JAX_PLATFORMS"] = "cuda"
 
-    def run(self, *case: str, part: float | None = None) -> dict[str, Any]:
-        """Runs a case in this part of the device's memory."""
+    def run(self, *case: str, part: float | None = None) -> str:
+        """Runs a case in this part of the device's memory; returns why it failed."""
         began, log = time.time(), ""
         of_memory = {
             "XLA_PYTHON_CLIENT_PREALLOCATE": str(bool(part)).lower(),
@@ -63,55 +72,46 @@ class Cases:
                 timeout=max(min(self._end - began, 240), 0.1),
             )
             log, lines = ended.stderr, ended.stdout.splitlines()
-            failed = {"failed": log[-1500:] or f"exit code {ended.returncode}"}
-            found = failed if ended.returncode else {"rows": json.loads(lines[-1])}
+            found: dict[str, Any] = {"failed": log[-1500:] or "no message"}
+            if not ended.returncode:
+                found = {"rows": json.loads(lines[-1])}
         except subprocess.TimeoutExpired:
             found = {"failed": "took too long, or no time was left"}
         row = {"case": case, "took": round(time.time() - began, 1)} | found
+        failed = found.get("failed", "")
         with self._lock:
             with self._file.open("a") as file, self._log.open("a") as full:
                 file.write(json.dumps(row) + "\n")
                 full.write(f"{case}\n{log[-20_000:]}\n")
-            at, short = time.time() - self._began, found.get("failed", "")[-300:]
-            print(f"{at:4.0f} s {' '.join(case)} {row['took']} s {short}", flush=True)
-        return row
+            said = f"{' '.join(case)} {row['took']} s {failed[-300:]}"
+            print(f"{time.time() - self._began:4.0f} s {said}", flush=True)
+        return failed
 
-    def together(self, processes: int, part: float | None, cases: Any) -> list[Any]:
+    def together(self, processes: int, part: float | None, cases: Any) -> None:
         """Runs cases at the same time, and again alone if memory was too short."""
         with ThreadPoolExecutor(processes) as pool:
-            rows = [*pool.map(lambda case: self.run(*case, part=part), cases)]
-        return [
-            self.run(*row["case"])
-            if any(x in row.get("failed", "") for x in OUT_OF_MEMORY)
-            else row
-            for row in rows
-        ]
+            failures = [*pool.map(lambda case: self.run(*case, part=part), cases)]
+        for case, failed in zip(cases, failures, strict=True):
+            if any(x in failed for x in OUT_OF_MEMORY):
+                self.run(*case)
 
 
 def run_all(cases: Cases) -> None:
     """Everything, in the order of what matters most."""
     cases.run("environment")
-    of_ahead = [("memory", model, x) for model, own in MEMORY.items() for x in own]
+    of_ahead = [("memory", model, x) for model in EXACT[:2] for x in ahead.ALL_WAYS]
     with ThreadPoolExecutor(1) as other:  # these need little of the device
         few = [("exact", model) for model in EXACT]
-        few += [("largest", method) for method in SEARCHED]
-        of_few = other.submit(cases.together, len(few), None, few)
+        other.submit(cases.together, len(few), None, few)
         cases.together(4, 0.16, of_ahead)
     cases.together(4, 0.23, [("memory", "decoder", x, "2") for x in TIMED if x != NNX])
     cases.run("timing")
-    found = {row["case"]: row.get("rows") for row in of_few.result()}
-    if ours := found["largest", "train step"]:
-        for method in SEARCHED:  # by hand, it is too large
-            cases.run("fit", method, str(ours[0]["rows"]), part=0.95)
-    cases.run("train")
 
 
 def run_few(cases: Cases) -> None:
     """One case of each kind."""
-    cases.run("environment")
-    some = [("exact", "float32"), ("largest", "train step"), ("timing",), ("train",)]
-    some += [("memory", "bfloat16", "train step"), ("fit", "train step", "2")]
-    cases.together(2, None, some)
+    some = [("environment",), ("exact", "float32"), ("timing",)]
+    cases.together(2, None, [*some, ("memory", "bfloat16", "train step")])
 
 
 def write_tables(file: Path) -> str:
@@ -128,15 +128,14 @@ def write_tables(file: Path) -> str:
             why = re.findall(r".*Error.*", row["failed"]) or [row["failed"]]
             failed = {"case": " ".join(case), "why": why[-1][:300]}
             suites.setdefault("failed", []).append(failed)
-    report.write(suites, file.parent, machine)
-    return (file.parent / "benchmarks.md").read_text()
+    return report.write(suites, file.parent, machine)
 
 
 def main() -> None:
     """Reads the command line; see `--help`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
-        description=benchmarks.gpu.__doc__,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import json
 import platform
 import subprocess
 from typing import Any
@@ -13,30 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.ahead import ONE, STEPS
-from benchmarks.gpu.workloads import noise, problem, stat
-from benchmarks.loops import Loop, size_in_bytes
-from benchmarks.measure import interleaved, ratios, relative_error, spread
+from benchmarks import ahead, fits
+from benchmarks.measure import interleaved, ratios, spread
 from benchmarks.nnx_loop import nnx_train_step
-from benchmarks.page import RESULTS
-from benchmarks.report import Rows
-from benchmarks.speed import RATE, gradient_errors
-from benchmarks.ways import WAYS
+from benchmarks.report import RESULTS, Rows, stored
+from benchmarks.speed import BASE, RATE, gradient_errors, run_one
+from benchmarks.ways import WAYS, size_in_bytes
 from benchmarks.workloads import (
     Window,
+    Workload,
     as_window,
     stacked_layers,
-    transformer_of,
     window_of,
 )
 
-K = 8  # micro-batches in a window
-BASE, NNX = "gradients + one step", "nnx train step"
+K = ahead.K
+NNX = "nnx train step"
 UNTIMED = "gradients alone", "gradient by hand"
 TIMED = (*(x for x in WAYS if x not in UNTIMED), NNX)
 EXACT = "float32", "bfloat16", "unrolled", "tied embedding"
-TRAINED = "optax.MultiSteps", "scan by hand", "MultiSteps", "train step", "window step"
-TRIALS = 5
 
 
 def environment(small: bool) -> Rows:
@@ -60,19 +54,18 @@ def exact(small: bool, model: str) -> Rows:
     """
     sizes = (32, 2, 2, 16) if small else (256, 4, 4, 128)
     words = 2048 if model == "tied embedding" else 0
-    stored = jnp.bfloat16 if model == "bfloat16" else jnp.float32
-    workload = stacked_layers(*sizes, words, stored=stored, scanned=model != "unrolled")
+    dtype = jnp.bfloat16 if model == "bfloat16" else jnp.float32
+    workload = stacked_layers(*sizes, words, stored=dtype, scanned=model != "unrolled")
     plain = window_of(workload, 4)
     first, second, *others = plain.micro_batches
     empty = as_window([first, second | {"mask": second["mask"] & False}, *others])
-    methods = {name: way.build for name, way in WAYS.items() if way.kind != "limit"}
+    methods = {name: way.build for name, way in WAYS.items() if way.exact is not None}
     methods[NNX] = nnx_train_step
     found: dict[str, dict[str, float]] = {}
 
     def compare(window: Window, names: Any = methods, same_as: Any = (), **skips: Any):
         k = len((same_as or window).micro_batches)
-        inner = optax.sgd(RATE)
-        loops = {x: methods[x](workload, inner, k, **skips) for x in names}
+        loops = {x: methods[x](workload, optax.sgd(RATE), k, **skips) for x in names}
         return gradient_errors(workload, loops, window, same_as or window)
 
     with jax.default_matmul_precision("highest"):
@@ -80,8 +73,9 @@ def exact(small: bool, model: str) -> Rows:
         if not words:
             broken = as_window([first, second | {"x": second["x"] * np.nan}, *others])
             skips = {"should_skip_update_fn": optax.skip_not_finite}
-            found["NaN"] = compare(broken, STEPS, as_window([first, *others]), **skips)
-    limit = 1e-5 if stored == jnp.float32 else 2.0**-7
+            rest = as_window([first, *others])
+            found["NaN"] = compare(broken, ahead.STEPS, rest, **skips)
+    limit = 1e-5 if dtype == jnp.float32 else 2.0**-7
     rows = []
     for method in methods:
         errors = {what: own.get(method) for what, own in found.items()}
@@ -90,15 +84,18 @@ def exact(small: bool, model: str) -> Rows:
     return rows
 
 
-def memory(small: bool, model: str, method: str, rows: Any = 1, k: int = K) -> Rows:
+def memory(small: bool, model: str, method: str, rows: Any = 1) -> Rows:
     """What a window needs besides parameters, optimizer state and batches, in MB.
 
     `XLA says` is its figure for the largest program. `ran` is the most that the device
     held, if that is more than it held while the state was made.
     """
     workload, inner = problem(small, model, int(rows))
-    loop, window = WAYS[method].build(workload, inner, k), window_of(workload, k)
-    shapes = _state_shapes(method, loop, workload.params)
+    loop, window = WAYS[method].build(workload, inner, K), window_of(workload, K)
+    if method in ahead.STEPS:  # these take shapes themselves
+        shapes = loop.init(workload.params)
+    else:
+        shapes = jax.eval_shape(loop.init, workload.params)
     said = max(x.peak() for x in loop.lower(shapes, window).values())
     inner_state = jax.eval_shape(inner.init, workload.params)
     sums = size_in_bytes(shapes) - size_in_bytes((workload.params, inner_state))
@@ -121,61 +118,11 @@ def memory(small: bool, model: str, method: str, rows: Any = 1, k: int = K) -> R
     ran = round((peak - held + max(sums, 0)) / 1e6) if peak > before else None
     row = {"model": model, "rows": int(rows), "method": method, "ran": ran}
     row |= {"XLA says": round(said / 1e6)}
-    text = (RESULTS / "ahead/benchmarks.json").read_text()
-    for stored in json.loads(text)["suites"]["ahead"]["rows"]:
-        names = stored.get("layout"), stored.get("model"), stored.get("way")
-        if names == (ONE, model, method) and "optimizer" not in stored:
-            row["compiled ahead for an H200"] = stored["H200 MB"]
+    for compiled in stored(RESULTS / "ahead/benchmarks.json")["ahead"]["rows"]:
+        names = compiled.get("layout"), compiled.get("model"), compiled.get("way")
+        if names == (ahead.ONE, model, method) and "optimizer" not in compiled:
+            row["compiled ahead for an H200"] = compiled["H200 MB"]
     return [row]
-
-
-def _state_shapes(method: str, loop: Loop, params: Any) -> Any:
-    if method in STEPS:  # these take shapes themselves
-        return loop.init(params)
-    return jax.eval_shape(loop.init, params)
-
-
-def largest(small: bool, method: str) -> Rows:
-    """The most rows of the large decoder that fit, by what XLA says of the programs.
-
-    Two sizes predict a third one. Of at most five, the largest that fits is returned.
-    """
-    limit = 0.95 * (stat("bytes_limit") or 800_000)
-    peaks: dict[int, float] = {}
-
-    def fits(rows: int) -> bool:
-        workload, inner = problem(small, "large decoder", rows)
-        loop, window = WAYS[method].build(workload, inner, 2), window_of(workload, 1)
-        kept = workload.params, jax.eval_shape(inner.init, workload.params)
-        shapes = _state_shapes(method, loop, workload.params)
-        peaks[rows] = size_in_bytes((kept, window.micro_batches))
-        try:
-            peaks[rows] += max(x.peak() for x in loop.lower(shapes, window).values())
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            peaks[rows] = float("inf")
-        return peaks[rows] <= limit
-
-    if fits(1) and fits(2):
-        rows = 2 + int((limit - peaks[2]) // max(peaks[2] - peaks[1], 1))
-        while rows not in peaks and len(peaks) < TRIALS:
-            rows += 1 if fits(rows) else -1
-    rows = max((rows for rows, peak in peaks.items() if peak <= limit), default=0)
-    found = {"method": method, "rows": rows, "of, GB": limit / 1e9}
-    return [found | {"peak, GB": peaks.get(rows, 0) / 1e9}]
-
-
-def fit(small: bool, method: str, rows: str) -> Rows:
-    """Runs windows of two micro-batches of that many rows of the large decoder."""
-    found: dict[str, Any] = {"method": method, "rows": int(rows), "fits": True}
-    try:
-        memory(small, "large decoder", method, rows, 2)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        found["fits"] = False
-    return [found | {"peak, GB": stat("peak_bytes_in_use") / 1e9}]
 
 
 def timing(small: bool) -> Rows:
@@ -192,68 +139,78 @@ def timing(small: bool) -> Rows:
         states[method] = loops[method].init(params)
         jax.block_until_ready(jax.tree.leaves(states))
 
-    def run(method: str) -> Any:
-        states[method] = loops[method].run(states[method], window)
-        return jax.tree.leaves(states)
-
+    run = functools.partial(run_one, loops, states, window)
     runs = {method: functools.partial(run, method) for method in TIMED}
     rounds = 1 if small else 11
     times = interleaved(runs, rounds=rounds, seconds=90, prepare=prepare)
-    rows, length = window.whole["tokens"].shape
-    layers, width, _ = workload.params["layers"]["query"].shape
-    weights = sum(x.size for x in jax.tree.leaves(workload.params))
-    weights -= workload.params["embedding"].size
-    # What remat and masks compute does not count; a token sees half of its row.
-    flop = rows * length * (6 * weights + 6 * layers * width * length)
-    over_base, tokens = ratios(times, BASE), rows * length
+    over_base, tokens = ratios(times, BASE), window.whole["tokens"].size
     return [
         {
             "method": method,
             "ms": (ms := spread([1e3 * x for x in own])),
             f"of {BASE}": over_base[method],
             "tokens/s": round(1e3 * tokens / ms.median),
-            "TFLOP/s": flop / ms.median / 1e9,
         }
         for method, own in times.items()
     ]
 
 
-def train(small: bool) -> Rows:
-    """Short runs with AdamW: last losses, and distances to the full batch's run."""
-    sizes = (32, 2, 2, 8) if small else (256, 4, 4, 64)
-    workload, inner = transformer_of(*sizes, stacked=True), optax.adamw(1e-3)
-    windows = [window_of(workload, 8, seed) for seed in range(3 if small else 30)]
-    mean_loss = jax.jit(lambda p, b: jnp.divide(*workload.loss_fn(p, b, {})))
-
-    @jax.jit
-    def full_batch(state: Any, window: Window) -> Any:
-        params, opt_state = state
-        gradient = jax.grad(mean_loss)(params, window.whole)
-        updates, opt_state = inner.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    loops = {method: WAYS[method].build(workload, inner, 8) for method in TRAINED}
-    loops["full batch"] = Loop(
-        lambda params: (params, inner.init(params)), full_batch, lambda *_: {}
-    )
-    ends, losses = {}, {}
-    with jax.default_matmul_precision("highest"):
-        for method, loop in loops.items():
-            state = loop.init(workload.params)
-            for window in windows:
-                losses[method] = float(mean_loss(state[0], window.whole))
-                state = loop.run(state, window)
-            ends[method] = jax.tree.map(lambda x: np.asarray(x, np.float64), state[0])
-    return [
-        {
-            "method": method,
-            "updates": len(windows),
-            "distance": relative_error(ends[method], ends["full batch"]),
-            "loss": losses[method],
-        }
-        for method in loops
-    ]
+CASES = {f.__name__: f for f in (environment, exact, memory, timing)}
 
 
-CASES = {f.__name__: f for f in (environment, exact, memory, largest, fit)}
-CASES |= {f.__name__: f for f in (timing, train)}
+def stat(name: str) -> int:
+    """A number of bytes about the device's memory; 0 on a CPU."""
+    return (jax.devices()[0].memory_stats() or {}).get(name, 0)
+
+
+def problem(small: bool, model: str, rows: int) -> tuple[Workload, Any]:
+    """A workload with shapes in the place of parameters, and its optimizer.
+
+    Args:
+      small: whether it is tiny.
+      model: `"decoder"`, with 0.8 billion parameters, or one of the ahead suite.
+      rows: of a micro-batch.
+    """
+    if model == "decoder":
+        of = fits.Model(24, 1536, 4096, 12, 32_000)
+        of = fits.Model(2, 32, 64, 2, 64, jnp.float32) if small else of
+        return decoder(of, rows, 16 if small else 1024), optax.adamw(1e-4)
+    made = []
+
+    def params() -> Any:
+        sizes = (4, 64, 32, 128) if small else ahead.SIZES
+        made.append(ahead.models(*sizes)[model](rows=rows))
+        return made[0].params
+
+    shapes = jax.eval_shape(params)
+    return made[0]._replace(params=shapes), ahead.SGD
+
+
+def decoder(model: fits.Model, rows: int, length: int) -> Workload:
+    """The decoder of `benchmarks.fits`; rows have random numbers of loss tokens."""
+    placed = fits.params_of(model, jax.make_mesh((1, 1), ("data", "model")), False)
+
+    def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
+        return fits.loss_fn(model, None, params, batch)
+
+    def micro_batch(rng: np.random.Generator) -> Any:
+        tokens = rng.integers(0, model.vocabulary, (rows, length + 1)).astype(np.int32)
+        is_counted = np.arange(length) < rng.integers(1, length + 1, (rows, 1))
+        labels = np.where(is_counted, tokens[:, 1:], -1)
+        return {"tokens": tokens[:, :-1], "labels": labels}
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), placed)
+    return Workload(shapes, {}, loss_fn, micro_batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _noise(x: jax.ShapeDtypeStruct) -> jax.Array:
+    bits = jax.lax.iota(np.uint32, x.size) * np.uint32(2654435761)
+    bits = (bits ^ bits >> 15) * np.uint32(0x2C1B3C6D)
+    values = bits.reshape(x.shape).astype(np.float32) / 2.0**31 - 1
+    return (x.shape[-2] ** -0.5 * values).astype(x.dtype)
+
+
+def noise(shapes: Any) -> Any:
+    """Parameters that need no other memory, as `jax.random` does."""
+    return jax.tree.map(_noise, shapes)

@@ -23,19 +23,22 @@ from audited_loops import (
     concatenated,
     full_batch,
     gradient_of,
+    init_params,
+    loss_mean_fn,
     mean,
     of_weights,
+    ragged_batch,
     scale,
     tokens_of,
     with_counts,
     with_transformation,
 )
-from helpers import cut, init_params, loss_mean_fn, ragged_batch, slow
-from helpers import loss_sum_fn as loss_fn
-from ragged_windows import PADS, planned, ragged_window
+from audited_loops import loss_sum_fn as loss_fn
+from helpers import cut, slow
 
 from optax_tokenaccum import AuditReport, Verdict, audit, make_train_step
 from optax_tokenaccum._audit_report import Parameter
+from optax_tokenaccum.ragged import pad_micro_batch, plan_window
 
 PRECISIONS = ["float32", slow("bfloat16")]
 
@@ -43,11 +46,9 @@ PRECISIONS = ["float32", slow("bfloat16")]
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", [x if x == "train step" else slow(x) for x in RIGHT])
 def test_right_loops_pass(name: str, dtype: str):
-    report = audit(RIGHT[name], loss_fn, init_params(0, dtype), MICRO_BATCHES)
-    assert report.verdict is Verdict.EXACT, str(report)
-    assert report.passed
+    report = audit(RIGHT[name], loss_fn, init_params(dtype), MICRO_BATCHES)
     report.assert_exact()
-    assert report.factor == 1
+    assert (report.verdict, report.factor) == (Verdict.EXACT, 1)
     np.testing.assert_allclose(report.weights, 1, rtol=10 * report.rtol)
 
 
@@ -55,7 +56,7 @@ def test_right_loops_pass(name: str, dtype: str):
 @pytest.mark.parametrize("name", GALLERY)
 def test_broken_loops_get_their_verdict(name: str, dtype: str):
     broken = GALLERY[name]
-    params = init_params(0, broken.dtype or dtype)
+    params = init_params(broken.dtype or dtype)
     report = audit(broken.run, loss_fn, params, MICRO_BATCHES)
     assert report.verdict is broken.verdict, str(report)
     assert not report.passed
@@ -84,7 +85,13 @@ def without_tokens(batch: Any) -> Any:
 def test_a_micro_batch_without_tokens_has_no_weight_and_a_mean_of_it_is_named():
     micro_batches = [*MICRO_BATCHES]
     micro_batches[2] = without_tokens(micro_batches[2])
-    report = audit(by_transformation, loss_fn, init_params(0), micro_batches)
+
+    def nan_without_tokens(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return (loss_sum + 0 * jnp.sum(params["bias"])) / n * n, n
+
+    run = with_transformation(nan_without_tokens)
+    report = audit(run, nan_without_tokens, init_params(), micro_batches)
     report.assert_exact()
     assert np.isnan(report.weights).tolist() == [i == 2 for i in range(K)]
     shown = str(report).split("by micro-batch")[1].splitlines()[1:5]
@@ -101,14 +108,14 @@ def test_a_micro_batch_without_tokens_has_no_weight_and_a_mean_of_it_is_named():
         (naive, Verdict.MEAN_OF_MEANS),
         (functools.partial(naive, gradient=mean_of_none), Verdict.UNKNOWN),
     ):
-        report = audit(run, loss_fn, init_params(0), micro_batches)
+        report = audit(run, loss_fn, init_params(), micro_batches)
         assert report.verdict is verdict
     assert "the mean of a micro-batch without tokens is 0/0" in report.explanation
 
 
 N, PADDED = tokens_of(MICRO_BATCHES), MICRO_BATCHES[0]["mask"].size
 EQUAL = ragged_batch(0)
-EQUAL["mask"] = np.broadcast_to(np.arange(64) < 33, EQUAL["mask"].shape)
+EQUAL["mask"] = np.broadcast_to(np.arange(16) < 9, EQUAL["mask"].shape)
 # Weights of tokens, where 1 is exact, and what the audit says about them.
 NAMED: dict[str, tuple[Any, str]] = {
     "means over padding": (N / PADDED, "divided by .* a wrong count"),
@@ -121,7 +128,7 @@ NAMED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", NAMED)
 def test_weights_are_named(name: str):
     weights, says = NAMED[name]
-    report = audit(of_weights(weights), loss_fn, init_params(0), MICRO_BATCHES)
+    report = audit(of_weights(weights), loss_fn, init_params(), MICRO_BATCHES)
     assert report.verdict is Verdict.UNKNOWN
     assert re.search(says, report.explanation), str(report)
     np.testing.assert_allclose(report.weights, weights, rtol=100 * report.rtol)
@@ -130,60 +137,58 @@ def test_weights_are_named(name: str):
     assert report.factor == expected
 
 
-def test_counts_that_are_off_are_named_and_shown():
-    wrong = N + 2
-    run = with_counts(mean, lambda batch: batch["mask"].sum() + 2)
-    report = audit(run, loss_fn, init_params(0), MICRO_BATCHES)
-    assert report.verdict is Verdict.UNKNOWN
-    shown = ", ".join(f"{x:.4g}" for x in wrong * (N.sum() / wrong.sum()))
-    right = ", ".join(map(str, N))
-    expected = f"in the proportion of {shown} where loss_fn counts {right}."
-    assert expected in report.explanation
-    run = of_weights(np.full(K, N.sum() / wrong.sum()))
-    report = audit(run, loss_fn, init_params(0), MICRO_BATCHES)
-    assert report.verdict is Verdict.UNKNOWN
-    assert f"a count of {wrong.sum()} tokens?" in report.explanation
-
-
 def test_a_mean_that_is_divided_by_at_least_1_does_not_pass():
     """Weights of tokens may add up to less than 1."""
 
+    def weighted(params: Any, batch: Any) -> Any:
+        loss_sum, _ = loss_fn(params, batch)
+        return jnp.max(batch["mask"]) * loss_sum, jnp.sum(batch["mask"])
+
     def mean_by_1(params: Any, batch: Any) -> Any:
-        grads, n = gradient_of(loss_fn)(params, batch)
+        grads, n = gradient_of(weighted)(params, batch)
         return scale(grads, 1 / jnp.maximum(n, 1))
 
     run = with_counts(mean_by_1, lambda batch: batch["mask"].sum())
-    for below_1 in ([3], [1, 4], range(K)):
-        weights = np.where(np.isin(np.arange(K), below_1), 0.002, 1)
-        micro_batches = [
-            batch | {"mask": np.float32(batch["mask"] * weight)}
-            for batch, weight in zip(MICRO_BATCHES, weights, strict=True)
-        ]
-        report = audit(run, loss_fn, init_params(0), micro_batches)
-        assert report.verdict is Verdict.UNKNOWN
-        sums = np.array([batch["mask"].sum() for batch in micro_batches])
-        np.testing.assert_allclose(report.tokens, sums, rtol=1e-6)
-        np.testing.assert_allclose(report.weights, np.minimum(sums, 1), rtol=1e-2)
+    weights = np.where(np.isin(np.arange(K), [1, 4]), 0.002, 1)
+    micro_batches = [
+        batch | {"mask": np.float32(batch["mask"] * weight)}
+        for batch, weight in zip(MICRO_BATCHES, weights, strict=True)
+    ]
+    report = audit(run, weighted, init_params(), micro_batches)
+    assert report.verdict is Verdict.UNKNOWN
+    sums = np.array([batch["mask"].sum() for batch in micro_batches])
+    np.testing.assert_allclose(report.tokens, sums, rtol=1e-6)
+    np.testing.assert_allclose(report.weights, np.minimum(sums, 1), rtol=1e-2)
 
 
 def test_a_loop_that_plans_its_own_micro_batches_is_given_sequences():
-    _, sequences = ragged_window(0, rows=4)
+    def of_rows(params: Any, batch: Any) -> Any:
+        losses, mask = (batch["x"] @ params - 1) ** 2, batch["mask"]
+        return jnp.sum(mask * losses), jnp.sum(mask)
 
     def of_sequence(params: Any, sequence: Any) -> Any:
-        return loss_fn(params, jax.tree.map(lambda x: x[None], sequence))
+        return of_rows(params, jax.tree.map(lambda x: x[None], sequence))
 
-    def with_pads(pads: Any) -> Any:
-        def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-            step = make_train_step(loss_fn, optimizer)
+    random, lengths = np.random.default_rng(0), [9, 9, 3]
+    sequences = [
+        {"x": np.float32(random.normal(size=(n, 8))), "mask": np.ones(n, np.float32)}
+        for n in lengths
+    ]
+
+    def with_pads(mask: int) -> Any:
+        def run(optimizer: Any, params: Any, sequences: Any) -> Any:
+            step = make_train_step(of_rows, optimizer)
             state = step.init(params)
-            for batch in planned(micro_batches, pads):
+            for plan in plan_window(lengths, max_tokens=16):
+                pads = {"x": 1, "mask": mask}
+                batch = pad_micro_batch(sequences, plan, pad_values=pads)
                 state, _ = step.accumulate(state, batch)
             return step.close_window(state)[0].params
 
-        return audit(run, of_sequence, init_params(0), sequences)
+        return audit(run, of_sequence, jnp.linspace(-1, 2, 8), sequences)
 
-    with_pads(PADS).assert_exact()
-    report = with_pads(PADS | {"mask": True})
+    with_pads(0).assert_exact()
+    report = with_pads(1)
     assert report.verdict is Verdict.UNKNOWN
     assert "Does padding count?" in report.explanation
 
@@ -234,9 +239,11 @@ def test_a_loop_may_return_python_floats_and_a_loss_have_no_hash():
 
 
 def test_a_loop_may_change_or_donate_its_micro_batches():
-    def popping(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        batches = [{name: b.pop(name) for name in [*b]} for b in micro_batches]
-        return full_batch(optimizer, params, batches)
+    def changing(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        params = full_batch(optimizer, params, micro_batches)
+        for batch in micro_batches:
+            batch.pop("mask")[:] = 0
+        return params
 
     def donating(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         params = full_batch(optimizer, params, micro_batches)
@@ -244,25 +251,15 @@ def test_a_loop_may_change_or_donate_its_micro_batches():
             leaf.delete()
         return params
 
-    def in_place(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        params = full_batch(optimizer, params, micro_batches)
-        for batch in micro_batches:
-            batch["mask"][:] = 0
-        return params
-
     on_device = jax.tree.map(jnp.asarray, MICRO_BATCHES)
-    for run, given in (
-        (popping, MICRO_BATCHES),
-        (donating, on_device),
-        (in_place, MICRO_BATCHES),
-    ):
-        assert audit(run, loss_fn, init_params(0), given).passed
+    for run, given in ((changing, MICRO_BATCHES), (donating, on_device)):
+        assert audit(run, loss_fn, init_params(), given).passed
 
 
 @pytest.mark.parametrize("k", [1, K])
 def test_equal_lengths_are_never_a_pass(k: int):
     micro_batches = cut(EQUAL, k)
-    report = audit(by_transformation, loss_fn, init_params(0), micro_batches)
+    report = audit(by_transformation, loss_fn, init_params(), micro_batches)
     assert report.verdict is Verdict.UNKNOWN and not report.passed
     assert report.explanation.startswith("cannot tell")
     assert "ragged" in report.explanation
@@ -280,8 +277,8 @@ def with_adam(_: Any, *args: Any) -> Any:
     return by_transformation(optax.adam(0.1), *args)
 
 
-def with_frozen_embedding(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    frozen = {name: name == "embed" for name in params}
+def with_frozen_layer(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    frozen = {name: name == "hidden" for name in params}
     optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), frozen))
     return by_transformation(optimizer, params, micro_batches)
 
@@ -292,7 +289,7 @@ def with_frozen_embedding(optimizer: Any, params: Any, micro_batches: Any) -> An
         (two_windows, loss_fn, Verdict.UNKNOWN, "make it one window, one step"),
         (with_adam, loss_fn, Verdict.DISCARDED, "run uses another optimizer than"),
         (
-            with_frozen_embedding,
+            with_frozen_layer,
             loss_fn,
             Verdict.UNKNOWN,
             "Does run freeze parameters",
@@ -302,18 +299,9 @@ def with_frozen_embedding(optimizer: Any, params: Any, micro_batches: Any) -> An
     ids=["two windows", "another optimizer", "frozen parameters", "mean loss_fn"],
 )
 def test_other_causes_are_named(run: Any, given: Any, verdict: Verdict, says: str):
-    report = audit(run, given, init_params(0), MICRO_BATCHES)
+    report = audit(run, given, init_params(), MICRO_BATCHES)
     assert report.verdict is verdict
     assert says in report.explanation
-
-
-def test_parameters_that_the_loss_freezes_too_pass():
-    def also_frozen(params: Any, batch: Any) -> Any:
-        embed = jax.lax.stop_gradient(params["embed"])
-        return loss_fn(params | {"embed": embed}, batch)
-
-    params = init_params(0)
-    assert audit(with_frozen_embedding, also_frozen, params, MICRO_BATCHES).passed
 
 
 def zero_loss_fn(params: Any, batch: Any) -> Any:
@@ -322,7 +310,7 @@ def zero_loss_fn(params: Any, batch: Any) -> Any:
 
 
 def test_what_cannot_be_audited_says_so():
-    params, full = init_params(0), full_batch
+    params, full = init_params(), full_batch
     no_tokens = [without_tokens(batch) for batch in MICRO_BATCHES]
 
     def nothing(*_: Any) -> Any:
@@ -346,7 +334,7 @@ def test_what_cannot_be_audited_says_so():
 
 def test_the_report_says_what_a_person_needs_in_80_columns():
     run = GALLERY["mean of means"].run
-    report = audit(run, loss_fn, init_params(0), MICRO_BATCHES)
+    report = audit(run, loss_fn, init_params(), MICRO_BATCHES)
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())

@@ -26,13 +26,11 @@ IGNORED = np.where(np.arange(5) % 2 == 0, LABELS, -100)
     [
         (None, LABELS, np.ones((3, 5))),
         (MASK, LABELS, MASK),
-        (MASK.astype(np.int32), LABELS, MASK),
-        (0.25 * MASK, LABELS, 0.25 * MASK),
         (np.where(MASK, 1.5, -2.0), LABELS, 1.5 * MASK),
         (MASK, IGNORED, MASK & (IGNORED != -100)),
         (0 * MASK, LABELS, 0 * MASK),
     ],
-    ids=["none", "bool", "int", "weights", "negative is none", "ignored", "all masked"],
+    ids=["none", "bool", "weights", "ignored", "all masked"],
 )
 def test_sum_and_count_come_from_one_mask(mask: Any, labels: Any, weights: Any):
     for function in (softmax_cross_entropy_sum, IN_JIT):
@@ -63,20 +61,17 @@ def test_label_outside_the_vocabulary_is_loud_where_it_counts():
         assert np.isnan(softmax_cross_entropy_sum(LOGITS, labels)[0])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_computed_in_float32_whatever_the_logits(dtype: Any):
-    logits = jnp.zeros((1, 4096, 64), dtype)
+def test_computed_in_float32_whatever_the_logits():
+    logits = jnp.zeros((1, 4096, 64), jnp.bfloat16)
     loss_sum, num_tokens = softmax_cross_entropy_sum(logits, jnp.zeros((1, 4096), int))
     assert loss_sum.dtype == num_tokens.dtype == jnp.float32
     np.testing.assert_allclose(loss_sum / num_tokens, np.log(64), rtol=1e-6)
-    if dtype == "bfloat16":
-        naive = jnp.cumsum(-jax.nn.log_softmax(logits)[0, :, 0])[-1]
-        assert abs(float(naive) / 4096 / np.log(64) - 1) > 0.01
+    naive = jnp.cumsum(-jax.nn.log_softmax(logits)[0, :, 0])[-1]
+    assert abs(float(naive) / 4096 / np.log(64) - 1) > 0.01
 
 
-@pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.2}])
-def test_z_loss_and_label_smoothing_do_not_depend_on_the_cut(options: dict[str, float]):
-    z_loss, smoothing = (options.get(x, 0) for x in ("z_loss", "label_smoothing"))
+def test_z_loss_and_label_smoothing_do_not_depend_on_the_cut():
+    z_loss, smoothing = 0.1, 0.2
 
     def mean_in_float64(logits: Any, mask: Any = MASK, labels: Any = LABELS) -> Any:
         targets = optax.smooth_labels(jax.nn.one_hot(labels, 7), smoothing)
@@ -87,7 +82,9 @@ def test_z_loss_and_label_smoothing_do_not_depend_on_the_cut(options: dict[str, 
     def loss_fn(logits: Any, rows: Any) -> Any:
         labels, mask = (jnp.asarray(x)[rows] for x in (LABELS, MASK))
         logits = jnp.where(mask[..., None], logits[rows], jnp.nan)
-        return softmax_cross_entropy_sum(logits, labels, mask, **options)
+        return softmax_cross_entropy_sum(
+            logits, labels, mask, z_loss=z_loss, label_smoothing=smoothing
+        )
 
     rows = np.arange(3)[:, None]  # of 2, 5 and no tokens
     (loss, _), grads = window_value_and_grad(loss_fn)(LOGITS, rows)

@@ -15,8 +15,8 @@ from optax_tokenaccum import MultiSteps, close_window, from_multi_steps_state
 
 @pytest.mark.parametrize("use_grad_mean", [True, False])
 def test_count_of_1_gives_what_optax_gives(use_grad_mean: bool):
-    theirs = optax.MultiSteps(optax.adamw(0.1), 3, use_grad_mean)
-    ours = MultiSteps(optax.adamw(0.1), 3, use_grad_mean)
+    theirs = optax.MultiSteps(optax.sgd(0.1, 0.9), 3, use_grad_mean)
+    ours = MultiSteps(optax.sgd(0.1, 0.9), 3, use_grad_mean)
     assert [f.__name__ for f in (ours.init, ours.update)] == ["init", "update"]
     state, their_state = ours.init(PARAMS), theirs.init(PARAMS)
     params = their_params = PARAMS
@@ -70,7 +70,7 @@ def test_checkpoint_of_optax_goes_on_at_a_window_boundary(form: str):
         return tx if form == "alone" else optax.chain(optax.clip(9.0), tx)
 
     optimizer, theirs = (
-        wrap(kind(optax.adam(0.1), 3).gradient_transformation())
+        wrap(kind(optax.sgd(0.1, 0.9), 3).gradient_transformation())
         for kind in (MultiSteps, optax.MultiSteps)
     )
     old = theirs.init(PARAMS)

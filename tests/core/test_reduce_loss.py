@@ -157,11 +157,9 @@ def test_a_wider_result_for_wider_losses():
             assert {x.dtype for x in found} == {jnp.promote_types(dtype, jnp.float32)}
 
 
-@pytest.mark.parametrize(
-    "reduction", [REDUCTIONS[0], *map(helpers.slow, REDUCTIONS[1:])]
-)
-def test_a_step_on_8_devices_descends_on_the_full_batch(reduction: str):
+def test_a_step_on_8_devices_descends_on_the_full_batch():
     # Uneven micro-batches.
+    reduction = "seq-mean-token-mean"
     parts = sequences_of(2, 5), sequences_of(3, 8)
     batches = [packed(part, 2 * LENGTH, 8) for part in parts]
 

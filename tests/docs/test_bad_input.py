@@ -462,19 +462,16 @@ ERRORS = {
     pad(sequences)
       TypeError: … missing 1 required keyword-only argument: 'pad_values'
     pad(sequences[0], pad_values=0)
+    pad([], pad_values=0)
     pad([[1, 2, 3], [4, 5, 6]], pad_values=0)
     pad([np.arange(2), np.ones((4, 1))], pad_values=0)
       …Error: …equence… must …got …
     pad(sequences, pad_values="0")
       TypeError: A pad value must be a number: got '0' for ['ids']. What weighs ….
-    pad([], pad_values=0)
-      ValueError: There must be at least one sequence: got none.
     pad([{"ids": np.array(["ab"])}], pad_values=0)
       TypeError: The leaves of a sequence must be numbers: got <U2 at ['ids'] of the ….
     pad_micro_batch(sequences, plan._replace(length=3), pad_values=0)
       ValueError: The plan must be one of these sequences: got one of 4 tokens at ….
-    pad_micro_batch(sequences, plan._replace(num_rows=1), pad_values=0)
-      ValueError: A micro-batch must have a row for …: got 2 sequences and num_rows 1. …
 """,
     "Devices": """
     step.init(on_an_explicit_mesh())
@@ -540,13 +537,14 @@ ERRORS = {
     nnx_stepped(token_accumulation(sgd, 2, **skips), growing)
     nnx_stepped(accumulating, growing, **over)
     nnx_stepped(SGD, growing)
-      ValueError: loss_fn must keep the model's variables and their shapes: got a change
-      at seen. Return such values as aux, or take them out in loss_fn with nnx.pop.
+      ValueError: loss_fn must keep the model's variables and their shapes, and return
+      other values as aux, or take them out with nnx.pop: at ['seen'] expected shape (),
+      got shape …
     opened_elsewhere()
-      ValueError: The window must be closed before its sums are laid out for other
-      devices: got 1 micro-batches in it, and a sum of shape …, where … is needed. Call
-      close_window of the step that began the window, or restore the checkpoint after
-      step.init.
+      ValueError: The optimizer must be of this model, …, and its open window laid out
+      for the devices of this step (call close_window of the step that began it, or
+      restore the checkpoint after step.init): at .opt_state.acc_grads['bias'] expected
+      shape …, got shape …
     after_a_failed_call(optax_tokenaccum.nnx.make_window_step(
         with_full_disk(nnx_loss_fn)), model, trained_by(sgd))
     after_a_step(lambda step, *state: step(*state, window))
@@ -565,8 +563,6 @@ ERRORS = {
     nnx_step(model, trained_by(MultiSteps(sgd, 2)), batch)
     nnx_window_step(model, trained_by(accumulating), window)
       …Error: … optimizer …must …: got …
-    optax_tokenaccum.nnx.make_train_step(nnx_loss_fn, trained_by(accumulating))
-      TypeError: The step of an NNX model is made from loss_fn alone: got …
     nnx_stepped(accumulating, assigning, **over)
       ValueError: loss_fn must not assign parameters, …: got a change at kernel. …
     nnx_stepped(accumulating, counting, **over)

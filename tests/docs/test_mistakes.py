@@ -17,8 +17,10 @@ from meshes import make_mesh
 from optax_tokenaccum import (
     audit,
     check_loss_fn,
+    coupled_value_and_grad,
     make_train_step,
     make_window_step,
+    split_batch,
     token_accumulation,
 )
 
@@ -175,6 +177,22 @@ def sums_over_devices_twice() -> None:
     mesh = make_mesh((8,))
     over = jax.shard_map(summed, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     assert float(jax.jit(over)(jnp.ones(()), jnp.ones(16))) == 8 * 16
+
+
+@shows("labels by position")
+def rows_of_pairs_that_are_cut_apart() -> None:
+    """Rows 2 i and 2 i + 1 belong together; they come in the order 0, 2, 1, 3."""
+
+    def of_neighbors(summaries: jax.Array) -> jax.Array:
+        rows = jnp.concatenate(summaries)
+        return jnp.sum(rows[0::2] * rows[1::2])
+
+    coupled = coupled_value_and_grad(lambda w, x: w * x, of_neighbors)
+    w, x = jnp.float32(1), jnp.asarray([1.0, 2, 3, 4])
+    (loss, _), _ = coupled(w, split_batch(x, 2))
+    assert (float(of_neighbors(x[None])), float(loss)) == (1 * 2 + 3 * 4, 1 * 3 + 2 * 4)
+    (loss, _), _ = coupled(w, split_batch(x.reshape(2, 2), 2).reshape(2, 2))
+    assert float(loss) == 1 * 2 + 3 * 4
 
 
 @shows("a traced count that is negative or not finite")

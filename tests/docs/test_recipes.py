@@ -196,7 +196,7 @@ def test_a_token_mean_of_bfloat16_gradients():
     """300 ones: in bfloat16, `optax.microbatching` alone counts 256."""
     code = code_of("trainers.md", "def token_mean")
     names = {"jax": jax, "jnp": jnp, "optax": optax}
-    exec(code[: code.index("def masked_loss_fn")], names)
+    exec(code[: code.index("grad_fn =")], names)
 
     def value_and_grad(x: jax.Array) -> Any:
         return (jnp.sum(x), x.size), jnp.sum(x)

@@ -1,7 +1,8 @@
-"""The lines that `docs/trainers.md` replaces: what both give on ragged data.
+"""What `docs/trainers.md` says of other loops on ragged data, and of ours.
 
-The lines are read from the page. The loss is a masked squared error of a linear model,
-whose gradients are one NumPy line in float64.
+The lines are read from the page. Other forms average as the originals, and are not
+their code. The loss is a masked squared error of a linear model, whose gradients are
+one NumPy line in float64.
 """
 
 import re
@@ -16,7 +17,7 @@ import optax
 import pytest
 
 import optax_tokenaccum
-from optax_tokenaccum import MultiSteps, token_accumulation
+from optax_tokenaccum import MultiSteps, token_accumulation, window_value_and_grad
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
 ROWS = re.findall(r"^\| (.*?) \| `(.*)` \| `(.*)` \|$", PAGE, re.MULTILINE)
@@ -27,7 +28,6 @@ K, LENGTH, WIDTH = 4, 16, 3
 RTOL = helpers.RTOL["float32"]
 PARAMS = jnp.arange(1.0, WIDTH + 1)
 TOKENS = np.asarray([16, 3, 8, 1])
-
 
 # Each micro-batch is from another distribution.
 RNG, ABOUT = np.random.default_rng(0), np.arange(K)[:, None, None] * np.ones(WIDTH)
@@ -129,3 +129,40 @@ def test_one_division_or_the_other():
     twice = applied(exact, theirs)
     assert helpers.relative_error(twice, EXACT / TOKENS.sum()) < RTOL
     assert helpers.relative_error(twice, EXACT) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("mean", "of_none"),
+    [
+        (lambda loss_sum, n: loss_sum / n, np.nan),  # written by hand
+        (lambda loss_sum, n: loss_sum / jnp.maximum(n, 1), 0),  # axlearn
+        # levanter replaces 0/0 after the division.
+        (lambda loss_sum, n: jnp.where(n != 0, loss_sum / n, 0), np.nan),
+    ],
+    ids=["by hand", "axlearn", "levanter"],
+)
+def test_means_of_means_and_a_micro_batch_without_tokens(mean: Any, of_none: float):
+    def masked(params: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Multiplies, like all of them, which lets a NaN through."""
+        errors = (batch["x"] @ params - batch["y"]) ** 2
+        return errors @ batch["mask"], jnp.sum(batch["mask"])
+
+    @jax.jit
+    @jax.grad
+    def mean_of_means(params: jax.Array, window: Any) -> jax.Array:
+        return jnp.mean(jax.vmap(lambda x: mean(*masked(params, x)))(window))
+
+    ours = jax.jit(window_value_and_grad(masked))
+    # XLA turns a product with bools into a select, which stops a NaN.
+    mask = WINDOW["mask"].astype(np.float32)
+    window = WINDOW | {"mask": mask}
+    assert helpers.relative_error(mean_of_means(PARAMS, window), MEAN_OF_MEANS) < RTOL
+    assert helpers.relative_error(ours(PARAMS, window)[1], EXACT) < RTOL
+
+    window["mask"] = mask * (np.arange(K) > 0)[:, None]
+    means = (of_none, *(SUMS / TOKENS[:, None])[1:])
+    expected = SUMS[1:].sum(0) / TOKENS[1:].sum()
+    assert helpers.relative_error(ours(PARAMS, window)[1], expected) < RTOL
+    got = mean_of_means(PARAMS, window)
+    np.testing.assert_allclose(got, sum(means) / K, rtol=RTOL)
+    assert not helpers.relative_error(got, expected) < 0.1

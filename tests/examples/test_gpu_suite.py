@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import write_tables
-from benchmarks.page import RESULTS
+from benchmarks.report import RESULTS, stored
 
 ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).with_name("gpu_small.jsonl")  # of `--small`, on a CPU
@@ -16,21 +16,16 @@ CARDS = [path.name.removeprefix("gpu-").upper() for path in RESULTS.glob("gpu-*"
 def test_results_that_were_cut_off_become_tables(tmp_path):
     lines = STORED.read_text().splitlines()
     kinds = {json.loads(line)["case"][0] for line in lines}
-    failed = {
-        "case": ["fit", "pair by hand"],
-        "took": 1,
-        "failed": "...\nXlaError: x\n",
-    }
+    case = ["memory", "decoder", "pair by hand", "2"]
+    failed = {"case": case, "took": 1, "failed": "...\nXlaError: x\n"}
     # A case that ran again counts once, as in its last line.
     lines += [json.dumps(failed), *lines[-2:]]
     (tmp_path / "results.jsonl").write_text("\n".join(lines))
     page = write_tables(tmp_path / "results.jsonl")
-    suites = json.loads((tmp_path / "benchmarks.json").read_text())["suites"]
+    suites = stored(tmp_path / "benchmarks.json")
     measured = {name for name, suite in suites.items() if suite["rows"]}
     assert measured == {f"gpu {kind}" for kind in kinds - {"environment"}} | {"failed"}
-    assert suites["failed"]["rows"] == [
-        {"case": "fit pair by hand", "why": "XlaError: x"}
-    ]
+    assert suites["failed"]["rows"] == [{"case": " ".join(case), "why": "XlaError: x"}]
     for suite in suites.values():
         rows = [json.dumps(row) for row in suite["rows"]]
         assert len({*rows}) == len(rows)

@@ -11,11 +11,9 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax.training import train_state
 
 from optax_tokenaccum import (
     MultiSteps,
-    make_train_step,
     softmax_cross_entropy_sum,
     token_accumulation,
 )
@@ -26,6 +24,7 @@ SGD = optax.sgd(1.0, momentum=0.0)
 BATCH = helpers.ragged_batch(0)
 MICRO_BATCHES = helpers.cut(BATCH, K)
 RTOL = helpers.RTOL["float32"]
+PARAMS = {"w": jnp.zeros(2)}
 
 
 class Model(nn.Module):
@@ -42,14 +41,10 @@ class StateWithStatistics(TrainState):
     batch_stats: Any
 
 
-class FlaxState(train_state.TrainState):
-    batch_stats: Any
-
-
-def new(tx: Any, kind: Any = StateWithStatistics) -> Any:
-    model = Model()
+def new() -> Any:
+    model, tx = Model(), token_accumulation(SGD, K)
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), int))
-    return kind.create(apply_fn=model.apply, tx=tx, **variables)
+    return StateWithStatistics.create(apply_fn=model.apply, tx=tx, **variables)
 
 
 def loss_fn(params: Any, state: Any, batch: Any) -> Any:
@@ -72,65 +67,48 @@ def train_step(state: Any, batch: Any) -> Any:
 
 @jax.jit
 def mean_gradient(state: Any, batch: Any) -> Any:
-    (_, (n, _)), grads = value_and_grad(state.params, state, batch)
-    return jax.tree.map(lambda g: g / n, grads)
-
-
-def applied(state: Any) -> Any:
-    """Return the last gradient given to SGD; parameter differences are rounded."""
-    return state.opt_state.inner_opt_state[0].trace
+    (_, (n, changed)), grads = value_and_grad(state.params, state, batch)
+    return jax.tree.map(lambda g: g / n, grads), changed["batch_stats"]
 
 
 def test_windows_are_the_full_batches_and_the_naive_loop_is_not():
     """One program, which donates its state, and moves statistics as a plain loop."""
-    state, step = new(token_accumulation(SGD, K)), jax.jit(train_step, donate_argnums=0)
-    plain = state.batch_stats
-    for seed in (0, 1):
-        batch = helpers.ragged_batch(seed)
-        expected = mean_gradient(state, batch)
+    state, step = new(), jax.jit(train_step, donate_argnums=0)
+    plain = jax.tree.map(np.array, state.batch_stats)
+    for window in range(2):
+        (expected, _), means = mean_gradient(state, BATCH), []
         before, compiled = jax.tree.map(np.array, state.params), []
-        for micro_batch in helpers.cut(batch, K):
+        for i, micro_batch in enumerate(MICRO_BATCHES):
             chex.assert_trees_all_equal(state.params, before)
-            assert (state.step, state.opt_state.mini_step) == (seed, len(compiled))
-            stand_in = state.replace(batch_stats=plain)
-            _, (_, changed) = loss_fn(state.params, stand_in, micro_batch)
-            plain = jax.tree.map(np.array, changed["batch_stats"])
+            assert (state.step, state.opt_state.mini_step) == (window, i)
+            mean, plain = mean_gradient(state.replace(batch_stats=plain), micro_batch)
+            means.append(mean)
             with helpers.count_compilations() as compilations:
                 state = step(state, micro_batch)
             compiled.append(len(compilations))
             assert helpers.relative_error(state.batch_stats, plain) < RTOL
-        assert sum(compiled) == (seed == 0)
-        assert helpers.relative_error(applied(state), expected) < RTOL
-        moved = jax.tree.map(np.subtract, before, applied(state))
+        assert sum(compiled) == (window == 0)
+        # Given to SGD; parameter differences are rounded.
+        given = state.opt_state.inner_opt_state[0].trace
+        assert helpers.relative_error(given, expected) < RTOL
+        moved = jax.tree.map(np.subtract, before, given)
         chex.assert_trees_all_equal(state.params, moved)
-        assert state.step == seed + 1
-
-    tx = optax.MultiSteps(SGD, K).gradient_transformation()
-    naive = new(tx, FlaxState)
-    before, expected = naive.params, mean_gradient(naive, BATCH)
-    for micro_batch in MICRO_BATCHES:
-        naive = naive.apply_gradients(grads=mean_gradient(naive, micro_batch))
-    got = helpers.difference(before, naive.params)
-    assert helpers.relative_error(got, expected) > 0.02
-
-
-def fp8_params(w: Any, s: Any) -> Any:
-    """Flax keeps scales in the parameters and their successors in the gradients."""
-    params = {"w": jnp.full(2, w)}
-    return {"params": params, OVERWRITE_WITH_GRADIENT: {"s": jnp.full(1, s)}}
+        assert state.step == window + 1
+        naive = jax.tree.map(lambda *xs: sum(xs) / K, *means)
+        assert helpers.relative_error(naive, expected) > 0.02
 
 
 def test_scales_of_8_bit_floats_are_refused():
-    """Summed and divided, they would be ruined without an error."""
-    params = fp8_params(0.0, 1.0)
+    """Summed and divided, they would be ruined without an error.
+
+    Flax keeps them in the parameters, and their successors in the gradients.
+    """
+    params = {"params": PARAMS, OVERWRITE_WITH_GRADIENT: {"s": jnp.ones(1)}}
     with pytest.raises(ValueError, match=OVERWRITE_WITH_GRADIENT):
         TrainState.create(apply_fn=None, params=params, tx=token_accumulation(SGD, 3))
-    with pytest.raises(ValueError, match=OVERWRITE_WITH_GRADIENT):
-        make_train_step(lambda params, x: (jnp.sum(x), 1), SGD, 3).init(params)
 
 
 ACCUMULATING = token_accumulation(SGD, 2)
-PARAMS = {"w": jnp.zeros(2)}
 FORMS = {
     "MultiSteps": MultiSteps(SGD, 2, gradients="sum"),
     "chain": optax.chain(optax.identity(), ACCUMULATING),
@@ -149,13 +127,10 @@ def test_the_count_reaches_every_form_of_tx(form: str):
     ):
         state = TrainState.create(apply_fn=None, params=PARAMS, tx=FORMS[form])
         state = state.close_window()  # one without micro-batches changes nothing
-        chex.assert_trees_all_equal(state.params, PARAMS)
         for grad, n in counts:
-            assert state.step == 0
+            chex.assert_trees_all_equal((state.step, state.params), (0, PARAMS))
             grads = {"w": jnp.full(2, grad)}
             state = state.apply_gradients(grads=grads, num_tokens=n)
-        if len(counts) == 1:
-            assert state.step == 0
-            state = state.close_window()
-        chex.assert_trees_all_equal(state.params, {"w": jnp.full(2, mean)})
+        state = state.close_window() if len(counts) == 1 else state
         assert state.step == 1
+        chex.assert_trees_all_equal(state.params, {"w": jnp.full(2, mean)})

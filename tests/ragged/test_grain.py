@@ -79,7 +79,7 @@ def test_resumes_bit_for_bit_after_a_micro_batch():
         chex.assert_trees_all_equal(micro_batch, expected)
         states.append(json.loads(json.dumps(iterator.get_state())))
     assert len(whole) > 10
-    for done in range(len(states)):
+    for done in (0, 1, 5, len(states) - 1):
         iterator = iter(flat(windows_of()))
         iterator.set_state(states[done])
         rest = list(iterator)
