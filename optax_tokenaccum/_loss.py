@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation
 from optax_tokenaccum._checks import as_num_tokens
+from optax_tokenaccum._copies import of_copies
 from optax_tokenaccum._devices import Devices
 from optax_tokenaccum._rows import Rows
 from optax_tokenaccum._scans import Trace, Traced, exchanges
@@ -158,26 +159,23 @@ def add_micro_batch(
         return loss_sum, (as_num_tokens(num_tokens, dtype), rest)
 
     others = rng, loss_kwargs
-    if devices.keeps_sums_apart:
-        of_twins = devices.of_copies(of_rows, params, model_state, rows, *others)
+    if devices.lead:
+        of_twins = of_copies(of_rows, devices, params, model_state, rows, *others)
     else:
         traced = Traced(of_rows, params, model_state, rows.batch, *others)
         check_own_map(traced.closed, params)
         of_twins = traced.of_twins
-    flat = devices.flat(opt_state.acc_grads, shardings)
+    flat, are_spread, stack = devices.flat(opt_state.acc_grads, params, shardings)
     added = accumulation.add_loss(
         of_twins,
         opt_state._replace(acc_grads=flat),
         params,
-        devices.are_spread(params, shardings),
+        are_spread,
         sums_are_zeros=sums_are_zeros,
-        total=lambda gradients: devices.total(
-            devices.stacked(gradients, params, shardings), shardings
-        ),
+        total=lambda gradients: devices.total(stack(gradients), shardings),
     )
     aux, changed = added.aux
-    stacked = devices.stacked(added.state.acc_grads, params, shardings)
-    opt_state = added.state._replace(acc_grads=stacked)
+    opt_state = added.state._replace(acc_grads=stack(added.state.acc_grads))
     leaves, structure = jax.tree.flatten(model_state)
     for i, new in changed.items():
         new = new if new.dtype == leaves[i].dtype else new.astype(leaves[i].dtype)

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef, keystr, tree_leaves_with_path
 
 from optax_tokenaccum._checks import check_function
+from optax_tokenaccum._devices import put
 from optax_tokenaccum._loss import LossFn
-from optax_tokenaccum._rows import put
 from optax_tokenaccum._scans import functions_in, opened
 from optax_tokenaccum._state import ModelStepState, settled
 from optax_tokenaccum._step import Step, shapes_of

@@ -1,14 +1,11 @@
 """Moves an open window to a different number of devices."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
-from optax_tokenaccum._trees import Leaf, T, Tree, is_concrete
-
-Name = tuple[str, ...]  # the path of a leaf, by its keys, attributes and indices
+from optax_tokenaccum._trees import Leaf, T, Tree, check_same_tree, is_concrete
 
 
 def regroup_sums(state: Tree, like: T) -> T:
@@ -60,60 +57,42 @@ def regroup_sums(state: Tree, like: T) -> T:
             "like must be the state of a step, step.init(params): got "
             f"{type(like).__name__}."
         )
-    saved, leaves = _by_name(state), []
-    for name, x in _by_name(like).items():
-        old = saved.pop(name, None)
-        if old is not None and "acc_grads" in name:
-            old = _regrouped(old, x)
-        if old is None or jnp.shape(old) != x.shape:
-            raise _unlike(name, x, old)
-        leaves.append(_put(old, x))
-    for name, x in saved.items():
-        raise _unlike(name, None, x)
+    saved, wanted = _by_name(state), _by_name(like)
+    for name in saved.keys() & wanted.keys():
+        if "acc_grads" in name:
+            saved[name] = _regrouped(saved[name], wanted[name])
+    check_same_tree(saved, wanted, "The states must be of the same training")
+    leaves = [_put(saved[name], x) for name, x in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _by_name(tree: Tree) -> dict[Name, Leaf]:
-    """The names are the same in the dictionary that a checkpoint makes of a state."""
+def _by_name(tree: Tree) -> dict[tuple[str, ...], Leaf]:
+    """The leaves by keys, attributes and indices of their paths.
 
-    def name_of(entry: Any) -> str:
-        kinds = ("key", "name", "idx")
-        return str(next(getattr(entry, x) for x in kinds if hasattr(entry, x)))
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(map(name_of, path)): leaf for path, leaf in leaves}
-
-
-def _unlike(name: Name, expected: Leaf, got: Leaf) -> ValueError:
-    shapes = [
-        "no leaf" if x is None else f"shape {jnp.shape(x)}" for x in (expected, got)
-    ]
-    return ValueError(
-        f"The states must be of the same training: at {'/'.join(name)} expected "
-        f"{shapes[0]}, got {shapes[1]}."
-    )
+    These are the same in the dictionary that a checkpoint makes of a state.
+    """
+    leaves = tree_leaves_with_path(tree)
+    return {tuple(keystr((x,), simple=True) for x in p): leaf for p, leaf in leaves}
 
 
 def _regrouped(acc: Leaf, like: Leaf) -> Leaf:
     """The sums in groups for other devices, which have an axis or none."""
     rank = max(acc.ndim, like.ndim) - 1  # of the parameter, if the shapes differ
-    shapes = {x.shape[x.ndim - rank :] for x in (acc, like) if x.ndim >= rank}
-    if acc.shape == like.shape or min(acc.ndim, like.ndim) < rank or len(shapes) > 1:
+    shape, expected = (x.shape[x.ndim - rank :] for x in (acc, like))
+    if acc.shape == like.shape or shape != expected:
         return acc
-    (shape,) = shapes
     held, groups = (x.shape[0] if x.ndim > rank else 1 for x in (acc, like))
+    each = -(-held // groups)
 
     def regroup(acc: jax.Array) -> jax.Array:
-        missing = [(0, -held % groups), *[(0, 0)] * rank]
+        missing = [(0, each * groups - held), *[(0, 0)] * rank]
         acc = jnp.pad(acc.reshape(held, *shape), missing)
-        return (
-            acc.reshape(groups, len(acc) // groups, *shape).sum(1).reshape(like.shape)
-        )
+        return acc.reshape(groups, each, *shape).sum(1).reshape(like.shape)
 
     sharding = _sharding(like)
-    if sharding is not None and isinstance(acc, jax.Array) and is_concrete(acc):
-        if acc.sharding.device_set != sharding.device_set:
-            acc = jax.device_get(acc)  # no program reads from both
+    is_array = isinstance(acc, jax.Array) and is_concrete(acc)
+    if sharding and is_array and acc.sharding.device_set != sharding.device_set:
+        acc = jax.device_get(acc)  # no program reads from both
     return jax.jit(regroup, out_shardings=sharding)(acc)
 
 

@@ -1,17 +1,14 @@
-"""Partition specs, and the rows of a batch on a mesh."""
+"""The rows of a batch on a mesh."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._trees import Batch, Leaf, is_concrete, named_leaves
-
-Entry = str | tuple[str, ...] | None  # an axis of a partition spec
+from optax_tokenaccum._devices import Devices, Entry, entry_of, is_placed, put, used
+from optax_tokenaccum._trees import Batch, Leaf, is_concrete, named_leaves, sharding_of
 
 
 @jax.tree_util.register_dataclass
@@ -21,122 +18,101 @@ class Rows:
 
     `is_whole` tells for each leaf whether every device has all of it: inside `jit`,
     arrays on a mesh with Auto axes no longer tell how they are placed. `axis` is the
-    axis of the rows in the other leaves.
+    axis of the rows in the other leaves, spread over the data axes of `entry`.
     """
 
     batch: Batch
     is_whole: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     axis: int = dataclasses.field(metadata={"static": True})
+    entry: Entry = dataclasses.field(metadata={"static": True})
 
-    def specs(self, entry: Entry) -> Batch:
-        rows = P(*[None] * self.axis, entry)
+    def specs(self) -> Batch:
+        rows = P(*[None] * self.axis, self.entry)
         specs = [P() if is_whole else rows for is_whole in self.is_whole]
         return jax.tree.unflatten(jax.tree.structure(self.batch), specs)
 
 
-def check_are_everywhere(batch: Batch, everywhere: NamedSharding) -> None:
+def spread(batch: Batch, devices: Devices, axis: int = 0) -> Rows:
+    """Spreads the rows of a batch; arrays that are on a mesh are not moved."""
+    leaves, mesh = jax.tree.leaves(batch), devices.mesh
+    if mesh is None:
+        return Rows(batch, (False,) * len(leaves), axis, None)
+    everywhere = NamedSharding(mesh, P())
+    arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) > axis]
+    copies = [i for i in arrays if _is_whole(leaves[i], devices.names)]
+    rows = [i for i in arrays if i not in copies]
+    if not rows:  # the caller placed the whole batch on every device
+        rows, copies = copies, []
+    if not everywhere.is_fully_addressable:
+        _check_are_everywhere(leaves)
+    if rows and devices.size > 1:
+        _check_rows(batch, rows, copies, axis, devices)
+    is_whole = tuple(i not in rows for i in range(len(leaves)))
+    spread = Rows(batch, is_whole, axis, entry_of(devices.names))
+
+    def place(x: Leaf, spec: P) -> Leaf:
+        is_given = is_placed(x) or not is_concrete(x)
+        return x if is_given else put(x, NamedSharding(mesh, spec))
+
+    placed = jax.tree.map(place, batch, spread.specs())
+    return dataclasses.replace(spread, batch=placed)
+
+
+def _is_whole(x: Leaf, names: tuple[str, ...]) -> bool:
+    """Whether `x` is known to be whole on every device of the data axes."""
+    sharding = sharding_of(x)
+    if sharding is None:
+        return False
+    if not is_concrete(x) and not {*names} <= {*sharding.mesh.explicit_axes}:
+        return False  # its type does not tell
+    return used(sharding).isdisjoint(names)
+
+
+def _check_are_everywhere(leaves: list[Leaf]) -> None:
     """Raises `ValueError` for arrays of this process alone, if devices are elsewhere.
 
     Each process would take its own rows for those of all of them.
     """
-    if everywhere.is_fully_addressable:
-        return
-    for x in jax.tree.leaves(batch):
-        is_local = hasattr(x, "__array__") and is_concrete(x)
-        if not is_local or isinstance(getattr(x, "sharding", None), NamedSharding):
-            continue
-        if jax.process_count() == 1:
+    for x in leaves:
+        if hasattr(x, "__array__") and is_concrete(x) and not is_placed(x):
             raise ValueError(
-                "A batch for devices that are not there must be made of shapes: got an "
-                f"array of shape {jnp.shape(x)}. Give lower a jax.ShapeDtypeStruct in "
-                "its place."
+                "A batch for devices of other processes, or for devices that are not "
+                "there, must be made of arrays over all of them, or of shapes: got an "
+                f"array of this process alone, of shape {jnp.shape(x)}. Let each "
+                "process give its rows to jax.make_array_from_process_local_data; give "
+                "lower a jax.ShapeDtypeStruct."
             )
-        raise ValueError(
-            "A batch for the devices of several processes must be made of arrays over "
-            f"all of them: got one of this process alone, of shape {jnp.shape(x)}. Let "
-            "each process give its rows to jax.make_array_from_process_local_data."
-        )
 
 
-def check_rows(
-    batch: Batch,
-    rows: list[int],
-    copies: list[int],
-    axis: int,
-    names: tuple[str, ...],
-    size: int,
+def _check_rows(
+    batch: Batch, rows: list[int], copies: list[int], axis: int, devices: Devices
 ) -> None:
-    """Raises `ValueError` unless rows can be spread over `size` devices of `names`.
+    """Raises `ValueError` unless the rows can be spread over the devices.
 
-    Args:
-      batch: the batch.
-      rows: the indices of leaves with rows.
-      copies: those of leaves that are whole on every device.
-      axis: of the rows.
-      names: the data axes.
-      size: the number of devices along them.
+    `rows` and `copies` are the indices of leaves with rows, and of leaves that are
+    whole on every device.
     """
-    over = f"the {size} devices of data_axes {names}"
+    over = f"the {devices.size} devices of data_axes {devices.names}"
     found = [(path, jnp.shape(x)) for path, x in named_leaves(batch)]
+    divide = all(found[i][1][axis] % devices.size == 0 for i in rows)
+    if divide and not devices.lead:
+        return
     path, shape = found[rows[0]]
-    for other, its_shape in [found[i] for i in rows]:
-        if its_shape[axis] != shape[axis]:
+    for i in [*rows, *(copies if devices.lead else [])]:
+        other, its_shape = found[i]
+        if (its_shape[axis] == shape[axis]) == (i in copies):
             raise ValueError(
                 "All arrays of a micro-batch must have the same number of rows, which "
-                f"are spread over {over}: got shape {shape} at {path} and {its_shape} "
-                f"at {other}. Give loss_fn what has no rows as a keyword, step(state, "
-                "batch, name=array), or place it on every device with "
-                "NamedSharding(mesh, PartitionSpec())."
+                f"are spread over {over}, and arrays that are whole on every device "
+                f"another number: got shape {shape} at {path} and {its_shape} at "
+                f"{other}{', whole' if i in copies else ''}. Spread all rows; give "
+                "loss_fn what has no rows as a keyword, step(state, batch, "
+                "name=array), or place it on every device with NamedSharding(mesh, "
+                "PartitionSpec())."
             )
-    for other, its_shape in [found[i] for i in copies]:
-        if its_shape[axis] == shape[axis]:
-            raise ValueError(
-                "An array that is whole on every device must not have as many rows as "
-                f"those that are spread over {over}: got shape {its_shape} at {other}, "
-                f"whole, and {shape} at {path}. If these are rows, spread them too; "
-                "if not, give them to loss_fn as a keyword, step(state, batch, "
-                "name=array)."
-            )
-    if shape[axis] % size:
+    if not divide:
         raise ValueError(
             f"The rows of a micro-batch must be a multiple of {over}: got "
-            f"{shape[axis]} in an array of shape {shape} at {path}. Add rows "
-            f"without tokens, for example by planning with batch_multiple={size}."
+            f"{shape[axis]} in an array of shape {shape} at {path}. Add rows without "
+            f"tokens, for example by planning with batch_multiple={devices.size}."
         )
-
-
-def entries_of(sharding: NamedSharding | None, ndim: int) -> list[Entry]:
-    """The entries of a sharding's spec, one for each axis."""
-    given = [] if sharding is None else list(sharding.spec)
-    return given + [None] * (ndim - len(given))
-
-
-def names_in(entry: Entry) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def used(sharding: NamedSharding | None) -> set[str]:
-    return {n for entry in entries_of(sharding, 0) for n in names_in(entry)}
-
-
-def only(names: Sequence[str], spec: Iterable[Entry]) -> list[Entry]:
-    """A partition spec without other names than `names`."""
-    return [entry_of(tuple(n for n in names_in(x) if n in names)) for x in spec]
-
-
-def without(names: Sequence[str], spec: Iterable[Entry]) -> list[Entry]:
-    return [entry_of(tuple(n for n in names_in(x) if n not in names)) for x in spec]
-
-
-def entry_of(names: tuple[str, ...]) -> Entry:
-    """The spec entry for `names`; older jax distinguishes `("x",)` from `"x"`."""
-    return (names[0] if len(names) == 1 else names) if names else None
-
-
-def put(x: Leaf, sharding: jax.sharding.Sharding | None) -> Any:
-    """An array that is moved, or a shape that says where its array would be."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(x, sharding)

@@ -81,7 +81,7 @@ class StepState(NamedTuple, Generic[P]):
         between calls, `acc_grads` is `()`.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp, optax
       >>> from optax_tokenaccum import make_train_step
       >>> def loss_fn(params, x):
       ...     return jnp.sum(params * x), x.size
@@ -89,9 +89,6 @@ class StepState(NamedTuple, Generic[P]):
       >>> state = step.init(jnp.zeros(()))
       >>> print(state.params, state.opt_state.mini_step)
       0.0 0
-      >>> target = jax.eval_shape(step.init, jnp.zeros(()))  # to restore a checkpoint
-      >>> print(type(target).__name__, target.params.shape)
-      StepState ()
     """
 
     params: P
@@ -99,29 +96,11 @@ class StepState(NamedTuple, Generic[P]):
 
 
 class ModelStepState(NamedTuple, Generic[P, M]):
-    """The state of a step with `has_model_state=True`; save all of it.
-
-    Attributes:
-      params: the parameters.
-      opt_state: as in `StepState`.
-      model_state: what the loss changes besides parameters, such as the statistics of
-        batch normalization: the state that the last micro-batch left.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> from optax_tokenaccum import make_train_step
-      >>> def loss_fn(params, seen, x):  # the state is the largest value seen
-      ...     return (jnp.sum(params * x), x.size), jnp.maximum(seen, x.max())
-      >>> step = make_train_step(loss_fn, optax.sgd(1.0), 2, has_model_state=True)
-      >>> state = step.init(jnp.zeros(()), jnp.zeros(()))
-      >>> state, _ = step(state, jnp.array([2.0, 5.0]))
-      >>> print(type(state).__name__, state.model_state)
-      ModelStepState 5.0
-    """
+    """The state of a step with `has_model_state=True`; save all of it."""
 
     params: P
     opt_state: TokenAccumulationState
-    model_state: M
+    model_state: M  # as the last micro-batch left it
 
 
 AnyStepState = StepState | ModelStepState
@@ -198,30 +177,20 @@ def key_array(state: AnyStepState) -> Leaf:
 
 
 def require_step_state(
-    state: Tree, *, accumulates: bool, has_model_state: bool | None = None
+    state: Tree, *, accumulates: bool, has_model_state: bool
 ) -> None:
-    """Raises if a step cannot take the state; `None` is a step of either kind."""
-    kind, other = StepState, ModelStepState
-    if has_model_state:
-        kind, other = other, kind
-    if has_model_state is not None and isinstance(state, other):
-        raise TypeError(
-            f"The state must be a {kind.__name__}, for this step was made with "
-            f"has_model_state={has_model_state}: got a {other.__name__}."
-        )
-    if not isinstance(state, kind | other):
+    """Raises if a step cannot take the state."""
+    kind = ModelStepState if has_model_state else StepState
+    got, opt_state = type(state).__name__, getattr(state, "opt_state", None)
+    if isinstance(state, kind):
+        got += f" with a {type(opt_state).__name__} as its opt_state"
+    if not (isinstance(state, kind) and isinstance(opt_state, TokenAccumulationState)):
         raise TypeError(
             f"The state must be the {kind.__name__} that step.init or the last call "
-            f"returned: got {type(state).__name__}. Restore a checkpoint with "
+            f"returned: got {got}. Restore a checkpoint with "
             "jax.eval_shape(step.init, params) as its target; take one that was "
             "restored without a target over with regroup_sums(state, "
             "step.init(params))."
-        )
-    opt_state = state.opt_state
-    if not isinstance(opt_state, TokenAccumulationState):
-        raise TypeError(
-            "The opt_state of a step must be the TokenAccumulationState that step.init "
-            f"or the last call returned: got {type(opt_state).__name__}."
         )
     if has_sums(opt_state) != accumulates and jax.tree.leaves(state.params):
         own, other = ("train", "window") if accumulates else ("window", "train")
@@ -245,8 +214,7 @@ def require_step_state(
 class ArrayMemo(Generic[T]):
     """Stores a value for each array, by identity, with a weak reference to the array.
 
-    An attribute of the step would be wrong as soon as a caller returns to an older
-    state, or trains two states with one step.
+    An attribute of a step would be wrong for an older state, or for a second one.
     """
 
     def __init__(self) -> None:
@@ -295,25 +263,22 @@ def settled(x: Leaf, taken: set[int]) -> Leaf:
 
 def owned(tree: T) -> T:
     """Copies every leaf: donating the copies keeps the caller's arrays alive."""
-    originals, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree)
     paths = [path for path, _ in named_leaves(tree)]
-    copies = []
-    # Copy one leaf at a time and drop each original as soon as it is copied, so that a
-    # large state is never in memory twice.
+    # Drop each original as soon as it is copied, so that a large state is never in
+    # memory twice.
     del tree
-    originals.reverse()
-    for path in paths:
-        leaf = originals.pop()
-        if not hasattr(_strong(leaf), "dtype"):
+    for i, path in enumerate(paths):
+        leaves[i] = _strong(leaves[i])
+        if not hasattr(leaves[i], "dtype"):
             raise TypeError(
                 "Parameters and the optimizer's state must be pytrees of arrays: at "
-                f"{path} got {type(leaf).__name__}. Keep other leaves out of the "
+                f"{path} got {type(leaves[i]).__name__}. Keep other leaves out of the "
                 "parameters, with equinox.partition for example, and give them to "
                 "loss_fn as a keyword."
             )
-        copies.append(jnp.array(_strong(leaf), copy=True))
-        del leaf
-    return jax.tree.unflatten(structure, copies)
+        leaves[i] = jnp.array(leaves[i], copy=True)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _strong(x: Leaf) -> Leaf:
@@ -327,10 +292,11 @@ def _strong(x: Leaf) -> Leaf:
 def home(params: Params) -> jax.sharding.Sharding | None:
     """Where scalars belong: on all devices of the first leaf that has a place."""
     for leaf in jax.tree.leaves(params):
-        sharding = getattr(leaf, "sharding", None) if is_concrete(leaf) else None
-        if isinstance(sharding, NamedSharding) and getattr(leaf, "committed", True):
+        if not is_concrete(leaf) or not getattr(leaf, "committed", True):
+            continue
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, PartitionSpec())
         if isinstance(sharding, SingleDeviceSharding):
-            if getattr(leaf, "committed", True):
-                return sharding
+            return sharding
     return None

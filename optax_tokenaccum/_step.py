@@ -14,9 +14,14 @@ from jax.tree_util import PyTreeDef
 
 from optax_tokenaccum._accumulation import Accumulation
 from optax_tokenaccum._checks import check_inner_state, check_nnx_variables
-from optax_tokenaccum._devices import Devices, Shardings
+from optax_tokenaccum._devices import (
+    Devices,
+    Shardings,
+    auto,
+    put,
+    warn_of_whole_sums,
+)
 from optax_tokenaccum._loss import Loss
-from optax_tokenaccum._rows import put
 from optax_tokenaccum._state import (
     AnyStepState,
     ArrayMemo,
@@ -141,9 +146,8 @@ class Program(abc.ABC, Generic[StepT]):
             of_params = tuple(x.sharding for x in leaves)
             out, _ = self.split(known)
             out = jax.tree.map(lambda x: x.sharding, out, is_leaf=_is_known)
-        aux = self.step.devices.of_aux(self.row_axis)
         body = functools.partial(self.body, of_params)
-        body = self.step.devices.auto(body, (out, None, aux))
+        body = auto(body, self.step.devices, out, self.row_axis)
         return jax.jit(
             body,
             donate_argnums=0 if self.step.donate else (),
@@ -223,7 +227,7 @@ class Step(abc.ABC):
         params = self.devices.place(own(params))
         init = self._of_shapes if is_abstract else self._init
         if not self._warned:
-            self._warned = self.devices.warn_of_whole_sums(params)
+            self._warned = warn_of_whole_sums(self.devices, params)
         if is_abstract:
             opt_state = self.devices.init(init, params)
         else:  # an optimizer may return an array that it keeps

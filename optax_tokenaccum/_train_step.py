@@ -10,6 +10,7 @@ from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulati
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import Devices, ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch, add_micro_batch
+from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import (
     AnyStepState,
@@ -47,7 +48,7 @@ class Accumulate(Program["TrainStep"]):
         **loss_kwargs: Any,
     ) -> tuple[MicroBatch]:
         self.step.require(state)
-        rows = self.step.devices.spread(batch)
+        rows = spread(batch, self.step.devices)
         return (MicroBatch(rows, rng, Keywords(loss_kwargs)),)
 
     def split(self, state: AnyStepState) -> tuple[Tree, Tree]:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum._accumulation import Accumulation, make_accumulation
 from optax_tokenaccum._checks import as_count, check_function, check_params
-from optax_tokenaccum._devices import Devices, Shardings
+from optax_tokenaccum._devices import Devices, Shardings, entries_of, over_devices
 from optax_tokenaccum._loss import (
     Keywords,
     Loss,
@@ -26,7 +26,7 @@ from optax_tokenaccum._loss import (
     check_own_map,
     unpack,
 )
-from optax_tokenaccum._rows import entries_of
+from optax_tokenaccum._rows import spread
 from optax_tokenaccum._scans import Traced
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._trees import (
@@ -138,7 +138,7 @@ def window_value_and_grad(
         **loss_kwargs: Any,
     ) -> Any:
         check_params(params)
-        rows = Devices().spread(micro_batches, 1)
+        rows = spread(micro_batches, Devices(), 1)
         given = MicroBatch(rows, rng, Keywords(loss_kwargs))
         state, model_state, _, aux = run_window(
             loss, accumulation, Devices(), given, params, model_state, num_micro_batches
@@ -239,9 +239,10 @@ def axes_of_layers(
         axes.update(Traced(loss, params, *args).axes_of_layers(params))
 
     rows, rng, loss_kwargs = micro_batch
-    if devices.keeps_sums_apart:  # where the loss may ask for the device's place
-        none, own = PartitionSpec(), rows.specs(devices.entry)
-        look = devices.map(look, (none, none, own, none, none), none)
+    if devices.lead:  # where the loss may ask for the device's place
+        none, own = PartitionSpec(), rows.specs()
+        specs = none, none, own, none, none
+        look = over_devices(look, devices.mesh, devices.names, specs, none)
     jax.eval_shape(look, params, model_state, rows.batch, rng, loss_kwargs)
     return axes
 

@@ -10,6 +10,7 @@ from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulati
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import Devices, ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch
+from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._state import (
     AnyStepState,
@@ -40,7 +41,7 @@ class Window(Program["WindowStep"]):
         self.step.require(state)
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches, micro_batches):
-            rows = self.step.devices.spread(micro_batches, axis=1)
+            rows = spread(micro_batches, self.step.devices, axis=1)
         return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
 
     def body(

@@ -28,7 +28,6 @@ LAYOUTS = {
 }
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 WAYS = ["two programs", "one program", "window"]
-ALL_WAYS = [*WAYS, *map(helpers.slow, nnx_ways.WAYS)]
 
 
 def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:

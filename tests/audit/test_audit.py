@@ -66,7 +66,7 @@ def test_broken_loops_get_their_verdict(name: str, dtype: str):
         assert broken.says in report.explanation
 
 
-def test_the_gallery_in_the_docs_is_this_one():
+def test_the_loops_in_the_docs_are_those_with_a_verdict_of_their_own():
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
     lines = page.split("| loop |")[1].splitlines()[2:]
     rows = [
@@ -74,7 +74,9 @@ def test_the_gallery_in_the_docs_is_this_one():
         for line in itertools.takewhile(lambda line: line.startswith("|"), lines)
     ]
     assert rows == [
-        [name, broken.mistake, broken.verdict.name] for name, broken in GALLERY.items()
+        [name, broken.mistake, broken.verdict.name]
+        for name, broken in GALLERY.items()
+        if broken.verdict is not Verdict.UNKNOWN
     ]
 
 

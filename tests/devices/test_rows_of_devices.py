@@ -89,9 +89,7 @@ def check(step: Any, batches: list[Any]) -> None:
     [
         ("two programs", "auto", None),
         ("window", "explicit", None),
-        ("one program", "auto", "model"),
-        ("window", "auto", "model"),
-        helpers.slow("nnx window", "auto", None),
+        ("two programs", "auto", "model"),
     ],
 )
 def test_what_is_placed_anywhere_but_on_the_data_axis_is_whole(
@@ -108,24 +106,16 @@ def test_what_is_placed_anywhere_but_on_the_data_axis_is_whole(
     check(step, batches)
 
 
-def test_class_weights_that_are_cut_give_another_gradient():
-    """In 0.1.0 device d had the weights of classes 2d and 2d + 1, and clipped."""
-    sums, tokens = jax.tree.map(jnp.zeros_like, PARAMS), 0.0
-    gradient_of = jax.jit(jax.grad(loss_fn, has_aux=True))
-    for d, mine in enumerate(CLASS_WEIGHTS.reshape(8, 2)):
-        rows = slice(d * ROWS // 8, (d + 1) * ROWS // 8)
-        for i in range(K):
-            batch = {"x": X[i, rows], "labels": LABELS[i, rows], "class_weights": mine}
-            gradient, n = gradient_of(PARAMS, batch)
-            sums, tokens = jax.tree.map(jnp.add, sums, gradient), tokens + n
-    naive = jax.tree.map(lambda x: x / tokens, sums)
-    assert not relative_error(naive, EXACT) < 0.1  # or NaN
+def test_other_class_weights_give_another_gradient():
+    """In 0.1.0, devices had parts of them, and indices were clipped."""
+    cut = np.resize(CLASS_WEIGHTS[: CLASSES // 8], CLASSES)
+    naive = exact(PARAMS, FULL | {"class_weights": cut})
+    assert relative_error(naive, EXACT) > 0.1
 
 
-@pytest.mark.parametrize("way", ["two programs", "window"])
-def test_batch_that_is_placed_on_every_device_is_spread(way: str):
+def test_batch_that_is_placed_on_every_device_is_spread():
     """Every array is replicated, so all are rows, and none is counted 8 times."""
-    mesh = make_mesh((8,))
+    way, mesh = "window", make_mesh((8,))
 
     def loss_of_rows(params: Any, batch: Any, class_weights: Any) -> Any:
         return loss_fn(params, batch | {"class_weights": class_weights})
@@ -142,8 +132,9 @@ def test_batch_that_is_placed_on_every_device_is_spread(way: str):
     assert relative_error(got, EXACT) < 2e-6
 
 
-@pytest.mark.parametrize("way", ["two programs", "window"])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("kind", "way"), [("auto", "two programs"), ("explicit", "window")]
+)
 def test_in_an_outer_jit_types_say_what_is_whole(kind: str, way: str):
     mesh = make_mesh((8,), kind)
     step = build(way, mesh)
@@ -161,8 +152,7 @@ def test_a_loss_that_sees_all_rows_may_have_anything():
     mesh = make_mesh((8,))
     step = build("two programs", mesh, reduce_every="micro_batch")
     check(step, WINDOW)
-    check(step, given_to("two programs", on(mesh)))
-    # As many as there are rows.
+    # Whole on every device, as many as there are rows.
     many = on(mesh)(np.resize(CLASS_WEIGHTS, ROWS))
     step.accumulate.lower(step.init(PARAMS), WINDOW[0] | {"class_weights": many})
 
@@ -176,7 +166,7 @@ def test_rows_spread_in_any_way_are_rows():
         lambda w, x: (jnp.sum(w * x), x.size), optax.sgd(1.0), 1, **options
     )
     x = X.reshape(16, 24)
-    for spec in (P("b"), P(None, "a"), P(("b", "a")), None):
+    for spec in (P("b"), P(None, "a"), None):
         placed = jnp.asarray(x) if spec is None else on(mesh, *spec)(x)
         state, metrics = step(step.init(jnp.zeros(())), placed)
         assert metrics.num_tokens == x.size
@@ -193,13 +183,18 @@ def attention_loss(params: Any, batch: Any) -> Any:
     return softmax_cross_entropy_sum(logits, batch["labels"], batch["mask"])
 
 
+@in_float64
+@jax.grad
+def exact_attention(params: Any, batch: Any) -> Any:
+    loss_sum, num_tokens = attention_loss(params, batch)
+    return loss_sum / num_tokens
+
+
 @pytest.mark.parametrize(
     ("way", "kind", "reduce_every"),
     [
         ("two programs", "auto", "window"),
-        ("window", "explicit", "window"),
-        ("two programs", "explicit", "micro_batch"),
-        helpers.slow("window", "auto", "micro_batch"),
+        ("window", "explicit", "micro_batch"),
         helpers.slow("one program", "explicit auto", "window"),
     ],
 )
@@ -210,18 +205,11 @@ def test_sequence_parallelism_is_a_batch_that_is_placed_so(
     mesh = make_mesh((4, 2), kind)
     options = {"loss_fn": attention_loss, "reduce_every": reduce_every}
     step = make_step(way, optax.sgd(meshes.SCALE), mesh, **options)
-    batch = meshes.make_batch(4)
+    batch = jax.tree.map(lambda x: x[:, :16], meshes.make_batch(4))
     given = [stack(helpers.cut(batch, K))] if way == "window" else helpers.cut(batch, K)
     spec = P(*[None] * (way == "window"), "data", "model")
     given = jax.device_put(given, NamedSharding(mesh, spec))
     state, metrics = run_step(step, step.init(helpers.init_params(0)), given)
     assert metrics.num_tokens == batch["mask"].sum()
-
-    @in_float64
-    @jax.grad
-    def exact(params: Any, batch: Any) -> Any:
-        loss_sum, num_tokens = attention_loss(params, batch)
-        return loss_sum / num_tokens
-
-    expected = exact(helpers.init_params(0), batch)
+    expected = exact_attention(helpers.init_params(0), batch)
     assert relative_error(meshes.applied(state.params), expected) < 2e-6

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import serialization
 from jax.sharding import Mesh
-from meshes import ALL_WAYS, make_mesh
+from meshes import WAYS, make_mesh
 
 from optax_tokenaccum import make_train_step, regroup_sums
 
@@ -46,7 +46,7 @@ def mean_of(window: np.ndarray) -> float:
     return window.sum() / (window != 0).sum()
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", WAYS[::2])
 def test_windows_of_devices_and_micro_batches_without_tokens(way: str):
     """With a gradient that is NaN on a device without tokens, keywords and aux."""
 
@@ -62,7 +62,7 @@ def test_windows_of_devices_and_micro_batches_without_tokens(way: str):
     state, seen, bits = step.init(jnp.ones(())), [], []
     for rows in (window, 0 * window):
         for given in [rows] if "window" in way else rows:
-            before = jax.device_get((state.params, inner_state(way, state)))
+            before = jax.device_get((state.params, state.opt_state.inner_opt_state))
             state, metrics = step(state, given, **kwargs)
             np.testing.assert_array_equal(metrics.aux["first"], given)
             bits.append(metrics.aux["bits"].ravel())
@@ -70,25 +70,17 @@ def test_windows_of_devices_and_micro_batches_without_tokens(way: str):
         np.testing.assert_allclose(state.params, 1 + 2 * mean_of(window), rtol=1e-6)
     # A window without tokens anywhere changes nothing, no momentum either.
     assert seen == [(True, (window != 0).sum()), (False, 0)]
-    chex.assert_trees_all_equal((state.params, inner_state(way, state)), before)
+    after = state.params, state.opt_state.inner_opt_state
+    chex.assert_trees_all_equal(after, before)
     # No two devices or micro-batches of a window share a key.
     assert len(np.unique(np.concatenate(bits)[: 3 * DEVICES])) == 3 * DEVICES
     means = [d[d != 0].mean() for d in window.swapaxes(0, 1) if (d != 0).any()]
     assert abs(np.mean(means) - mean_of(window)) > 1e-2
 
 
-def inner_state(way: str, state: Any) -> Any:
-    own = state.opt_state
-    return own if way == "nnx window" else own.inner_opt_state
-
-
 @pytest.mark.parametrize(
     ("way", "reduce_every"),
-    [
-        ("two programs", "window"),
-        ("one program", "micro_batch"),
-        ("window", "micro_batch"),
-    ],
+    [("one program", "window"), ("window", "micro_batch")],
 )
 def test_rejection_on_one_device_rejects_on_all(way: str, reduce_every: Any):
     step = make_step(way, loss_fn, reduce_every=reduce_every, **helpers.SKIPS)
@@ -134,9 +126,8 @@ def step_on(devices: int | str, loss_fn: Any = loss_fn) -> Any:
     ("before", "after"),
     [
         (8, 3),
-        helpers.slow(8, "4 x 2"),
-        helpers.slow("no mesh", 8),
-        helpers.slow("sharded sums", 8),
+        ("no mesh", 8),
+        helpers.slow("sharded sums", "4 x 2"),
     ],
 )
 def test_open_window_goes_on_with_other_devices(before: Any, after: Any):
@@ -156,7 +147,6 @@ def test_open_window_goes_on_with_other_devices(before: Any, after: Any):
         return jax.jit(lambda saved: regroup_sums(saved, like))(saved)
 
     for regroup, held in (
-        (regroup_sums, saved),
         (regroup_sums, serialization.to_state_dict(saved)),  # without a target
         (in_jit, saved),
         (regroup_sums, state),

@@ -348,16 +348,12 @@ ERRORS = """
       data_axes ('data',): got 7 in an array of shape … at …. Add rows without tokens,
       for example by planning with batch_multiple=8.
     step(step_state, {"classes": batch.repeat(2, 0), "x": batch})
-      ValueError: All arrays of a micro-batch must have the same number of rows, which
-      are spread over the 8 devices of data_axes ('data',): got shape … at ['classes']
-      and … at ['x']. Give loss_fn what has no rows as a keyword, step(state, batch,
-      name=array), or place it on every device with NamedSharding(mesh,
-      PartitionSpec()).
     step(step_state, {"classes": jax.device_put(batch, everywhere), "x": batch})
-      ValueError: An array that is whole on every device must not have as many rows as
-      those that are spread over the 8 devices of data_axes ('data',): got shape … at
-      ['classes'], whole, and … at ['x']. If these are rows, spread them too; if not,
-      give them to loss_fn as a keyword, step(state, batch, name=array).
+      ValueError: All arrays of a micro-batch must have the same number of rows, which
+      are spread over the 8 devices of data_axes ('data',), and arrays that are whole on
+      every device another number: got shape … at ['…'] and … at ['…']…. Spread all
+      rows; give loss_fn what has no rows as a keyword, step(state, batch, name=array),
+      or place it on every device with NamedSharding(mesh, PartitionSpec()).
     train(lambda *args: jax.lax.psum(loss_fn(*args), "data"), **over)
     train(reduced_backward, **over)
       ValueError: loss_fn must not name the data axes: it is given the rows of one

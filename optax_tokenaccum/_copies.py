@@ -1,0 +1,172 @@
+"""The loss of a copy of the parameters on each device.
+
+`reduce_every="window"` is a change of variables: the loss is differentiated with
+respect to a copy of the parameters on each device, and the gradient of a copy is the
+gradient of this device's rows. The `shard_map` is inside of the loss, so that the core
+sees a scalar loss and a tree of arrays.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from optax_tokenaccum._devices import Devices, entry_of, over_devices
+from optax_tokenaccum._rows import Rows
+from optax_tokenaccum._scans import Traced, TwinArrays, equations, exchanges
+from optax_tokenaccum._trees import (
+    Leaf,
+    ModelState,
+    Params,
+    Tree,
+    at_least_float32,
+    is_float,
+    is_key,
+    named_leaves,
+)
+
+# `loss(params, model_state, batch, rng, loss_kwargs) -> (loss_sum, (num_tokens, (aux,
+# changes of the model state)))`.
+LossOfRows = Callable[..., tuple[jax.Array, tuple[jax.Array, Tree]]]
+
+
+def of_copies(
+    loss: LossOfRows,
+    devices: Devices,
+    params: Params,
+    model_state: ModelState,
+    rows: Rows,
+    rng: jax.Array | None,
+    loss_kwargs: Any,
+) -> Callable[[TwinArrays], Any]:
+    """The loss of all rows, as a function of the twins of each device's copy.
+
+    It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`. All
+    devices run the backward pass, because other axes of the mesh may need collectives.
+    On a device without tokens, `select` replaces its gradients by zeros.
+    """
+    names = devices.names
+
+    def of_device(twins: TwinArrays, params: Params, *args: Any) -> Any:
+        model_state, batch, rng, loss_kwargs = args
+        place = jax.lax.axis_index(names)
+        if rng is not None:
+            rng = jax.random.fold_in(rng, place)
+        model_state = jax.tree.map(lambda x: _own_key(x, place), model_state)
+        args = model_state, batch, rng, loss_kwargs
+        traced = Traced(loss, params, *args)
+        _check_names(traced, loss, names, params, args)
+        if devices.size > 1:
+            _check_sums(traced, rows.is_whole, devices.size, params, args)
+        n = traced.alone(1).value()
+        own = [
+            twin if twin is None else twin.reshape(p.shape)
+            for twin, p in zip(twins, jax.tree.leaves(params), strict=True)
+        ]
+        loss_sum, (_, (aux, changed)) = traced.of_twins(own, counts=n > 0)
+        loss_sum = jax.lax.select(n > 0, loss_sum, jnp.zeros_like(loss_sum))
+        aux = jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux)
+        changed = {i: _unified(x, names) for i, x in changed.items()}
+        loss_sum = loss_sum.astype(at_least_float32(loss_sum.dtype))
+        loss_sum, total = jax.lax.psum((loss_sum, n), names)
+        return loss_sum, (total, (aux, changed))
+
+    own = P(entry_of(names))
+    in_specs = own, P(), P(), rows.specs(), P(), P()
+    out_specs = P(), (P(), (own, P()))
+    mapped = over_devices(of_device, devices.mesh, names, in_specs, out_specs)
+    return lambda twins: mapped(
+        twins, params, model_state, rows.batch, rng, loss_kwargs
+    )
+
+
+def _own_key(x: Leaf, place: jax.Array) -> Leaf:
+    """A device's own value of a part of the model's state: keys are folded."""
+    if not is_key(x):
+        return x
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, place))(x.reshape(-1))
+    return keys.reshape(x.shape)
+
+
+def _unified(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The mean of floating values; the first device's keys; others are the same."""
+    if not is_key(x):
+        return jax.lax.pmean(x, names) if is_float(x) else x
+    data, is_first = jax.random.key_data(x), jax.lax.axis_index(names) == 0
+    data = jax.lax.psum(jnp.where(is_first, data, jnp.zeros_like(data)), names)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def _check_names(
+    traced: Traced,
+    loss: LossOfRows,
+    names: tuple[str, ...],
+    params: Params,
+    args: tuple[Any, ...],
+) -> None:
+    """Raises `ValueError` if devices exchange values along the data axes."""
+    passes = {"": traced.closed}
+    operations = {x.primitive.name for x in equations(traced.closed)}
+    has_rules = any(name.startswith("custom_vjp") for name in operations)
+    if has_rules and jax.tree.leaves(params):
+        gradient = jax.grad(lambda params: loss(params, *args)[0], allow_int=True)
+        passes[" in its backward pass"] = jax.make_jaxpr(gradient)(params)
+    for where, one in passes.items():
+        for name, along in exchanges(one):
+            if not along.isdisjoint(names):
+                raise ValueError(
+                    "loss_fn must not name the data axes: it is given the rows of one "
+                    "device, and the sums of all are added up after it. Got a "
+                    f"{name} over {sorted(along)}{where}. Return this device's sums."
+                )
+
+
+def _check_sums(
+    traced: Traced,
+    is_whole: tuple[bool, ...],
+    size: int,
+    params: Params,
+    args: tuple[Any, ...],
+) -> None:
+    """Raises `ValueError` unless counts can be added up, and states be unified."""
+    model_state, _, rng, loss_kwargs = args
+    # Of each input of the loss, whether devices have different values.
+    own = [
+        *(False for _ in jax.tree.leaves(params)),
+        *map(is_key, jax.tree.leaves(model_state)),
+        *(not whole for whole in is_whole),
+        *(True for _ in jax.tree.leaves(rng)),
+        *(False for _ in jax.tree.leaves(loss_kwargs)),
+    ]
+
+    def needs(output: int) -> set[bool]:
+        alone = traced.alone(output)
+        pairs = zip(own, alone.needed, strict=True)
+        found = {is_own for is_own, is_needed in pairs if is_needed}
+        operations = {x.primitive.name for x in equations(alone.jaxpr)}
+        return found | {True} if "axis_index" in operations else found
+
+    if needs(1) == {False}:
+        raise ValueError(
+            "num_tokens must be a count of the rows that loss_fn is given, those of "
+            "one device, because the counts of all devices are added up: got a number "
+            f"that does not depend on these rows and would be added {size} times. Sum "
+            "their mask in loss_fn; multiply a weight that all rows share by "
+            "mask.sum()."
+        )
+    shapes = traced.structure.unflatten(range(traced.structure.num_leaves))
+    _, (_, (_, changed)) = shapes
+    names = [path for path, _ in named_leaves(model_state)]
+    for i, output in changed.items():
+        kind = traced.closed.out_avals[output].dtype
+        cannot_mean = jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_
+        if cannot_mean and True in needs(output):
+            raise ValueError(
+                f"{names[i].removeprefix('.')} must be the same on all devices, "
+                "because the model has only one: got a value that depends on the rows "
+                "of the batch, which differ from device to device, and no mean of it "
+                "can be taken. Return it as aux, or use "
+                'reduce_every="micro_batch", where loss_fn sees all rows.'
+            )
