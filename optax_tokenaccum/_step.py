@@ -1,9 +1,10 @@
 """What the steps share: programs that leave arrays in place, and the update."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,6 @@ from optax_tokenaccum._trees import (
     TracedBool,
     Tree,
     is_concrete,
-    is_explicit,
     sharding_of,
 )
 
@@ -108,10 +108,10 @@ class Program(abc.ABC, Generic[StepT]):
 
     def make_ready(self, state: AnyStepState) -> None:
         """Compiles the program now, unless it is compiled for such a state already."""
-        leaves, structure = jax.tree.flatten(state)
-        if not all(map(is_concrete, leaves)):
+        if not all(map(is_concrete, jax.tree.leaves(state))):
             return  # in a trace, where nothing is donated
-        key = structure, tuple(map(_signature, leaves))
+        leaves, structure = jax.tree.flatten(shapes_of(state))
+        key = structure, tuple(leaves)
         if key not in self._compiled:
             self.lower(state).compile()
             self._compiled.add(key)
@@ -136,11 +136,9 @@ class Program(abc.ABC, Generic[StepT]):
         """The jitted function for states with these shardings."""
         of_params = out = None
         if found is not None:
-            known = structure.unflatten([Known(x) for x in found])
-            leaves = jax.tree.leaves(known.params, is_leaf=_is_known)
-            of_params = tuple(x.sharding for x in leaves)
-            out, _ = self.split(known)
-            out = jax.tree.map(lambda x: x.sharding, out, is_leaf=_is_known)
+            known = structure.unflatten([x or UNKNOWN for x in found])
+            of_params = tuple(map(_or_none, jax.tree.leaves(known.params)))
+            out = jax.tree.map(_or_none, self.split(known)[0])
         aux = self.step.devices.of_aux(self.row_axis)
         body = functools.partial(self.body, of_params)
         body = self.step.devices.auto(body, (out, None, aux))
@@ -151,38 +149,31 @@ class Program(abc.ABC, Generic[StepT]):
         )
 
 
-def _signature(x: Leaf) -> Hashable:
-    return jnp.shape(x), jnp.result_type(x), getattr(x, "sharding", None)
+UNKNOWN = object()  # in the place of a sharding, since `None` is not a leaf
 
 
-class Known:
-    """A sharding, or that there is none, as the leaf of a tree."""
-
-    def __init__(self, sharding: NamedSharding | None):
-        self.sharding = sharding
-
-
-def _is_known(x: Leaf) -> bool:
-    return isinstance(x, Known)
+def _or_none(x: Any) -> NamedSharding | None:
+    return None if x is UNKNOWN else x
 
 
 def _model_structure(state: AnyStepState) -> PyTreeDef:
     return jax.tree.structure(model_state_of(state))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Step(abc.ABC):
     """A step for a loss of parameters, for one micro-batch or for a whole window."""
 
-    accumulates: bool  # whether a window may be open between calls
+    loss: Loss
+    accumulation: Accumulation
+    devices: Devices
+    donate: bool
+    _warned = False
+    accumulates: ClassVar[bool]  # whether a window may be open between calls
 
-    def __init__(
-        self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool
-    ):
-        self.loss = loss
-        self.accumulation = accumulation
-        self.devices = devices
-        self.donate = donate
-        self._warned = False
+    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        """Makes the programs."""
 
     def init(self, params: Params, model_state: ModelState = None) -> Any:
         """Returns a state with copies of the arrays: the caller's are never donated.
@@ -224,10 +215,8 @@ class Step(abc.ABC):
         init = self._of_shapes if is_abstract else self._init
         if not self._warned:
             self._warned = self.devices.warn_of_whole_sums(params)
-        if is_abstract:
-            opt_state = self.devices.init(init, params)
-        else:  # an optimizer may return an array that it keeps
-            opt_state = owned(self.devices.init(init, params))
+        # Its own, because an optimizer may return an array that it keeps.
+        opt_state = own(self.devices.init(init, params))
         if not has_model_state:
             return StepState(params, opt_state)
         model_state = stable(params, own(model_state))
@@ -253,14 +242,9 @@ class Step(abc.ABC):
         )
         with jax.sharding.use_abstract_mesh(typed):
             made = jax.eval_shape(self._init, like)
-        # On an Auto mesh, optimizers make values of other shapes than a parameter's,
-        # such as factored moments, on every device.
-        shapes = {x.shape for x in jax.tree.leaves((params, made.acc_grads))}
 
         def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            is_known = x.sharding is not None
-            is_known &= is_explicit(mesh) or x.shape in shapes
-            return put(x, NamedSharding(mesh, x.sharding.spec if is_known else P()))
+            return put(x, NamedSharding(mesh, x.sharding.spec if x.sharding else P()))
 
         return jax.tree.map(on_mesh, made)
 

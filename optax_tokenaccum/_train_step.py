@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import optax
 
-from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
+from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import Devices, ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch, add_micro_batch
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import (
@@ -147,10 +147,7 @@ class TrainStep(Step):
 
     accumulates = True
 
-    def __init__(
-        self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool
-    ):
-        super().__init__(loss, accumulation, devices, donate)
+    def __post_init__(self) -> None:
         # The values of `mini_step` arrays, so that no call waits for the device; and
         # those of states for which the close is compiled.
         self.counts: ArrayMemo[int] = ArrayMemo()

@@ -217,13 +217,16 @@ def test_steps_need_no_more_memory_than_by_hand(
     assert peak("train step") <= 1.01 * peak("pair by hand")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(
-    "optimizer",
-    [CLIPPED, MUON, LAMB, IF_FINITE],
-    ids=["clipped", "Muon", "LAMB", "if finite"],
+    ("make", "optimizer", "dtype"),
+    [
+        (make_train_step, MUON, jnp.float32),
+        (make_train_step, CLIPPED, jnp.bfloat16),
+        (make_window_step, IF_FINITE, jnp.float32),
+        (make_window_step, LAMB, jnp.bfloat16),
+    ],
+    ids=["Muon", "clipped, bfloat16", "if finite, window", "LAMB, bfloat16, window"],
 )
-@pytest.mark.parametrize("make", [make_train_step, make_window_step])
 def test_updates_that_overwrite_the_sums_are_those_of_optax(
     make: Any, optimizer: optax.GradientTransformation, dtype: Any
 ):

@@ -26,38 +26,36 @@ WAYS: dict[str, Any] = {
     "gradients of sums": of_gradients,
     "gradients of means": lambda f: of_gradients(mean_of(f), gradients="mean"),
 }
-every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@every_way
-def test_micro_batches_without_tokens_add_nothing_even_if_nan(way: str, maybe_jit: Any):
-    f = maybe_jit(WAYS[way](sum_fn))
-    window = {"x": np.float32([2, np.nan, 90]), "n": np.float32([1, 0, 9])}
-    (loss, (num_tokens, _)), grads = f(PARAMS, window)
-    np.testing.assert_allclose(grads["w"], [9.2, 9.2], rtol=1e-6)  # not 6, 6
-    np.testing.assert_allclose(loss, -9.2, rtol=1e-6)
-    assert float(num_tokens) == 10.0
-    empty = {"x": np.full(3, np.nan, np.float32), "n": np.zeros(3, np.float32)}
-    (loss, (num_tokens, _)), grads = f(PARAMS, empty)
+@pytest.mark.parametrize("way", WAYS)
+def test_windows_of_every_size_are_one_program_in_which_no_tokens_add_nothing(way: str):
+    f = jax.jit(WAYS[way](sum_fn))
+    x, n = np.float32([2, np.nan, 90, 7, 1]), np.float32([1, 0, 9, 3, 0.5])
+    with helpers.count_compilations() as compilations:
+        for size in range(6):
+            (loss, (num_tokens, _)), grads = f(
+                PARAMS, {"x": x, "n": n}, num_micro_batches=size
+            )
+            mean = np.nansum(x[:size]) / (n[:size].sum() or 1)  # 9.2, not 6, of 3
+            assert float(num_tokens) == n[:size].sum()
+            np.testing.assert_allclose(loss, -mean, rtol=1e-6)
+            np.testing.assert_allclose(grads["w"], [mean, mean], rtol=1e-6)
+        empty = {"x": np.full(5, np.nan, np.float32), "n": np.zeros(5, np.float32)}
+        (loss, (num_tokens, _)), grads = f(PARAMS, empty, num_micro_batches=5)
+    assert len(compilations) == 1
     assert (float(loss), float(num_tokens)) == (0.0, 0.0)
     chex.assert_trees_all_equal(grads, {"w": np.zeros(2)})
 
 
-@every_way
-def test_partial_windows_of_every_size_are_one_compilation(way: str):
-    f = jax.jit(WAYS[way](sum_fn))
-    x, n = np.float32([2, 90, 7, 1]), np.float32([1, 9, 3, 0.5])
-    f(PARAMS, {"x": x, "n": n}, num_micro_batches=4)
-    with helpers.count_compilations() as compilations:
-        for size in range(5):
-            (loss, (num_tokens, _)), grads = f(
-                PARAMS, {"x": x, "n": n}, num_micro_batches=size
-            )
-            mean = x[:size].sum() / (n[:size].sum() or 1)
-            assert float(num_tokens) == n[:size].sum()
-            np.testing.assert_allclose(loss, -mean, rtol=1e-6)
-            np.testing.assert_allclose(grads["w"], [mean, mean], rtol=1e-6)
-    assert not compilations
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("param", [-2.0, np.float32(-2)], ids=["Python", "NumPy"])
+def test_outside_of_jit_a_number_is_a_parameter(way: str, param: Any):
+    window = {"x": np.float32([2, np.nan, 90]), "n": np.float32([1, 0, 9])}
+    (loss, (num_tokens, _)), grad = WAYS[way](sum_fn)({"w": param}, window)
+    np.testing.assert_allclose((loss, num_tokens), (-18.4, 10), rtol=1e-6)
+    np.testing.assert_allclose(grad["w"], 9.2, rtol=1e-6)
+    assert grad["w"].dtype == jax.grad(jnp.square)(param).dtype
 
 
 @pytest.mark.parametrize("make", [window_value_and_grad, of_gradients])
