@@ -1,12 +1,12 @@
 """The exact gradient of a loss that couples the rows of a window."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum import _window
@@ -131,16 +131,13 @@ def of_model_state(
                 "micro-batches that are spread over the mesh."
             )
         _window.check_micro_batches(micro_batches, num_micro_batches)
-        # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
-        arrays = functools.partial(jax.tree.map, jnp.asarray)
 
-        def summarize(
-            i: Any, batch: Batch, state: ModelState
-        ) -> tuple[ModelState, Tree]:
+        def summarize(i: ArrayLike, batch: Batch, state: ModelState) -> Any:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
-            given = arrays(Keywords(kwargs)) | key
-            summary, state = summary_fn(arrays(params), state, batch, **given)
-            return state, arrays(summary)
+            # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
+            own, given = jax.tree.map(jnp.asarray, (params, Keywords(kwargs)))
+            summary, state = summary_fn(own, state, batch, **given, **key)
+            return state, jax.tree.map(jnp.asarray, summary)
 
         _, summaries = _window.for_each(
             summarize, model_state, micro_batches, num_micro_batches, True, "summary_fn"

@@ -67,15 +67,14 @@ class Program(abc.ABC, Generic[StepT]):
     def __init__(self, step: StepT):
         self.step = step
         self._jitted: dict[Hashable, jax.stages.Wrapped] = {}
-        self._compiled: set[Hashable] = set()
         self._known: ArrayMemo[tuple[PyTreeDef, jax.stages.Wrapped]] = ArrayMemo()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_jitted": {}, "_compiled": set()}
+        return self.__dict__ | {"_jitted": {}}
 
     @abc.abstractmethod
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tree, ...]:
-        """Checks a state and the arguments of a call; returns those that are traced."""
+        """Checks what a call is given besides the state, and returns what is traced."""
 
     @abc.abstractmethod
     def body(self, *args: Any, **kwargs: Any) -> tuple[Tree, StepMetrics, Aux]:
@@ -92,7 +91,8 @@ class Program(abc.ABC, Generic[StepT]):
         return
 
     def __call__(self, state: S, *args: Any, **kwargs: Any) -> tuple[S, StepMetrics]:
-        traced = self.arguments(state, *args, **kwargs)
+        self.step.require(state)
+        traced = self.arguments(*args, **kwargs)
         jitted = self._at(state)
         donated, metrics, aux = jitted(*self.split(state), *traced)
         new = completed(donated, state)
@@ -103,18 +103,14 @@ class Program(abc.ABC, Generic[StepT]):
     def lower(
         self, state: AnyStepState, *args: Any, **kwargs: Any
     ) -> jax.stages.Lowered:
-        traced = self.arguments(state, *args, **kwargs)
+        self.step.require(state)
+        traced = self.arguments(*args, **kwargs)
         return self._at(state).lower(*self.split(state), *traced)
 
     def make_ready(self, state: AnyStepState) -> None:
-        """Compiles the program now, unless it is compiled for such a state already."""
-        if not all(map(is_concrete, jax.tree.leaves(state))):
-            return  # in a trace, where nothing is donated
-        leaves, structure = jax.tree.flatten(shapes_of(state))
-        key = structure, tuple(leaves)
-        if key not in self._compiled:
+        """Compiles the program, unless it is compiled or nothing will be donated."""
+        if all(map(is_concrete, jax.tree.leaves(state))):
             self.lower(state).compile()
-            self._compiled.add(key)
 
     def _at(self, state: AnyStepState) -> jax.stages.Wrapped:
         """The jitted function for states with these shardings."""
@@ -293,11 +289,8 @@ class Step(abc.ABC):
 
         If `in_place`, the sums are lost with it, and can hold what it computes.
         """
-        inner, opt_state, devices = (
-            self.accumulation.inner,
-            state.opt_state,
-            self.devices,
-        )
+        inner, devices = self.accumulation.inner, self.devices
+        opt_state = state.opt_state
         check_inner_state(inner, opt_state.inner_opt_state, state.params)
         metrics = self.metrics(opt_state)
 

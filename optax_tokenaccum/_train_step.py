@@ -39,14 +39,8 @@ class Accumulate(Program["TrainStep"]):
     """
 
     def arguments(
-        self,
-        state: AnyStepState,
-        batch: Batch,
-        *,
-        rng: jax.Array | None = None,
-        **loss_kwargs: Any,
+        self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Any
     ) -> tuple[MicroBatch]:
-        self.step.require(state)
         rows = self.step.devices.spread(batch)
         return (MicroBatch(rows, rng, Keywords(loss_kwargs)),)
 
@@ -82,8 +76,7 @@ class Accumulate(Program["TrainStep"]):
 class Close(Program["TrainStep"]):
     """The program for the end of a window; after it, ignore the sums."""
 
-    def arguments(self, state: AnyStepState) -> tuple[()]:
-        self.step.require(state)
+    def arguments(self) -> tuple[()]:
         return ()
 
     def split(self, state: AnyStepState) -> tuple[Tree, Tree]:

@@ -42,6 +42,9 @@ from optax_tokenaccum._trees import (
 # loss, (num_tokens, aux)
 WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
 Bound = ArrayLike | None  # of the micro-batches that run
+# By the leaf of a parameter, an axis and the place where it goes; both counted from the
+# end, since a sum has one more axis where each device has its own.
+Moves = dict[int, tuple[int, int]]
 
 
 def window_value_and_grad(
@@ -174,18 +177,18 @@ def run_window(
         own = dataclasses.replace(rows, batch=batch, axis=0)
         return micro_batches._replace(rows=own).at(mini_step)
 
-    axes: dict[int, int] = {}
+    moves: Moves = {}
     has_layers = max(map(jnp.ndim, jax.tree.leaves(params)), default=0) > 2
     if has_layers and accumulation.should_skip_update_fn is None:
         with explained(rows.batch):
             first = given(taken(rows.batch, 0), 0)
-            axes = axes_of_layers(loss, devices, params, model_state, first)
+            moves = moves_of_layers(loss, devices, params, model_state, first)
 
     def of_turned(params: Params, *args: Any, **kwargs: Any) -> Any:
-        return loss.loss_fn(turned(params, axes, back=True), *args, **kwargs)
+        return loss.loss_fn(turned(params, moves, back=True), *args, **kwargs)
 
     loss_of_turned = dataclasses.replace(loss, loss_fn=of_turned)
-    params, shardings = turned(params, axes), turned_shardings(shardings, axes, params)
+    params, shardings = turned(params, moves), turned_shardings(shardings, moves)
     sums = devices.zeros(params, accumulation.dtypes(params))
     empty = accumulation.empty_window(params, sums)
     empty = empty._replace(gradient_step=jnp.asarray(gradient_step, jnp.int32))
@@ -210,8 +213,7 @@ def run_window(
     (state, model_state, skipped), aux = for_each(
         add, carry, rows.batch, num_micro_batches, loss.has_aux
     )
-    lead = len(devices.lead)
-    sums = turned(state.acc_grads, axes, back=True, lead=lead)
+    sums = turned(state.acc_grads, moves, back=True)
     state = state._replace(acc_grads=sums)
     return Output(state, model_state, skipped, aux)
 
@@ -221,51 +223,45 @@ def run_window(
 # after it, as a whole. During a window the sums are turned instead, once at its end.
 
 
-def axes_of_layers(
+def moves_of_layers(
     loss: Loss,
     devices: Devices,
     params: Params,
     model_state: ModelState,
     micro_batch: MicroBatch,
-) -> dict[int, int]:
-    """The axes of parameters, by their leaves, along which scans take layers."""
-    axes: dict[int, int] = {}
+) -> Moves:
+    """The axes along which scans take layers, where these are not the first."""
+    moves: Moves = {}
 
     def look(params: Params, *args: Any) -> None:
-        axes.update(Traced(loss, params, *args).axes_of_layers(params))
+        ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
+        axes = Traced(loss, params, *args).axes_of_layers(params)
+        moves.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
 
     rows, rng, loss_kwargs = micro_batch
     if devices.keeps_sums_apart:  # where the loss may ask for the device's place
         none, own = PartitionSpec(), rows.specs(devices.entry)
         look = devices.map(look, (none, none, own, none, none), none)
     jax.eval_shape(look, params, model_state, rows.batch, rng, loss_kwargs)
-    return axes
+    return moves
 
 
-def turned(
-    tree: Params, axes: dict[int, int], *, back: bool = False, lead: int = 0
-) -> Params:
-    """A tree like the parameters with these axes first; `back` is the inverse.
-
-    Before those of a parameter, a leaf may have `lead` axes.
-    """
+def turned(tree: Params, moves: Moves, *, back: bool = False) -> Params:
+    """A tree like the parameters with these axes first; `back` is the inverse."""
     leaves, structure = jax.tree.flatten(tree)
-    for i, axis in axes.items():
-        ends = (lead, lead + axis) if back else (lead + axis, lead)
-        leaves[i] = jnp.moveaxis(leaves[i], *ends) if axis else leaves[i]
+    for i, (axis, first) in moves.items():
+        ends = (first, axis) if back else (axis, first)
+        leaves[i] = jnp.moveaxis(leaves[i], *ends)
     return structure.unflatten(leaves)
 
 
-def turned_shardings(
-    shardings: Shardings, axes: dict[int, int], params: Params
-) -> Shardings:
+def turned_shardings(shardings: Shardings, moves: Moves) -> Shardings:
     if shardings is None:
         return None
-    leaves, ranks = [*shardings], [*map(jnp.ndim, jax.tree.leaves(params))]
-    for i, axis in axes.items():
-        sharding = leaves[i]
-        if axis and sharding is not None:
-            spec = entries_of(sharding, ranks[i])
+    leaves = [*shardings]
+    for i, (axis, first) in moves.items():
+        if (sharding := leaves[i]) is not None:
+            spec = entries_of(sharding, -first)
             spec.insert(0, spec.pop(axis))
             leaves[i] = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return leaves
@@ -460,12 +456,7 @@ def accumulate_over_window(
             add, empty, micro_batches, num_micro_batches, has_aux, "value_and_grad_fn"
         )
         loss, num_tokens = accumulation.window_so_far(state)
-        # A loop could not be differentiated in reverse.
-        grads = jax.lax.cond(
-            state.acc_tokens > 0,
-            lambda: accumulation.window_gradient(state, summed),
-            lambda: trees.cast_like(state.acc_grads, summed),
-        )
+        grads = accumulation.window_gradient(state, summed)
         grads = jax.tree.map(
             lambda x, g: trees.zeros_of(x) if trees.is_float0(x) else g, like, grads
         )

@@ -12,7 +12,6 @@ from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._state import (
-    AnyStepState,
     S,
     StepMetrics,
     model_state_of,
@@ -30,14 +29,12 @@ class Window(Program["WindowStep"]):
 
     def arguments(
         self,
-        state: AnyStepState,
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
         **loss_kwargs: Any,
     ) -> tuple[MicroBatch, Bound]:
-        self.step.require(state)
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
             rows = self.step.devices.spread(micro_batches, axis=1)

@@ -74,11 +74,6 @@ def train_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
     return run_step(step, step.init(params), batches)[0].opt_state.inner_opt_state
 
 
-def one_program(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
-    step = make_train_step(loss_fn, KEEPS, lambda _: len(batches), **options)
-    return run_step(step, step.init(params), batches)[0].opt_state.inner_opt_state
-
-
 def window_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
     step = make_window_step(loss_fn, KEEPS, **options)
     return step(step.init(params), stack(batches))[0].opt_state.inner_opt_state
@@ -92,7 +87,7 @@ def with_aux(loss_fn: Any, params: Any, batches: Any) -> Any:
     return value_and_grad(with_own, params, batches, has_aux=True)
 
 
-WAYS = [value_and_grad, with_aux, train_step, one_program, window_step]
+WAYS = [value_and_grad, with_aux, train_step, window_step]
 # Two of the ways, and the others in the slow tests.
 every_way = pytest.mark.parametrize("way", [*WAYS[:2], *map(slow, WAYS[2:])])
 

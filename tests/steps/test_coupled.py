@@ -113,25 +113,48 @@ def on_their_own(loss: Any, params: Any) -> Any:
     )
 
 
+COUPLED = {name: jax.jit(coupled_value_and_grad(*x)) for name, x in LOSSES.items()}
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_the_full_batch(name: str):
     loss = full_batch(*LOSSES[name])
-    f = jax.jit(coupled_value_and_grad(*LOSSES[name]))
     with jax.enable_x64(True):
         expected = jax.jit(jax.value_and_grad(loss))(PARAMS, WINDOW)
-        (value, aux), grads = f(PARAMS, WINDOW)
+        (value, aux), grads = COUPLED[name](PARAMS, WINDOW, num_micro_batches=K)
         assert aux is None
         np.testing.assert_allclose(value, expected[0], rtol=1e-12)
         assert helpers.relative_error(grads, expected[1]) < 1e-12
         assert helpers.relative_error(on_their_own(loss, PARAMS), expected[1]) > 0.05
 
 
+def test_micro_batches_that_do_not_run_have_summaries_of_zeros():
+    def scaled(params: Any, batch: Any) -> Any:
+        *of_rows, temperature = embed(params, batch)
+        return *of_rows, 3 / K * temperature  # the mean of which counts the zeros
+
+    part = jax.tree.map(lambda x: x[:3], WINDOW)
+    with jax.enable_x64(True):
+        COUPLED["clip"](PARAMS, WINDOW, num_micro_batches=K)
+        with helpers.count_compilations() as compilations:
+            (value, _), grads = COUPLED["clip"](PARAMS, WINDOW, num_micro_batches=3)
+        assert not compilations
+        loss = jax.jit(jax.value_and_grad(full_batch(scaled, clip)))
+        expected = loss(PARAMS, part)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+    assert helpers.relative_error(grads, expected[1]) < 1e-12
+
+
+@functools.cache
+def of_all_rows() -> Any:
+    narrow = jax.tree.map(jnp.asarray, (PARAMS, WINDOW))
+    return narrow, jax.jit(jax.value_and_grad(full_batch(embed, clip)))(*narrow)
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_over_devices_it_is_the_same(kind: str):
     """Parameters are spread too (FSDP)."""
-    mesh = make_mesh((8,), kind)
-    narrow = jax.tree.map(jnp.asarray, (PARAMS, WINDOW))
-    expected = jax.jit(jax.value_and_grad(full_batch(embed, clip)))(*narrow)
+    mesh, (narrow, expected) = make_mesh((8,), kind), of_all_rows()
     specs = {"layers": P(None, "data"), "router": P("data"), "temperature": P()}
     rows = dict.fromkeys(WINDOW, P(None, "data"))
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), (specs, rows))
@@ -165,37 +188,18 @@ def test_both_runs_of_a_micro_batch_get_the_same_key():
     def loss_fn(y: Any) -> Any:
         return jnp.var(y), {"mean": y.mean()}
 
+    def plain(w: Any) -> Any:
+        keys = [jax.random.fold_in(key, i) for i in range(K)]
+        given = {"rate": 0.5, "name": "a static keyword"}
+        pairs = zip(x, keys, strict=True)
+        return loss_fn(jnp.stack([summary_fn(w, a, rng=k, **given) for a, k in pairs]))
+
     x, w = jnp.asarray(WINDOW["image"], jnp.float32), jnp.ones(WIDTH)
     key = jax.random.key(1)
-    keep = jnp.stack(
-        [
-            jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x[0].shape)
-            for i in range(K)
-        ]
-    )
     f = coupled_value_and_grad(summary_fn, loss_fn, has_aux=True)
-    given = {"rng": key, "rate": 0.5, "name": "a static keyword"}
-    (value, aux), grads = f(w, x, **given)
-    expected = jax.value_and_grad(lambda w: loss_fn(x * w * keep), has_aux=True)(w)
-    chex.assert_trees_all_close(((value, aux), grads), expected, rtol=1e-5)
-
-
-def test_micro_batches_that_do_not_run_have_summaries_of_zeros():
-    def scaled(params: Any, batch: Any) -> Any:
-        *of_rows, temperature = embed(params, batch)
-        return *of_rows, 3 / K * temperature  # the mean of which counts the zeros
-
-    f = jax.jit(coupled_value_and_grad(embed, clip))
-    part = jax.tree.map(lambda x: x[:3], WINDOW)
-    with jax.enable_x64(True):
-        with helpers.count_compilations() as compilations:
-            for n in (1, 3):
-                (value, _), grads = f(PARAMS, WINDOW, num_micro_batches=n)
-        assert len(compilations) == 1
-        loss = jax.jit(jax.value_and_grad(full_batch(scaled, clip)))
-        expected = loss(PARAMS, part)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-12)
-    assert helpers.relative_error(grads, expected[1]) < 1e-12
+    got = f(w, x, rng=key, rate=0.5, name="a static keyword")
+    expected = jax.jit(jax.value_and_grad(plain, has_aux=True))(w)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5)
 
 
 def test_bfloat16_parameters_are_summed_in_float32():
