@@ -36,17 +36,6 @@ def test_window_divides_the_sum_once_and_the_mean_of_means_differs(maybe_jit: An
         chex.assert_trees_all_equal(updates, grads(-2.0))
 
 
-def test_first_micro_batch_overwrites_what_the_last_window_left():
-    optimizer, state = new(optax.sgd(1.0), 1)
-    poisoned = state._replace(
-        acc_grads=grads(np.nan),
-        acc_tokens=jnp.asarray(np.nan),
-        acc_value=jnp.asarray(np.nan),
-    )
-    updates, state = optimizer.update(grads(6.0), poisoned, PARAMS, num_tokens=2)
-    chex.assert_trees_all_equal(updates, grads(-3.0))
-
-
 def spy() -> tuple[Any, list[Any]]:
     """An inner optimizer that counts its runs, and what it was given in each of them.
 

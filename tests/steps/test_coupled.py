@@ -170,16 +170,6 @@ def test_over_devices_it_is_the_same(kind: str):
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
 
 
-def test_a_token_mean_is_a_special_case():
-    params, window = helpers.init_params(0), helpers.stacked(helpers.ragged_batch(0), K)
-    f = coupled_value_and_grad(helpers.loss_sum_fn, lambda s: s[0].sum() / s[1].sum())
-    (value, _), grads = jax.jit(f)(params, window)
-    mean_and_grad = jax.jit(window_value_and_grad(helpers.loss_sum_fn))
-    (mean, _), expected = mean_and_grad(params, window)
-    np.testing.assert_allclose(value, mean, rtol=1e-6)
-    assert helpers.relative_error(grads, expected) < 1e-6
-
-
 def test_both_runs_of_a_micro_batch_get_the_same_key():
     def summary_fn(w: Any, x: Any, *, rng: Any, rate: float, name: str) -> Any:
         assert name == "a static keyword"

@@ -205,7 +205,7 @@ class ScaledLoss:
         return jnp.sum(weights) * batch["x"], batch["n"]
 
 
-@every_way
+@pytest.mark.parametrize("way", ["two programs", "window"])
 def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
     """Frozen weights are arguments; bools and strings, also NumPy's, do not change."""
     loss_fn = ScaledLoss(np.asarray([1.0, 4.0], np.float32))
