@@ -248,6 +248,9 @@ def _close(
         )
 
     shapes, _ = jax.eval_shape(lambda: run(accumulation.window_gradient(state, like)))
+    trees.check_same_tree(
+        shapes, sums, "The inner optimizer must return updates like the parameters"
+    )
     in_place = jax.tree.map(_holds, sums, shapes)
     empty = jax.tree.map(
         lambda fits, acc, u: acc if fits else trees.zeros_of(u), in_place, sums, shapes
