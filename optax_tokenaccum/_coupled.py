@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum import _window
@@ -78,12 +79,7 @@ def coupled_value_and_grad(
         return summary_fn(params, *args, **kwargs), None
 
     f = of_model_state(with_state, loss_fn, has_aux, accumulator_dtype)
-
-    def value_and_grad(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
-        (values, _), grads = f(params, None, micro_batches, **kwargs)
-        return values, grads
-
-    return value_and_grad
+    return _window.without_state(f)
 
 
 def of_model_state(
@@ -135,20 +131,17 @@ def of_model_state(
                 "would each couple their own rows alone. Call it in a jax.jit, with "
                 "micro-batches that are spread over the mesh."
             )
-        k = _window.check_micro_batches(micro_batches, num_micro_batches)
-        batches = jax.tree.map(jnp.asarray, micro_batches)
+        _window.check_micro_batches(micro_batches, num_micro_batches)
 
-        def summarize(i: Any, model_state: ModelState) -> tuple[ModelState, Tree]:
-            batch = _window.taken(batches, i)
+        def summarize(i: ArrayLike, batch: Batch, state: ModelState) -> Any:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
             # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
             own, given = jax.tree.map(jnp.asarray, (params, Keywords(kwargs)))
-            with _window.explained(micro_batches, batch, "summary_fn"):
-                returned = summary_fn(own, model_state, batch, **given, **key)
-            return returned[1], jax.tree.map(jnp.asarray, returned[0])
+            summary, state = summary_fn(own, state, batch, **given, **key)
+            return state, jax.tree.map(jnp.asarray, summary)
 
         _, summaries = _window.for_each(
-            summarize, model_state, k, num_micro_batches, has_aux=True
+            summarize, model_state, micro_batches, num_micro_batches, True, "summary_fn"
         )
         if not any(map(trees.is_float, jax.tree.leaves(summaries))):
             raise ValueError(
@@ -158,7 +151,7 @@ def of_model_state(
         differentiate = jax.value_and_grad(loss_and_aux, has_aux=True, allow_int=True)
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
-        rows = spread((batches, weights), Devices(), axis=1)
+        rows = spread((micro_batches, weights), Devices(), axis=1)
         given = MicroBatch(rows, rng, Keywords(kwargs))
         window = _window.run_window(
             loss, accumulation, Devices(), given, params, model_state, num_micro_batches

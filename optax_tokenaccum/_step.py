@@ -1,9 +1,10 @@
 """What the steps share: programs that leave arrays in place, and the update."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,6 @@ from optax_tokenaccum._trees import (
     TracedBool,
     Tree,
     is_concrete,
-    is_explicit,
     sharding_of,
 )
 
@@ -72,15 +72,14 @@ class Program(abc.ABC, Generic[StepT]):
     def __init__(self, step: StepT):
         self.step = step
         self._jitted: dict[Hashable, jax.stages.Wrapped] = {}
-        self._compiled: set[Hashable] = set()
         self._known: ArrayMemo[tuple[PyTreeDef, jax.stages.Wrapped]] = ArrayMemo()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_jitted": {}, "_compiled": set()}
+        return self.__dict__ | {"_jitted": {}}
 
     @abc.abstractmethod
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tree, ...]:
-        """Checks a state and the arguments of a call; returns those that are traced."""
+        """Checks what a call is given besides the state, and returns what is traced."""
 
     @abc.abstractmethod
     def body(self, *args: Any, **kwargs: Any) -> tuple[Tree, StepMetrics, Aux]:
@@ -97,7 +96,8 @@ class Program(abc.ABC, Generic[StepT]):
         return
 
     def __call__(self, state: S, *args: Any, **kwargs: Any) -> tuple[S, StepMetrics]:
-        traced = self.arguments(state, *args, **kwargs)
+        self.step.require(state)
+        traced = self.arguments(*args, **kwargs)
         jitted = self._at(state)
         donated, metrics, aux = jitted(*self.split(state), *traced)
         new = completed(donated, state)
@@ -108,18 +108,14 @@ class Program(abc.ABC, Generic[StepT]):
     def lower(
         self, state: AnyStepState, *args: Any, **kwargs: Any
     ) -> jax.stages.Lowered:
-        traced = self.arguments(state, *args, **kwargs)
+        self.step.require(state)
+        traced = self.arguments(*args, **kwargs)
         return self._at(state).lower(*self.split(state), *traced)
 
     def make_ready(self, state: AnyStepState) -> None:
-        """Compiles the program now, unless it is compiled for such a state already."""
-        leaves, structure = jax.tree.flatten(state)
-        if not all(map(is_concrete, leaves)):
-            return  # in a trace, where nothing is donated
-        key = structure, tuple(map(_signature, leaves))
-        if key not in self._compiled:
+        """Compiles the program, unless it is compiled or nothing will be donated."""
+        if all(map(is_concrete, jax.tree.leaves(state))):
             self.lower(state).compile()
-            self._compiled.add(key)
 
     def _at(self, state: AnyStepState) -> jax.stages.Wrapped:
         """The jitted function for states with these shardings."""
@@ -141,11 +137,9 @@ class Program(abc.ABC, Generic[StepT]):
         """The jitted function for states with these shardings."""
         of_params = out = None
         if found is not None:
-            known = structure.unflatten([Known(x) for x in found])
-            leaves = jax.tree.leaves(known.params, is_leaf=_is_known)
-            of_params = tuple(x.sharding for x in leaves)
-            out, _ = self.split(known)
-            out = jax.tree.map(lambda x: x.sharding, out, is_leaf=_is_known)
+            known = structure.unflatten([x or UNKNOWN for x in found])
+            of_params = tuple(map(_or_none, jax.tree.leaves(known.params)))
+            out = jax.tree.map(_or_none, self.split(known)[0])
         body = functools.partial(self.body, of_params)
         body = auto(body, self.step.devices, out, self.row_axis)
         return jax.jit(
@@ -155,38 +149,31 @@ class Program(abc.ABC, Generic[StepT]):
         )
 
 
-def _signature(x: Leaf) -> Hashable:
-    return jnp.shape(x), jnp.result_type(x), getattr(x, "sharding", None)
+UNKNOWN = object()  # in the place of a sharding, since `None` is not a leaf
 
 
-class Known:
-    """A sharding, or that there is none, as the leaf of a tree."""
-
-    def __init__(self, sharding: NamedSharding | None):
-        self.sharding = sharding
-
-
-def _is_known(x: Leaf) -> bool:
-    return isinstance(x, Known)
+def _or_none(x: Any) -> NamedSharding | None:
+    return None if x is UNKNOWN else x
 
 
 def _model_structure(state: AnyStepState) -> PyTreeDef:
     return jax.tree.structure(model_state_of(state))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Step(abc.ABC):
     """A step for a loss of parameters, for one micro-batch or for a whole window."""
 
-    accumulates: bool  # whether a window may be open between calls
+    loss: Loss
+    accumulation: Accumulation
+    devices: Devices
+    donate: bool
+    _warned = False
+    accumulates: ClassVar[bool]  # whether a window may be open between calls
 
-    def __init__(
-        self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool
-    ):
-        self.loss = loss
-        self.accumulation = accumulation
-        self.devices = devices
-        self.donate = donate
-        self._warned = False
+    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        """Makes the programs."""
 
     def init(self, params: Params, model_state: ModelState = None) -> Any:
         """Returns a state with copies of the arrays: the caller's are never donated.
@@ -228,10 +215,8 @@ class Step(abc.ABC):
         init = self._of_shapes if is_abstract else self._init
         if not self._warned:
             self._warned = warn_of_whole_sums(self.devices, params)
-        if is_abstract:
-            opt_state = self.devices.init(init, params)
-        else:  # an optimizer may return an array that it keeps
-            opt_state = owned(self.devices.init(init, params))
+        # Its own, because an optimizer may return an array that it keeps.
+        opt_state = own(self.devices.init(init, params))
         if not has_model_state:
             return StepState(params, opt_state)
         model_state = stable(params, own(model_state))
@@ -252,21 +237,14 @@ class Step(abc.ABC):
         mesh = place.mesh
         explicit = (AxisType.Explicit,) * len(mesh.axis_names)
         typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=explicit)
-        like = jax.tree.map(
-            lambda x: put(x, NamedSharding(typed, x.sharding.spec)), params
-        )
+
+        def on(mesh: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return put(x, NamedSharding(mesh, x.sharding.spec if x.sharding else P()))
+
+        like = jax.tree.map(functools.partial(on, typed), params)
         with jax.sharding.use_abstract_mesh(typed):
             made = jax.eval_shape(self._init, like)
-        # On an Auto mesh, optimizers make values of other shapes than a parameter's,
-        # such as factored moments, on every device.
-        shapes = {x.shape for x in jax.tree.leaves((params, made.acc_grads))}
-
-        def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            is_known = x.sharding is not None
-            is_known &= is_explicit(mesh) or x.shape in shapes
-            return put(x, NamedSharding(mesh, x.sharding.spec if is_known else P()))
-
-        return jax.tree.map(on_mesh, made)
+        return jax.tree.map(functools.partial(on, mesh), made)
 
     def require(self, state: AnyStepState) -> None:
         """Raises if this step cannot take the state."""
@@ -313,11 +291,8 @@ class Step(abc.ABC):
 
         If `in_place`, the sums are lost with it, and can hold what it computes.
         """
-        inner, opt_state, devices = (
-            self.accumulation.inner,
-            state.opt_state,
-            self.devices,
-        )
+        inner, devices = self.accumulation.inner, self.devices
+        opt_state = state.opt_state
         check_inner_state(inner, opt_state.inner_opt_state, state.params)
         metrics = self.metrics(opt_state)
 

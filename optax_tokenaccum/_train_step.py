@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import optax
 
-from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
+from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import Devices, ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch, add_micro_batch
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
@@ -40,14 +40,8 @@ class Accumulate(Program["TrainStep"]):
     """
 
     def arguments(
-        self,
-        state: AnyStepState,
-        batch: Batch,
-        *,
-        rng: jax.Array | None = None,
-        **loss_kwargs: Any,
+        self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Any
     ) -> tuple[MicroBatch]:
-        self.step.require(state)
         rows = spread(batch, self.step.devices)
         return (MicroBatch(rows, rng, Keywords(loss_kwargs)),)
 
@@ -83,8 +77,7 @@ class Accumulate(Program["TrainStep"]):
 class Close(Program["TrainStep"]):
     """The program for the end of a window; after it, ignore the sums."""
 
-    def arguments(self, state: AnyStepState) -> tuple[()]:
-        self.step.require(state)
+    def arguments(self) -> tuple[()]:
         return ()
 
     def split(self, state: AnyStepState) -> tuple[Tree, Tree]:
@@ -148,10 +141,7 @@ class TrainStep(Step):
 
     accumulates = True
 
-    def __init__(
-        self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool
-    ):
-        super().__init__(loss, accumulation, devices, donate)
+    def __post_init__(self) -> None:
         # The values of `mini_step` arrays, so that no call waits for the device; and
         # those of states for which the close is compiled.
         self.counts: ArrayMemo[int] = ArrayMemo()

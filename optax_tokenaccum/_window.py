@@ -42,11 +42,9 @@ from optax_tokenaccum._trees import (
 # loss, (num_tokens, aux)
 WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
 Bound = ArrayLike | None  # of the micro-batches that run
-STACK = (
-    "A list of micro-batches must be stacked into one tree: jax.tree.map(lambda *xs: "
-    "jnp.stack(xs), *micro_batches). For different shapes use make_train_step, which "
-    "takes one micro-batch per call."
-)
+# By the leaf of a parameter, an axis and the place where it goes; both counted from the
+# end, since a sum has one more axis where each device has its own.
+Moves = dict[int, tuple[int, int]]
 
 
 def window_value_and_grad(
@@ -138,7 +136,8 @@ def window_value_and_grad(
         **loss_kwargs: Any,
     ) -> Any:
         check_params(params)
-        rows = spread(micro_batches, Devices(), 1)
+        check_micro_batches(micro_batches, num_micro_batches)
+        rows = spread(micro_batches, Devices(), axis=1)
         given = MicroBatch(rows, rng, Keywords(loss_kwargs))
         state, model_state, _, aux = run_window(
             loss, accumulation, Devices(), given, params, model_state, num_micro_batches
@@ -147,11 +146,17 @@ def window_value_and_grad(
         gradient = accumulation.window_gradient_in_place(state, params)
         return ((mean, (num_tokens, aux)), model_state), gradient
 
-    def without_model_state(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
-        (values, _), gradient = with_model_state(params, None, micro_batches, **kwargs)
+    return with_model_state if has_model_state else without_state(with_model_state)
+
+
+def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of parameters and a model state as one of parameters."""
+
+    def of_params(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
+        (values, _), gradient = f(params, None, micro_batches, **kwargs)
         return values, gradient
 
-    return with_model_state if has_model_state else without_model_state
+    return of_params
 
 
 def run_window(
@@ -162,60 +167,53 @@ def run_window(
     params: Params,
     model_state: ModelState,
     num_micro_batches: Bound,
-    gradient_step: jax.Array | None = None,
+    gradient_step: ArrayLike = 0,
     shardings: Shardings = None,
 ) -> Output:
-    """Runs the micro-batches, from an empty window to one that may be closed.
+    """Runs the micro-batches, from an empty window to one that may be closed."""
+    rows, params = micro_batches.rows, jax.tree.map(jnp.asarray, params)
 
-    With a `gradient_step`, the key is one for the whole run, folded as in
-    `make_train_step`; without one, it is the key of this window.
-    """
-    rows = micro_batches.rows
-    capacity = check_micro_batches(rows.batch, num_micro_batches)
-    batch = jax.tree.map(jnp.asarray, rows.batch)
+    def given(batch: Batch, mini_step: ArrayLike) -> MicroBatch:
+        own = dataclasses.replace(rows, batch=batch, axis=0)
+        return micro_batches._replace(rows=own).at(mini_step)
 
-    def at(i: ArrayLike, mini_step: ArrayLike) -> MicroBatch:
-        own = dataclasses.replace(rows, batch=taken(batch, i), axis=0)
-        run = () if gradient_step is None else (gradient_step,)
-        return micro_batches._replace(rows=own).at(*run, mini_step)
-
-    axes: dict[int, int] = {}
+    moves: Moves = {}
     has_layers = max(map(jnp.ndim, jax.tree.leaves(params)), default=0) > 2
     if has_layers and accumulation.should_skip_update_fn is None:
-        first = at(0, 0)
-        with explained(rows.batch, first.rows.batch):
-            axes = axes_of_layers(loss, devices, params, model_state, first)
-    loss = dataclasses.replace(loss, loss_fn=of_turned(loss.loss_fn, axes))
-    params, shardings = turned(params, axes), turned_shardings(shardings, axes, params)
+        with explained(rows.batch):
+            first = given(taken(rows.batch, 0), 0)
+            moves = moves_of_layers(loss, devices, params, model_state, first)
+
+    def of_turned(params: Params, *args: Any, **kwargs: Any) -> Any:
+        return loss.loss_fn(turned(params, moves, back=True), *args, **kwargs)
+
+    loss_of_turned = dataclasses.replace(loss, loss_fn=of_turned)
+    params, shardings = turned(params, moves), turned_shardings(shardings, moves)
     sums = devices.zeros(params, accumulation.dtypes(params))
     empty = accumulation.empty_window(params, sums)
-    if gradient_step is not None:
-        empty = empty._replace(gradient_step=gradient_step)
+    empty = empty._replace(gradient_step=jnp.asarray(gradient_step, jnp.int32))
 
-    def add(i: ArrayLike, carry: Tree) -> tuple[Tree, Aux]:
+    def add(_: ArrayLike, batch: Batch, carry: Tree) -> tuple[Tree, Aux]:
         state, model_state, any_skipped = carry
-        own = at(i, state.mini_step)
-        with explained(rows.batch, own.rows.batch):
-            added = add_micro_batch(
-                loss,
-                accumulation,
-                devices,
-                state,
-                own,
-                params,
-                model_state,
-                shardings,
-                sums_are_zeros=True,
-            )
+        added = add_micro_batch(
+            loss_of_turned,
+            accumulation,
+            devices,
+            state,
+            given(batch, state.mini_step),
+            params,
+            model_state,
+            shardings,
+            sums_are_zeros=True,
+        )
         carry = added.opt_state, added.model_state, any_skipped | added.skipped
         return carry, added.aux
 
     carry = empty, model_state, jnp.zeros((), jnp.bool_)
     (state, model_state, skipped), aux = for_each(
-        add, carry, capacity, num_micro_batches, has_aux=loss.has_aux
+        add, carry, rows.batch, num_micro_batches, loss.has_aux
     )
-    lead = len(devices.lead)
-    sums = turned(state.acc_grads, axes, back=True, lead=lead)
+    sums = turned(state.acc_grads, moves, back=True)
     state = state._replace(acc_grads=sums)
     return Output(state, model_state, skipped, aux)
 
@@ -225,18 +223,20 @@ def run_window(
 # after it, as a whole. During a window the sums are turned instead, once at its end.
 
 
-def axes_of_layers(
+def moves_of_layers(
     loss: Loss,
     devices: Devices,
     params: Params,
     model_state: ModelState,
     micro_batch: MicroBatch,
-) -> dict[int, int]:
-    """The axes of parameters, by their leaves, along which scans take layers."""
-    axes: dict[int, int] = {}
+) -> Moves:
+    """The axes along which scans take layers, where these are not the first."""
+    moves: Moves = {}
 
     def look(params: Params, *args: Any) -> None:
-        axes.update(Traced(loss, params, *args).axes_of_layers(params))
+        ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
+        axes = Traced(loss, params, *args).axes_of_layers(params)
+        moves.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
 
     rows, rng, loss_kwargs = micro_batch
     if devices.lead:  # where the loss may ask for the device's place
@@ -244,45 +244,28 @@ def axes_of_layers(
         specs = none, none, own, none, none
         look = over_devices(look, devices.mesh, devices.names, specs, none)
     jax.eval_shape(look, params, model_state, rows.batch, rng, loss_kwargs)
-    return axes
+    return moves
 
 
-def turned(
-    tree: Params, axes: dict[int, int], *, back: bool = False, lead: int = 0
-) -> Params:
-    """A tree like the parameters with these axes first; `back` is the inverse.
-
-    Before those of a parameter, a leaf may have `lead` axes.
-    """
+def turned(tree: Params, moves: Moves, *, back: bool = False) -> Params:
+    """A tree like the parameters with these axes first; `back` is the inverse."""
     leaves, structure = jax.tree.flatten(tree)
-    for i, axis in axes.items():
-        ends = (lead, lead + axis) if back else (lead + axis, lead)
-        leaves[i] = jnp.moveaxis(leaves[i], *ends) if axis else leaves[i]
+    for i, (axis, first) in moves.items():
+        ends = (first, axis) if back else (axis, first)
+        leaves[i] = jnp.moveaxis(leaves[i], *ends)
     return structure.unflatten(leaves)
 
 
-def turned_shardings(
-    shardings: Shardings, axes: dict[int, int], params: Params
-) -> Shardings:
+def turned_shardings(shardings: Shardings, moves: Moves) -> Shardings:
     if shardings is None:
         return None
-    leaves, ranks = [*shardings], [*map(jnp.ndim, jax.tree.leaves(params))]
-    for i, axis in axes.items():
-        sharding = leaves[i]
-        if axis and sharding is not None:
-            spec = entries_of(sharding, ranks[i])
+    leaves = [*shardings]
+    for i, (axis, first) in moves.items():
+        if (sharding := leaves[i]) is not None:
+            spec = entries_of(sharding, -first)
             spec.insert(0, spec.pop(axis))
             leaves[i] = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return leaves
-
-
-def of_turned(loss_fn: LossFn, axes: dict[int, int]) -> Callable[..., Any]:
-    """The same loss, of parameters that are turned."""
-
-    def of_turned(params: Params, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(turned(params, axes, back=True), *args, **kwargs)
-
-    return of_turned if any(axes.values()) else loss_fn
 
 
 def taken(micro_batches: Batch, i: ArrayLike) -> Batch:
@@ -295,94 +278,78 @@ def taken(micro_batches: Batch, i: ArrayLike) -> Batch:
 
 
 def for_each(
-    add: Callable[[ArrayLike, Tree], tuple[Tree, Aux]],
+    add: Callable[[ArrayLike, Batch, Tree], tuple[Tree, Aux]],
     carry: Tree,
-    capacity: int,
+    micro_batches: Batch,
     num_micro_batches: Bound,
-    *,
     has_aux: bool,
+    name: str = "loss_fn",
 ) -> tuple[Tree, Aux]:
-    """Runs `add(i, carry) -> (carry, aux)`; `aux` is stacked `[capacity, ...]`."""
-    bound: Any = capacity
-    if num_micro_batches is not None:
-        bound = jnp.asarray(num_micro_batches)  # all numbers share one program
-        if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
-            raise TypeError(
-                "num_micro_batches must be an integer scalar: got "
-                f"{bound.dtype} of shape {bound.shape}."
-            )
-        bound = jnp.clip(bound.astype(jnp.int32), 0, capacity)
-    stacks = None
-    if has_aux:
-        _, shapes = jax.eval_shape(add, 0, carry)
-        stacks = jax.tree.map(functools.partial(_stack_of_zeros, capacity), shapes)
+    """Runs `add(i, batch, carry) -> (carry, aux)`; `aux` is stacked `[k, ...]`.
+
+    Errors say what the function of this `name` was given.
+    """
+    batches = jax.tree.map(jnp.asarray, micro_batches)
+    k = bound = len(jax.tree.leaves(batches)[0])
+    if num_micro_batches is not None:  # all numbers share one program
+        bound = jnp.asarray(num_micro_batches)
+        bound = bound.astype(trees.common_dtype(bound.dtype, jnp.int32))
+        bound = jnp.clip(bound, 0, k)
+
+    def run(i: ArrayLike, carry: Tree) -> tuple[Tree, Aux]:
+        with explained(micro_batches, name):
+            return add(i, taken(batches, i), carry)
 
     def body(i: ArrayLike, so_far: Tree) -> Tree:
         def put(xs: jax.Array, x: jax.Array) -> jax.Array:
             return xs.at[i].set(x, mode="promise_in_bounds")
 
         carry, stacks = so_far
-        carry, aux = add(i, carry)
-        return carry, jax.tree.map(put, stacks, aux) if has_aux else None
+        carry, aux = run(i, carry)
+        return carry, jax.tree.map(put, stacks, aux)
 
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.broadcast_to(jnp.zeros_like(x), (k, *x.shape))
+
+    stacks = None
+    if has_aux:  # otherwise, the loss need not be traced
+        stacks = jax.tree.map(zeros, jax.eval_shape(run, 0, carry)[1])
     so_far = trees.as_returned(functools.partial(body, 0), (carry, stacks))
     return jax.lax.fori_loop(0, bound, body, so_far)
 
 
-def _stack_of_zeros(capacity: int, x: jax.ShapeDtypeStruct) -> jax.Array:
-    zeros, sharding = jnp.zeros((capacity, *x.shape), x.dtype), trees.sharding_of(x)
-    if sharding is None:
-        return zeros
-    return jax.sharding.reshard(zeros, PartitionSpec(None, *sharding.spec))
-
-
-def check_micro_batches(micro_batches: Batch, num_micro_batches: Bound) -> int:
-    """The number of micro-batches that the window has room for."""
-    try:
+def check_micro_batches(micro_batches: Batch, num_micro_batches: Bound) -> None:
+    with explained(micro_batches):
         k = trees.leading_axis(micro_batches, "micro_batches")
-    except ValueError as error:
-        if _is_list_of_trees(micro_batches):
-            error.add_note(STACK)
-        raise
-    is_array = isinstance(num_micro_batches, jax.Array | jax.ShapeDtypeStruct)
-    if num_micro_batches is None or is_array:
-        return k
+    if isinstance(num_micro_batches, jax.Array | jax.ShapeDtypeStruct | None):
+        return
     given = as_count(num_micro_batches, "num_micro_batches", least=0)
     if given > k:
         raise ValueError(
             f"num_micro_batches must be at most the {k} micro-batches there are: got "
             f"{given}."
         )
-    return k
 
 
 @contextlib.contextmanager
-def explained(
-    micro_batches: Batch, given: Batch, name: str = "loss_fn"
-) -> Iterator[None]:
-    """Adds a note with the shapes of `given`, a part of a stacked window, to errors."""
+def explained(micro_batches: Batch, name: str = "loss_fn") -> Iterator[None]:
+    """Adds a note to errors, with the shapes of one micro-batch of a window."""
     try:
         yield
     except Exception as error:
         shapes = ", ".join(
-            f"{jnp.shape(x)} at {path}" for path, x in trees.named_leaves(given)
+            f"{jnp.shape(x)[1:]} at {path}"
+            for path, x in trees.named_leaves(micro_batches)
         )
         error.add_note(
             f"micro_batches must have leaves [k, micro, ...], and {name} is given "
             f"[micro, ...] of these: got shape {shapes}. split_batch(batch, k) makes "
-            "them of a batch [k * micro, ...]."
+            "them of a batch [k * micro, ...]. A list of micro-batches must be stacked "
+            "into one tree: jax.tree.map(lambda *xs: jnp.stack(xs), *micro_batches). "
+            "For different shapes use make_train_step, which takes one micro-batch per "
+            "call."
         )
-        if _is_list_of_trees(micro_batches):
-            error.add_note(STACK)
         raise
-
-
-def _is_list_of_trees(micro_batches: Batch) -> bool:
-    """Whether this may be a list of micro-batches; it may also be a batch of trees."""
-    if not isinstance(micro_batches, list | tuple) or hasattr(micro_batches, "_fields"):
-        return False
-    structures = {jax.tree.structure(x) for x in micro_batches}
-    return len(structures) == 1 and not jax.tree_util.treedef_is_leaf(*structures)
 
 
 def accumulate_over_window(
@@ -446,6 +413,15 @@ def accumulate_over_window(
     accumulation = make_accumulation(
         optax.identity(), make_schedule(), gradients, None, accumulator_dtype
     )
+    form = "(value, (num_tokens, aux))" if has_aux else "(value, num_tokens)"
+    rule = (
+        f"value_and_grad_fn must return ({form}, grads), as "
+        "jax.value_and_grad(loss_fn, has_aux=True) does"
+    )
+
+    def without_float0(grads: Gradients) -> Gradients:
+        """Those of integers are left out: nothing can be added to them."""
+        return jax.tree.map(lambda g: None if trees.is_float0(g) else g, grads)
 
     def accumulate(
         params: Params,
@@ -455,56 +431,36 @@ def accumulate_over_window(
         num_micro_batches: Bound = None,
         **kwargs: Any,
     ) -> Any:
-        capacity = check_micro_batches(micro_batches, num_micro_batches)
-        batches = jax.tree.map(jnp.asarray, micro_batches)
+        check_micro_batches(micro_batches, num_micro_batches)
 
-        def call(i: jax.typing.ArrayLike) -> Any:
-            batch = taken(batches, i)
+        def call(i: ArrayLike, batch: Batch) -> Any:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
-            with explained(micro_batches, batch):
-                returned = value_and_grad_fn(params, batch, **kwargs, **key)
-            return _unpack(returned, has_aux)
+            returned = value_and_grad_fn(params, batch, **kwargs, **key)
+            if not isinstance(returned, tuple | list) or len(returned) != 2:
+                raise TypeError(f"{rule}: got {returned}.")
+            return unpack(returned[0], has_aux, rule), returned[1]
 
-        traced, (values, like) = jax.make_jaxpr(call, return_shape=True)(0)
+        with explained(micro_batches, "value_and_grad_fn"):
+            trace = jax.make_jaxpr(call, return_shape=True)
+            traced, (values, like) = trace(0, taken(micro_batches, 0))
         types = traced.out_avals[len(jax.tree.leaves(values)) :]
         check_own_map(traced, types, is_loss=False)
-        summed = _without_float0(like)
+        summed = without_float0(like)
         empty = accumulation.empty_window(summed, accumulation.zeros(summed))
 
-        def add(i: Any, state: Tree) -> tuple[Tree, Aux]:
-            (value, num_tokens, aux), grads = call(i)
-            grads = _without_float0(grads)
-            added = accumulation.add(grads, state, None, num_tokens, value)
-            return added.state, aux
+        def add(i: ArrayLike, batch: Batch, state: Tree) -> tuple[Tree, Aux]:
+            (value, num_tokens, aux), grads = call(i, batch)
+            grads = without_float0(grads)
+            return accumulation.add(grads, state, None, num_tokens, value).state, aux
 
-        state, aux = for_each(add, empty, capacity, num_micro_batches, has_aux=has_aux)
-        loss, num_tokens = accumulation.window_so_far(state)
-        # A loop could not be differentiated in reverse.
-        grads = jax.lax.cond(
-            state.acc_tokens > 0,
-            lambda: accumulation.window_gradient(state, summed),
-            lambda: trees.cast_like(state.acc_grads, summed),
+        state, aux = for_each(
+            add, empty, micro_batches, num_micro_batches, has_aux, "value_and_grad_fn"
         )
+        loss, num_tokens = accumulation.window_so_far(state)
+        grads = accumulation.window_gradient(state, summed)
         grads = jax.tree.map(
             lambda x, g: trees.zeros_of(x) if trees.is_float0(x) else g, like, grads
         )
         return (loss, (num_tokens, aux)), grads
 
     return accumulate
-
-
-def _unpack(returned: Tree, has_aux: bool) -> Any:
-    form = "(value, (num_tokens, aux))" if has_aux else "(value, num_tokens)"
-    rule = (
-        f"value_and_grad_fn must return ({form}, grads), as "
-        "jax.value_and_grad(loss_fn, has_aux=True) does"
-    )
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise TypeError(f"{rule}: got {returned}.")
-    value, grads = returned
-    return unpack(value, has_aux, rule), grads
-
-
-def _without_float0(grads: Gradients) -> Gradients:
-    """`grads` without those of integers, which nothing can be added to."""
-    return jax.tree.map(lambda g: None if trees.is_float0(g) else g, grads)

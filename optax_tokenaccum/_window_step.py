@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import optax
 
-from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
+from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import Devices, ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._state import (
-    AnyStepState,
     S,
     StepMetrics,
     model_state_of,
@@ -31,16 +30,14 @@ class Window(Program["WindowStep"]):
 
     def arguments(
         self,
-        state: AnyStepState,
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
         **loss_kwargs: Any,
     ) -> tuple[MicroBatch, Bound]:
-        self.step.require(state)
         check_micro_batches(micro_batches, num_micro_batches)
-        with explained(micro_batches, micro_batches):
+        with explained(micro_batches):
             rows = spread(micro_batches, self.step.devices, axis=1)
         return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
 
@@ -53,18 +50,18 @@ class Window(Program["WindowStep"]):
         num_micro_batches: Bound,
     ) -> tuple[S, StepMetrics, Aux]:
         step, old = self.step, state.opt_state
+        gradient_step = old.gradient_step.astype("int32")
         window, model_state, skipped, aux = run_window(
             step.loss,
             step.accumulation,
             step.devices,
-            micro_batches,
+            micro_batches.at(gradient_step),
             state.params,
             model_state_of(state),
             num_micro_batches,
-            old.gradient_step.astype("int32"),
+            gradient_step,
             shardings,
         )
-        num_tokens = step.metrics(window).num_tokens
         window = window._replace(inner_opt_state=old.inner_opt_state)
         state = with_parts(state, window, model_state)
         closes = window.mini_step > 0
@@ -75,7 +72,7 @@ class Window(Program["WindowStep"]):
             inner_opt_state=new.inner_opt_state,
             has_updated=new.has_updated,
         )
-        metrics = metrics._replace(num_tokens=num_tokens, skipped=skipped)
+        metrics = metrics._replace(skipped=skipped)
         return state._replace(opt_state=opt_state), metrics, aux
 
 
@@ -97,10 +94,7 @@ class WindowStep(Step):
 
     accumulates = False
 
-    def __init__(
-        self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool
-    ):
-        super().__init__(loss, accumulation, devices, donate)
+    def __post_init__(self) -> None:
         self._run = Window(self)
         self.lower = self._run.lower
 

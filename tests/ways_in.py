@@ -90,6 +90,11 @@ def multi_steps(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
     return update_loop(MultiSteps(inner, k, **options), mean_of(loss_fn))
 
 
+def optax_multi_steps(loss_fn: Any, inner: Any, k: int) -> Run:
+    """optax's class, on the mean loss of each micro-batch."""
+    return update_loop(optax.MultiSteps(inner, k), mean_of(loss_fn), counted=False)
+
+
 def _run_of(step: Any, stacks: bool = False) -> Run:
     def run(params: Any, windows: list[list[Batch]]) -> list[Any]:
         state, after = step.init(params), []
@@ -137,14 +142,3 @@ WAYS = [
 def program(way: Any, **options: Any) -> Run:
     """One program for all tests of a way: windows of two micro-batches under SGD."""
     return way(loss_fn, SGD, 2, **options)
-
-
-@functools.cache
-def optax_multi_steps(inner: Any = SGD, divisor: float | None = None) -> Run:
-    """Run optax's class on a mean loss, or on a sum over `divisor`."""
-
-    def given(params: Any, batch: Any) -> Any:
-        loss_sum, n = loss_fn(params, batch)
-        return loss_sum / (n if divisor is None else divisor), n
-
-    return update_loop(optax.MultiSteps(inner, 2), given, counted=False)

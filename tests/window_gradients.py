@@ -91,7 +91,7 @@ def with_aux(loss_fn: Any, params: Any, batches: Any) -> Any:
     return value_and_grad(with_own, params, batches, has_aux=True)
 
 
-WAYS = [value_and_grad, with_aux, train_step, one_program, window_step]
+WAYS = [value_and_grad, with_aux, train_step, window_step]
 
 
 def by_hand(loss_fn: Any, params: Any, batches: Any) -> Any:

@@ -1,6 +1,7 @@
 """The promises of `make_train_step` and `make_window_step`."""
 
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import ways_in
 
 from optax_tokenaccum import (
     StepMetrics,
@@ -21,7 +23,7 @@ from optax_tokenaccum import (
 )
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
-SGD = optax.sgd(1.0)
+SGD, ADAMW = optax.sgd(1.0), optax.adamw(0.1)
 every_way = pytest.mark.parametrize("way", ["two programs", "one program", "window"])
 
 
@@ -40,6 +42,7 @@ EMPTY, BAD = batch_of(np.nan, 0), batch_of(np.nan, 5)
 MOVED = {"w": PARAMS["w"] - np.float32(9.2)}
 
 
+@functools.cache  # tests with the same step share its programs
 def new_step(way: str, k: int = 2, loss_fn: Any = loss_fn, inner: Any = SGD, **options):
     if way == "window":
         return make_window_step(loss_fn, inner, **options)
@@ -97,22 +100,21 @@ def test_inner_is_given_the_loss_and_metrics_the_norm_before_it_clips(way: str):
     inner = optax.chain(
         optax.clip_by_global_norm(0.01), optax.polyak_sgd(max_learning_rate=1e9)
     )
-    step = new_step(way, 2, helpers.loss_sum_fn, inner)
-    params, batch = helpers.init_params(0), helpers.ragged_batch(0)
-    state, metrics = run(way, step, step.init(params), *helpers.cut(batch, 2))
-    value_and_grad = jax.value_and_grad(helpers.loss_mean_fn, has_aux=True)
-    (value, _), grads = jax.jit(value_and_grad)(params, batch)
-    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-6)
+    batches = ways_in.batch_of(1, [1.0, 0.0]), ways_in.batch_of(2, [1.0, 1.0])
+    step, params = new_step(way, 2, ways_in.loss_fn, inner), ways_in.PARAMS
+    state, metrics = run(way, step, step.init(params), *batches)
+    gradient = jax.tree.map(jnp.float32, ways_in.exact(params, *batches))
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-6)
     assert metrics.grad_norm > 0.05
-    updates, _ = inner.update(grads, inner.init(params), params, value=value)
+    value = sum(ways_in.loss_fn(params, batch)[0] for batch in batches) / 3
+    updates, _ = inner.update(gradient, inner.init(params), params, value=value)
     applied = helpers.difference(state.params, params)
-    # Parameters of size 0.2 round updates of size 1e-2 by about 1e-6.
     assert helpers.relative_error(applied, updates) < 5 * helpers.RTOL["float32"]
 
 
 @every_way
 def test_donates_its_state_and_neither_the_callers_arrays_nor_metrics(way: str):
-    step, params = new_step(way, inner=optax.adamw(0.1)), jax.tree.map(jnp.copy, PARAMS)
+    step, params = new_step(way, inner=ADAMW), jax.tree.map(jnp.copy, PARAMS)
     tied = {"w": params["w"], "again": params["w"]}
     state, kept = step.init(tied), []
     for batch in 2 * calls(way, FIRST, SECOND):
@@ -140,35 +142,24 @@ def test_without_donation_every_state_can_be_used_again(way: str):
 
 @every_way
 def test_a_window_without_tokens_changes_nothing(way: str):
-    step = new_step(way, inner=optax.adamw(0.1))
+    step = new_step(way, inner=ADAMW)
     state = step.init(PARAMS)
-    before = jax.tree.map(np.asarray, state)
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state.inner_opt_state))
     state, metrics = run(way, step, state, EMPTY, EMPTY)
-    chex.assert_trees_all_equal(state.params, PARAMS)
-    got, expected = state.opt_state.inner_opt_state, before.opt_state.inner_opt_state
-    chex.assert_trees_all_equal(got, expected)
+    after = state.params, state.opt_state.inner_opt_state
+    chex.assert_trees_all_equal(after, before)
     expected = {"loss": 0.0, "num_tokens": 0.0, "updated": False, "gradient_step": 0}
     assert numbers(metrics) == numbers(metrics) | expected | {"mini_step": 0}
 
 
-@every_way
-def test_a_window_can_begin_without_tokens(way: str):
-    """The sums then still hold the last window, until there are tokens."""
-    step = new_step(way, 3)
-    state = step.init(PARAMS)
-    state, _ = run(way, step, state, FIRST, SECOND, EMPTY)
-    state, _ = run(way, step, state, EMPTY, FIRST, SECOND)
-    expected = {"w": PARAMS["w"] - np.float32(2 * 9.2)}
-    chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
+def skips(updates: Any, gradient_step: Any, params: Any) -> Any:
+    """Before 0.3.0, a window step told it 0 at every update."""
+    is_bad, state = optax.skip_not_finite(updates, gradient_step, params)
+    return is_bad | (gradient_step >= 1), state
 
 
 @pytest.mark.parametrize("way", ["one program", "window"])
 def test_a_rejected_micro_batch_is_reported_and_never_happened(way: str):
-    def skips(updates: Any, gradient_step: Any, params: Any) -> Any:
-        """Before 0.3.0, a window step told it 0 at every update."""
-        is_bad, state = optax.skip_not_finite(updates, gradient_step, params)
-        return is_bad | (gradient_step >= 1), state
-
     step = new_step(way, should_skip_update_fn=skips)
     state, seen = step.init(PARAMS), []
     for batch in calls(way, FIRST, BAD, SECOND):
@@ -185,16 +176,15 @@ def test_a_rejected_micro_batch_is_reported_and_never_happened(way: str):
 
 def test_halves_for_loops_whose_data_says_where_a_window_ends():
     step = make_train_step(loss_fn, SGD)
-    state = step.init(PARAMS)
-    state, empty = step.close_window(state)
-    assert numbers(empty)["updated"] is False and numbers(empty)["loss"] == 0.0
+    state, empty = step.close_window(step.init(PARAMS))
+    assert not empty.updated and empty.loss == 0.0
     chex.assert_trees_all_equal(state.params, PARAMS)
     for batch in (FIRST, SECOND):
         state, metrics = step.accumulate(state, batch)
         assert not metrics.updated
-    assert int(metrics.mini_step) == 2
+    assert metrics.mini_step == 2
     state, metrics = step.close_window(state)
-    assert metrics.updated and float(metrics.num_tokens) == 10.0
+    assert metrics.updated and metrics.num_tokens == 10.0
     chex.assert_trees_all_equal(state.params, MOVED)
     assert has_updated(state)
     state, _ = step.accumulate(state, FIRST)
@@ -215,10 +205,11 @@ class ScaledLoss:
         return jnp.sum(weights) * batch["x"], batch["n"]
 
 
-@every_way
+@pytest.mark.parametrize("way", ["two programs", "window"])
 def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
     """Frozen weights are arguments; bools and strings, also NumPy's, do not change."""
-    step = new_step(way, 2, ScaledLoss(np.asarray([1.0, 4.0], np.float32)))
+    loss_fn = ScaledLoss(np.asarray([1.0, 4.0], np.float32))
+    step = new_step.__wrapped__(way, 2, loss_fn)
     state = step.init(PARAMS)
     options: Any = {"train": True, "mode": {"name": np.str_("sum"), "act": jnp.tanh}}
     with helpers.count_compilations() as compilations:
@@ -233,31 +224,35 @@ def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
     assert len(compilations) == (2 if way == "two programs" else 1)
 
 
-def test_inside_an_outer_jit_and_scan_it_is_one_program(kind: str):
-    step = new_step(kind, 2, donate=False)
-    data = helpers.stack([batch_of(i, i + 1) for i in range(6)])
-    start = step.init(PARAMS)
+def test_inside_an_outer_jit_and_scan_it_is_one_program():
+    way = "two programs"
+    step = new_step(way, 3, donate=False)
+    batches = [batch_of(i, i + 1) for i in range(6)]
+    start, data = step.init(PARAMS), helpers.stack(batches)
     scanned, metrics = jax.jit(lambda s, xs: jax.lax.scan(step, s, xs))(start, data)
-    assert metrics.updated.tolist() == [False, True] * 3
-    state, _ = run(kind, step, start, *(batch_of(i, i + 1) for i in range(6)))
+    assert metrics.updated.tolist() == [False, False, True] * 2
+    state, _ = run(way, step, start, *batches)
     assert helpers.relative_error(scanned.params, state.params) < 1e-6
-    assert int(scanned.opt_state.gradient_step) == 3
+    assert int(scanned.opt_state.gradient_step) == 2
 
 
-@pytest.mark.parametrize("way", ["two programs", "window"])
-def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(way: str):
-    """Parameters, an array twice, a captured key: a buffer is donated only once."""
-    for inner in (
+@pytest.mark.parametrize(
+    "inner",
+    [
         optax.contrib.schedule_free_sgd(0.1),
         optax.contrib.prodigy(0.1),
         optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), SGD),
-    ):
-        step = new_step(way, inner=inner)
+    ],
+    ids=["parameters", "an array twice", "a captured key"],
+)
+def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(inner: Any):
+    """A buffer is donated only once."""
+    step = new_step("window", inner=inner)
+    for _ in range(2):
+        state = step.init(PARAMS)
         for _ in range(2):
-            state = step.init(PARAMS)
-            for _ in range(2):
-                state, metrics = run(way, step, state, FIRST, SECOND)
-            assert int(metrics.gradient_step) == 2
+            state, metrics = run("window", step, state, FIRST, SECOND)
+        assert int(metrics.gradient_step) == 2
 
 
 def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):

@@ -26,38 +26,35 @@ WAYS: dict[str, Any] = {
     "gradients of sums": of_gradients,
     "gradients of means": lambda f: of_gradients(mean_of(f), gradients="mean"),
 }
-every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@every_way
-def test_micro_batches_without_tokens_add_nothing_even_if_nan(way: str, maybe_jit: Any):
-    f = maybe_jit(WAYS[way](sum_fn))
-    window = {"x": np.float32([2, np.nan, 90]), "n": np.float32([1, 0, 9])}
-    (loss, (num_tokens, _)), grads = f(PARAMS, window)
-    np.testing.assert_allclose(grads["w"], [9.2, 9.2], rtol=1e-6)  # not 6, 6
-    np.testing.assert_allclose(loss, -9.2, rtol=1e-6)
-    assert float(num_tokens) == 10.0
-    empty = {"x": np.full(3, np.nan, np.float32), "n": np.zeros(3, np.float32)}
-    (loss, (num_tokens, _)), grads = f(PARAMS, empty)
+@pytest.mark.parametrize("way", WAYS)
+def test_windows_of_every_size_are_one_program_in_which_no_tokens_add_nothing(way: str):
+    f = jax.jit(WAYS[way](sum_fn))
+    x, n = np.float32([2, np.nan, 90, 7, 1]), np.float32([1, 0, 9, 3, 0.5])
+    with helpers.count_compilations() as compilations:
+        for size in range(6):
+            (loss, (num_tokens, _)), grads = f(
+                PARAMS, {"x": x, "n": n}, num_micro_batches=size
+            )
+            mean = np.nansum(x[:size]) / (n[:size].sum() or 1)  # 9.2, not 6, of 3
+            assert float(num_tokens) == n[:size].sum()
+            np.testing.assert_allclose(loss, -mean, rtol=1e-6)
+            np.testing.assert_allclose(grads["w"], [mean, mean], rtol=1e-6)
+        empty = {"x": np.full(5, np.nan, np.float32), "n": np.zeros(5, np.float32)}
+        (loss, (num_tokens, _)), grads = f(PARAMS, empty, num_micro_batches=5)
+    assert len(compilations) == 1
     assert (float(loss), float(num_tokens)) == (0.0, 0.0)
     chex.assert_trees_all_equal(grads, {"w": np.zeros(2)})
 
 
-@every_way
-def test_partial_windows_of_every_size_are_one_compilation(way: str):
-    f = jax.jit(WAYS[way](sum_fn))
-    x, n = np.float32([2, 90, 7, 1]), np.float32([1, 9, 3, 0.5])
-    f(PARAMS, {"x": x, "n": n}, num_micro_batches=4)
-    with helpers.count_compilations() as compilations:
-        for size in range(5):
-            (loss, (num_tokens, _)), grads = f(
-                PARAMS, {"x": x, "n": n}, num_micro_batches=size
-            )
-            mean = x[:size].sum() / (n[:size].sum() or 1)
-            assert float(num_tokens) == n[:size].sum()
-            np.testing.assert_allclose(loss, -mean, rtol=1e-6)
-            np.testing.assert_allclose(grads["w"], [mean, mean], rtol=1e-6)
-    assert not compilations
+@pytest.mark.parametrize("way", WAYS)
+def test_outside_of_jit_a_python_number_is_a_parameter(way: str):
+    window = {"x": np.float32([2, np.nan, 90]), "n": np.float32([1, 0, 9])}
+    (loss, (num_tokens, _)), grad = WAYS[way](sum_fn)({"w": -2.0}, window)
+    np.testing.assert_allclose((loss, num_tokens), (-18.4, 10), rtol=1e-6)
+    np.testing.assert_allclose(grad["w"], 9.2, rtol=1e-6)
+    assert grad["w"].dtype == jax.grad(jnp.square)(-2.0).dtype
 
 
 @pytest.mark.parametrize("make", [window_value_and_grad, of_gradients])
@@ -147,25 +144,16 @@ def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
     # The first half of the rows becomes the first half of every micro-batch.
     assert np.asarray(split["y"])[:, :2].max() < 6
     assert isinstance(split["x"], np.ndarray)
-    jitted = jax.jit(split_batch, static_argnums=1)(batch, 3)
-    chex.assert_trees_all_equal(jitted, split)
-    chex.assert_trees_all_equal(split_batch(batch, 3, pad_values=-1), split)
-
-
-def test_missing_rows_hold_the_pad_values():
-    rows, size = 7, 3
-    batch = {
-        "x": jnp.arange(2.0 * rows).reshape(rows, 2),
-        "labels": np.arange(rows, dtype=np.int32),
-    }
-    pads = {"x": 0, "labels": -100}
-    split = split_batch(batch, 3, pad_values=pads)
-    for name, leaf in split.items():
-        assert isinstance(leaf, type(batch[name])) and leaf.dtype == batch[name].dtype
-        assert leaf.shape[:2] == (3, size)
-        back = np.swapaxes(leaf, 0, 1).reshape(3 * size, *leaf.shape[2:])
-        np.testing.assert_array_equal(back[:rows], batch[name])
-        assert (back[rows:] == pads[name]).all()
+    chex.assert_trees_all_equal(jax.jit(lambda x: split_batch(x, 3))(batch), split)
+    # Missing rows hold the pad values.
+    part = jax.tree.map(lambda x: x[:7], batch)
+    padded = split_batch(part, 3, pad_values={"x": 0, "y": -100})
+    for name, pad in (("x", 0), ("y", -100)):
+        assert isinstance(padded[name], type(batch[name]))
+        assert padded[name].dtype == batch[name].dtype
+        back = np.swapaxes(padded[name], 0, 1).reshape(9, *batch[name].shape[1:])
+        np.testing.assert_array_equal(back[:7], part[name])
+        assert (back[7:] == pad).all()
 
 
 def test_a_window_lowers_neither_a_second_forward_pass_nor_empty_sums():
