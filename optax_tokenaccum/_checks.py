@@ -150,5 +150,6 @@ def check_nnx_variables(params: Params) -> None:
             continue
         raise TypeError(
             "Parameters must be variables that are trained, each once: at "
-            f"{name} got {got}. Give an NNX model to the steps of optax_tokenaccum.nnx."
+            f"{name} got {got}. Give an NNX model to "
+            "the functions of optax_tokenaccum.nnx."
         )
