@@ -280,24 +280,6 @@ def misaligned(optimizer: Any, params: Any, micro_batches: Any) -> Any:
 
 
 @broken(
-    "clipped before",
-    "clips micro-batches, not the window",
-    Verdict.UNKNOWN,
-    "weighted in a way of their own",
-)
-def clipped_before(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    """Clips every micro-batch instead of the window."""
-    clip = optax.clip_by_global_norm(0.05)
-    num_tokens = tokens_of(micro_batches).sum()
-    grads = scale(params, 0)
-    for batch in micro_batches:
-        g, _ = clip.update(mean(params, batch), clip.init(params))
-        share = scale(g, batch["mask"].sum() / num_tokens)
-        grads = jax.tree.map(jnp.add, grads, share)
-    return apply_once(optimizer, params, grads)
-
-
-@broken(
     "float16 sums", "overflows", Verdict.UNKNOWN, "are not finite", dtype=jnp.float16
 )
 def float16_sums(optimizer: Any, params: Any, micro_batches: Any) -> Any:

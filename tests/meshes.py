@@ -27,7 +27,6 @@ LAYOUTS = {
     "fsdp and tensor parallel": ((4, 2), BOTH),
 }
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-WAYS = ["two programs", "one program", "window"]
 
 
 def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:

@@ -14,7 +14,6 @@ from audited_loops import (
     init_params,
     of_weights,
     tokens_of,
-    with_counts,
 )
 from audited_loops import loss_sum_fn as loss_fn
 from helpers import loss_sum_fn as big_loss_fn
@@ -35,28 +34,22 @@ def rounded_to(dtype: str) -> Any:
     return rounded
 
 
-def mean_of(loss_fn: Any) -> Any:
-    return jax.jit(jax.grad(lambda p, batch: jax.numpy.divide(*loss_fn(p, batch))))
-
-
-# The second and sixth have a token in each row, of a thousand in the window.
+# Three of them have a token in each row, of a thousand in the window.
 SHORT = [
-    batch | {"mask": batch["mask"] & (np.arange(64) < 1)} if i in (1, 5) else batch
+    batch | {"mask": batch["mask"] & (np.arange(64) < 1)} if i in (1, 3, 5) else batch
     for i, batch in enumerate(helpers.cut(helpers.ragged_batch(0), K))
 ]
-LOST, TWICE = np.ones(K), np.ones(K)
-LOST[[1, 5]] = 0
-TWICE[5] = 2
+UNLIKE = np.ones(K)
+UNLIKE[[1, 5]], UNLIKE[3] = 0, 2
 
 
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        (LOST, "of the 8 micro-batches, 2 count for nothing and 0 twice"),
-        (TWICE, "of the 8 micro-batches, 0 count for nothing and 1 twice"),
+        (UNLIKE, "of the 8 micro-batches, 2 count for nothing and 1 twice"),
         (EXACT, "the exact mean of the window, by loss_fn's count"),
     ],
-    ids=["two lost", "one twice", "right"],
+    ids=["two lost, one twice", "right"],
 )
 def test_weights_tell_what_rounding_hides(weights: Any, says: str):
     run, params = of_weights(weights, big_loss_fn), helpers.init_params(0, "bfloat16")
@@ -65,23 +58,6 @@ def test_weights_tell_what_rounding_hides(weights: Any, says: str):
     assert report.relative_error < report.rtol or not (weights == 1).all()
     assert report.passed == (weights == 1).all(), str(report)
     assert says in report.explanation, str(report)
-
-
-@pytest.mark.slow
-def test_float32_parameters_and_low_precision_inside():
-    rounded = rounded_to("bfloat16")
-    for weights, foreign, verdict in (
-        (MEAN_OF_MEANS, 0, Verdict.MEAN_OF_MEANS),
-        (np.full(K, 1 / K), 0, Verdict.DIVIDED_TWICE),
-        (EXACT, 0.5, Verdict.UNKNOWN),
-    ):
-        run = of_weights(weights, rounded, foreign)
-        report = audit(run, rounded, init_params(), MICRO_BATCHES)
-        assert report.verdict is verdict, str(report)
-    # A loop that rounds otherwise than loss_fn: means, each rounded.
-    run = with_counts(mean_of(rounded), lambda batch: batch["mask"].sum())
-    report = audit(run, rounded, init_params(), MICRO_BATCHES)
-    assert report.passed, str(report)
 
 
 def test_a_loop_in_lower_precision_than_loss_fn_needs_a_tolerance():
@@ -119,7 +95,6 @@ def test_what_moves_without_a_gradient_is_no_step():
 
     for run, verdict in (
         (of_weights(EXACT), Verdict.EXACT),
-        (of_weights(MEAN_OF_MEANS), Verdict.MEAN_OF_MEANS),
         (GALLERY["not wrapped"].run, Verdict.STEPPED_EVERY_MICRO_BATCH),
         (of_weights(np.zeros(K)), Verdict.DISCARDED),
     ):

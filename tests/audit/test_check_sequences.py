@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 
 from optax_tokenaccum import check_loss_fn, reduce_loss
 
@@ -41,9 +42,9 @@ MEAN, SUM = reduced("seq-mean-token-mean"), reduced("seq-mean-token-sum")
 @pytest.mark.parametrize(
     ("loss_fn", "packed"),
     [
-        (MEAN, False),
+        slow(MEAN, False),
         (MEAN, True),
-        (reduced("seq-mean-token-sum-norm", max_length=LENGTH), False),
+        slow(reduced("seq-mean-token-sum-norm", max_length=LENGTH), False),
     ],
     ids=["mean", "packed", "norm"],
 )

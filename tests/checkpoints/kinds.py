@@ -36,7 +36,6 @@ WINDOWED = token_accumulation(ADAM, K)
 INIT = np.arange(6.0, dtype=np.float32).reshape(2, 3) / 10
 MESH = jax.sharding.Mesh(jax.devices(), "data")
 OVER_8: dict[str, Any] = {"mesh": MESH, "data_axes": "data"}
-FSDP = OVER_8 | {"reduce_every": "micro_batch"}
 # Every device has a part of these parameters.
 SPREAD = jax.device_put(
     np.arange(16.0, dtype=np.float32).reshape(2, 8) / 10,
@@ -102,10 +101,6 @@ def train_step(w: Any = INIT, **options: Any) -> Kind:
     return of_step(make_train_step(loss_fn, ADAM, K, **options), w=w)
 
 
-def window_step(w: Any = INIT, **options: Any) -> Kind:
-    return of_step(make_window_step(loss_fn, ADAM, **options), window_of, w)
-
-
 def transformation(tx: Any) -> Kind:
     def init() -> Any:
         params = {"w": jnp.asarray(INIT)}
@@ -133,8 +128,8 @@ def linen() -> Kind:
 
 
 class Model(nnx.Module):
-    def __init__(self, w: Any = INIT) -> None:
-        self.w = nnx.Param(jnp.array(w))
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.asarray(INIT))
 
     def __call__(self, x: Any) -> jax.Array:
         return x @ self.w[...]
@@ -187,25 +182,19 @@ def nnx_transformation() -> Kind:  # saved as a dictionary
     )
 
 
-def nnx_step(
-    make: Any, tx: Any, batch_of: Any, model: Any = DropoutModel, **options: Any
-) -> Kind:
+def nnx_step(make: Any, tx: Any, batch_of: Any) -> Kind:
     def model_loss_fn(model: Any, batch: Any) -> Any:
         losses = jnp.sum((model(batch["x"]) - 1) ** 2, -1)
         return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
 
-    step = make(model_loss_fn, **options)
+    step = make(model_loss_fn)
 
     def add(both: Any, i: int) -> None:
         batch = batch_of(i)
         if batch is not None:
             step(*both, batch)
 
-    return nnx_kind(model, tx, step.init, add)
-
-
-def nnx_train_step(*model: Any, **options: Any) -> Kind:
-    return nnx_step(nnx_steps.make_train_step, WINDOWED, batch_of, *model, **options)
+    return nnx_kind(DropoutModel, tx, step.init, add)
 
 
 KINDS: dict[str, Kind] = {
@@ -213,17 +202,13 @@ KINDS: dict[str, Kind] = {
     "train_step_that_skips": train_step(should_skip_update_fn=optax.skip_not_finite),
     # Sums of shape `[8, 2, 3]`, of which some are zeros.
     "train_step_on_8_devices": train_step(**OVER_8),
-    "train_step_fsdp": train_step(SPREAD, **FSDP),
-    "window_step": window_step(),
-    "window_step_on_8_devices": window_step(**OVER_8),
-    "window_step_fsdp": window_step(SPREAD, **FSDP),
+    "train_step_fsdp": train_step(SPREAD, reduce_every="micro_batch", **OVER_8),
+    "window_step": of_step(make_window_step(loss_fn, ADAM), window_of),
     "transformation": transformation(optax.chain(optax.scale(2.0), WINDOWED)),
     "multi_steps": transformation(MultiSteps(ADAM, K, gradients="sum")),
     "linen": linen(),
     "nnx": nnx_transformation(),
-    "nnx_train_step": nnx_train_step(),
-    "nnx_train_step_on_8_devices": nnx_train_step(Model, **OVER_8),
-    "nnx_train_step_fsdp": nnx_train_step(lambda: Model(SPREAD), **FSDP),
+    "nnx_train_step": nnx_step(nnx_steps.make_train_step, WINDOWED, batch_of),
     "nnx_window_step": nnx_step(nnx_steps.make_window_step, ADAM, window_of),
 }
 

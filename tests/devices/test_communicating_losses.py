@@ -121,6 +121,7 @@ def experts(mesh: Any) -> Any:
     return loss_fn
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _backward.CAN_ADD_IN_PLACE, reason="everything is whole")
 def test_experts_on_all_devices_take_the_same_branch():
     """Outside of a `shard_map`, no device skips a backward pass that others run."""

@@ -31,10 +31,8 @@ SGD_BESIDE_A_FACTORED_STATE = optax.GradientTransformation(FACTORED.init, update
 # step is not told of the devices.
 CASES: list[Any] = [
     ("data parallel", "auto", "two programs", "window"),
-    ("data parallel", "explicit", "one program", "window"),
     ("tensor parallel", "auto explicit", "window", "window"),
     ("fsdp", "explicit", "two programs", "micro_batch"),
-    ("fsdp", "auto", "nnx window", "window"),
     slow("fsdp and tensor parallel", "explicit auto", "one program", "window"),
     slow("tensor parallel", "auto", "two programs", "no mesh"),
 ]

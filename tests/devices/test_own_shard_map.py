@@ -75,9 +75,7 @@ def test_the_mean_over_devices_of_their_means_is_another_gradient():
     assert relative_error(np.mean(means, 0), EXACT["w"]) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("way", "check_vma"), [("loss", True), ("loss", False), ("gradients", True)]
-)
+@pytest.mark.parametrize(("way", "check_vma"), [("loss", False), ("gradients", True)])
 def test_parameters_of_each_device_get_the_gradient_over_its_rows(
     way: str, check_vma: bool
 ):
@@ -192,7 +190,7 @@ def attention(keys_of: Any) -> Any:
     return loss_fn
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["loss", helpers.slow("gradients")])
 def test_a_device_without_tokens_keeps_the_gradients_that_others_send_it(way: str):
     """In 0.3.0, they were lost unless loss and count came reduced."""
 

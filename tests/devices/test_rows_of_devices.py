@@ -1,5 +1,6 @@
 """Which arrays of a batch are rows, to be sharded over devices, and which are not."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -87,9 +88,8 @@ def check(step: Any, batches: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("way", "kind", "axis"),
     [
-        ("two programs", "auto", None),
-        ("window", "explicit", None),
         ("two programs", "auto", "model"),
+        ("window", "explicit", None),
     ],
 )
 def test_what_is_placed_anywhere_but_on_the_data_axis_is_whole(
@@ -140,35 +140,31 @@ def test_in_an_outer_jit_types_say_what_is_whole(kind: str, way: str):
     step = build(way, mesh)
     batches = given_to(way, on(mesh), over(way, mesh, "data"))
     in_turn = jax.jit(lambda state, batches: run_step(step, state, batches)[0].params)
-    if kind == "auto":  # its types do not say
-        with pytest.raises(ValueError, match="as a keyword"):
-            in_turn.lower(step.init(PARAMS), batches)
-    else:
-        got = jax.device_get(in_turn(step.init(PARAMS), batches))
-        assert relative_error(jax.tree.map(np.negative, got), EXACT) < 2e-6
+    its_types_say = contextlib.nullcontext()
+    if kind == "auto":
+        its_types_say = pytest.raises(ValueError, match="as a keyword")
+    with its_types_say:
+        in_turn.lower(step.init(PARAMS), batches)
 
 
 def test_a_loss_that_sees_all_rows_may_have_anything():
     mesh = make_mesh((8,))
     step = build("two programs", mesh, reduce_every="micro_batch")
-    check(step, WINDOW)
     # Whole on every device, as many as there are rows.
     many = on(mesh)(np.resize(CLASS_WEIGHTS, ROWS))
     step.accumulate.lower(step.init(PARAMS), WINDOW[0] | {"class_weights": many})
 
 
 def test_rows_spread_in_any_way_are_rows():
-    """Over one of two data axes, along their tokens, or on a single device."""
-
+    """Over one of two data axes, or along their tokens."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(TYPES["auto"],) * 2)
     options = {"mesh": mesh, "data_axes": ("a", "b")}
     step = make_train_step(
         lambda w, x: (jnp.sum(w * x), x.size), optax.sgd(1.0), 1, **options
     )
     x = X.reshape(16, 24)
-    for spec in (P("b"), P(None, "a"), None):
-        placed = jnp.asarray(x) if spec is None else on(mesh, *spec)(x)
-        state, metrics = step(step.init(jnp.zeros(())), placed)
+    for spec in (P("b"), P(None, "a")):
+        state, metrics = step(step.init(jnp.zeros(())), on(mesh, *spec)(x))
         assert metrics.num_tokens == x.size
         np.testing.assert_allclose(-state.params, x.mean(dtype=np.float64), rtol=2e-6)
 
@@ -194,8 +190,7 @@ def exact_attention(params: Any, batch: Any) -> Any:
     ("way", "kind", "reduce_every"),
     [
         ("two programs", "auto", "window"),
-        ("window", "explicit", "micro_batch"),
-        helpers.slow("one program", "explicit auto", "window"),
+        helpers.slow("window", "explicit", "micro_batch"),
     ],
 )
 def test_sequence_parallelism_is_a_batch_that_is_placed_so(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative_error, stack
+from helpers import relative_error, slow, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
@@ -47,16 +47,16 @@ def with_aux(params: Any, batch: Any) -> Any:
     return loss_sum / n * n, (n, {"loss_sum": loss_sum})
 
 
-LAYOUTS: dict[str, Any] = {
-    "FSDP, Explicit": ("explicit", P("data"), "micro_batch"),
-    "ZeRO-2": ("auto", P(), "micro_batch"),
-    "a sum on each": ("auto", P(), "window"),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_over_devices(layout: str):
-    kind, spec, reduce_every = LAYOUTS[layout]
+@pytest.mark.parametrize(
+    ("kind", "spec", "reduce_every"),
+    [
+        ("auto", P(), "micro_batch"),  # ZeRO-2
+        slow("explicit", P("data"), "micro_batch"),  # FSDP
+        slow("auto", P(), "window"),  # a sum on each
+    ],
+    ids=str,
+)
+def test_over_devices(kind: str, spec: P, reduce_every: str):
     mesh = make_mesh((8,), kind)
     options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
     step = make_window_step(with_aux, KEEPS, has_aux=True, **options)

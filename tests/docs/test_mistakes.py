@@ -80,10 +80,10 @@ def audited(wrap: Any, mean: bool = False) -> Any:
 
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         optimizer = wrap(optimizer, len(micro_batches))
-        state = optimizer.init(params)
+        update, state = jax.jit(optimizer.update), optimizer.init(params)
         for batch in micro_batches:
             grads, n = gradient(params, batch)
-            updates, state = optimizer.update(grads, state, params, num_tokens=n)
+            updates, state = update(grads, state, params, num_tokens=n)
             params = optax.apply_updates(params, updates)
         return params
 
@@ -151,7 +151,7 @@ def statistics_as_parameters() -> None:
     optimizer = token_accumulation(optax.adamw(0.1), 1)
     grads = {"params": jnp.ones(3), "batch_stats": jnp.zeros(3)}
     state = optimizer.init(params)
-    updates, _ = optimizer.update(grads, state, params, num_tokens=1)
+    updates, _ = jax.jit(optimizer.update)(grads, state, params, num_tokens=1)
     assert np.all(updates["batch_stats"] < 0)
 
 
@@ -187,7 +187,7 @@ def rows_of_pairs_that_are_cut_apart() -> None:
         rows = jnp.concatenate(summaries)
         return jnp.sum(rows[0::2] * rows[1::2])
 
-    coupled = coupled_value_and_grad(lambda w, x: w * x, of_neighbors)
+    coupled = jax.jit(coupled_value_and_grad(lambda w, x: w * x, of_neighbors))
     w, x = jnp.float32(1), jnp.asarray([1.0, 2, 3, 4])
     (loss, _), _ = coupled(w, split_batch(x, 2))
     assert (float(of_neighbors(x[None])), float(loss)) == (1 * 2 + 3 * 4, 1 * 3 + 2 * 4)

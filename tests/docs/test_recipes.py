@@ -13,7 +13,7 @@ import optax
 import pytest
 from meshes import make_mesh
 
-from optax_tokenaccum import close_window, make_train_step, token_accumulation
+from optax_tokenaccum import make_train_step, token_accumulation
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,8 @@ MICRO_BATCHES = [micro for batch in BATCHES for micro in helpers.cut(batch, K)]
 SGD, MOMENTUM = optax.sgd(RATE), optax.sgd(RATE, momentum=0.9)
 
 
-def exactly(inner: Any, k: int = K) -> Any:
-    return token_accumulation(inner, k)
+def exactly(inner: Any) -> Any:
+    return token_accumulation(inner, K)
 
 
 def naively(inner: Any) -> Any:
@@ -69,8 +69,6 @@ def on_full_batches(inner: Any) -> Any:
 
 DECAY = optax.add_decayed_weights(-0.05)
 PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5)
-FREEZE = optax.freeze({"embed": True, "hidden": False, "out": False})
-LABELS = {"embed": "slow", "hidden": "fast", "out": "fast"}
 SCHEDULE = optax.linear_schedule(RATE, 0.5, 3)
 
 
@@ -82,7 +80,6 @@ def injected(tx: Any, rate: Any) -> Any:
 # whether both agree.
 AROUND: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "scale before": (lambda tx: optax.chain(optax.scale(0.5), tx(MOMENTUM)), True),
-    "freeze before": (lambda tx: optax.chain(FREEZE, tx(MOMENTUM)), True),
     "clip behind": (
         lambda tx: optax.chain(tx(MOMENTUM), optax.clip_by_global_norm(0.25)),
         True,
@@ -103,21 +100,6 @@ def test_around_an_accumulation(around: Any, same: bool):
     assert error < RTOL if same else error > 0.01, error
     params, _ = run(around(naively), naive=True)
     assert helpers.relative_error(params, expected) > 0.01
-
-
-@pytest.mark.parametrize(("n", "closed"), [(3, {"slow", "fast"}), (4, {"slow"})])
-def test_close_window_closes_what_is_open_in_a_partition(n: int, closed: set[str]):
-    groups = {"slow": exactly(SGD, 8), "fast": exactly(SGD, 4)}
-    optimizer = optax.partition(groups, LABELS)
-    batch = {name: leaf[: 4 * n] for name, leaf in BATCHES[0].items()}
-    params, state = run(optimizer, helpers.cut(batch, n))
-    updates, _ = close_window(optimizer, state, params)
-    gradient = helpers.float64_gradient(PARAMS, batch)
-    for name, update in updates.items():
-        if LABELS[name] in closed:
-            assert helpers.relative_error(update, -RATE * gradient[name]) < RTOL
-        else:
-            assert not np.any(update)
 
 
 def code_of(page: str, words: str) -> str:
@@ -169,41 +151,3 @@ def test_several_losses_on_a_mesh():
     gradient, _ = jax.grad(names["loss_fn"], has_aux=True)(params, batch, totals=whole)
     moved = optax.tree.sub(params, state.params)
     assert helpers.relative_error(moved, gradient) < RTOL
-
-
-def test_the_noise_of_equal_counts_is_another():
-    """The figure of the page, from the formula for micro-batches of equal counts."""
-    names = {"rng": np.random.default_rng(0), "np": np}
-    code = code_of("fit.md", "def micro_batches")
-    start = code.index("def micro_batches")
-    exec(code[start : code.index("estimates =")], names)
-    traces, norms = [], []
-    for _ in range(4000):
-        window = names["micro_batches"](k=8)
-        tokens = window["mask"].sum(1)
-        losses = -2 * window["y"] * window["mask"]
-        means = (
-            np.einsum("kr,krd->kd", losses, window["x"])
-            / np.maximum(tokens, 1)[:, None]
-        )
-        of_parts, of_window = (means**2).sum(1).mean(), (means.mean(0) ** 2).sum()
-        traces.append(tokens.mean() * 8 / 7 * (of_parts - of_window))
-        norms.append((8 * of_window - of_parts) / 7)
-    assert round(np.mean(traces) / np.mean(norms)) == 37
-
-
-def test_a_token_mean_of_bfloat16_gradients():
-    """300 ones: in bfloat16, `optax.microbatching` alone counts 256."""
-    code = code_of("trainers.md", "def token_mean")
-    names = {"jax": jax, "jnp": jnp, "optax": optax}
-    exec(code[: code.index("grad_fn =")], names)
-
-    def value_and_grad(x: jax.Array) -> Any:
-        return (jnp.sum(x), x.size), jnp.sum(x)
-
-    microbatch, ones = optax.microbatching.microbatch, jnp.ones(300, jnp.bfloat16)
-    token_mean = names["token_mean"]()
-    (loss, n), grads = microbatch(value_and_grad, 0, 1, token_mean)(ones)
-    assert (float(loss), float(n), float(grads)) == (1, 300, 1)
-    assert grads.dtype == jnp.float32
-    assert float(microbatch(jnp.sum, 0, 1)(ones)) == 256

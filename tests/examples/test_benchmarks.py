@@ -58,16 +58,6 @@ def test_the_bytes_that_a_program_sends_are_those_worked_out_by_hand():
     )
     text = jax.jit(sharded).lower(jnp.ones(640)).compile().as_text()
     assert bytes_sent(text) == 4 * (6 * (30 + 80 + 40) + 1 + 80)
-    without_trips = text.replace("known_trip_count", "trips")
-    for other in (
-        text.replace(" = f32[30]{0} all-reduce(", " = ? f32[30] all-reduce("),
-        text.replace("HloModule ", "HloModule replica_count=2, "),
-        without_trips.replace("direction=LT", "direction=NE"),
-        text.replace("ENTRY ", ""),
-    ):
-        assert other != text
-        with pytest.raises((ValueError, KeyError)):
-            bytes_sent(other)
 
 
 # Where a way of ours needs more memory than the same by hand, and why.

@@ -27,14 +27,6 @@ def rows_of(*batches: data.Batch) -> list[Any]:
     return sorted(row for row in rows if row)
 
 
-def test_the_loss_covers_the_completion_and_its_end():
-    pair = Pair("é?", "naïve ✓")
-    inputs, labels, mask = data.encode(pair)
-    completion = [*pair.completion.encode(), data.EOS]
-    assert labels[:-1].tolist() == inputs[1:].tolist()
-    assert labels[mask].tolist() == completion
-
-
 def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     sequences = ragged_sequences(12)
     windows = data.make_windows(sequences, (4, 3, 2), seed=0)
@@ -49,16 +41,6 @@ def test_windows_cut_the_same_rows_in_two_ways_and_leave_none_out():
     for epoch in (first, second):
         assert rows_of(*(window.whole[0] for window in epoch)) == everything
     assert rows_of(*second[0].whole) != rows_of(*first[0].whole)
-
-
-def test_no_prompt_is_on_both_sides_of_the_split():
-    prompts = [p for i in range(50) for p in (f"What is {i}?", f"what  is {i}? ")]
-    pairs = [Pair(prompt, answer) for prompt in prompts for answer in ("this", "that")]
-    sides = data.split_by_prompt(pairs)
-    assert sorted(sides[0] + sides[1]) == sorted(pairs)
-    assert len(sides[1]) == 4 * 5  # a tenth of the 50 prompts
-    train, validation = ({pair.prompt.split()[2] for pair in side} for side in sides)
-    assert not train & validation
 
 
 def test_a_split_is_judged_by_its_tokens_not_by_its_batches(monkeypatch: Any):

@@ -15,6 +15,8 @@ import optax
 import pytest
 from flax import nnx
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 K, ROWS = 4, 16
 RTOL = helpers.RTOL["float32"]

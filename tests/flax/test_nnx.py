@@ -91,21 +91,14 @@ class Scanned(nnx.Module):
 class Trees(nnx.Module):
     """A model whose variables hold trees of arrays."""
 
-    def __init__(self, hold: Any):
-        self.names = sorted(helpers.init_params(0))
-        self.weights = nnx.Param(hold(helpers.init_params(0)))
-        self.stats = nnx.BatchStat(hold({"calls": jnp.zeros(()), "sum": jnp.zeros(2)}))
+    def __init__(self):
+        self.weights = nnx.Param(helpers.init_params(0))
+        self.stats = nnx.BatchStat((jnp.zeros(()), (jnp.zeros(2),)))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         stats = self.stats.get_raw_value()
         self.stats.set_raw_value(jax.tree.map(lambda x: x + 1, stats))
-        weights = jax.tree.leaves(self.weights.get_raw_value())
-        return helpers.logits_of(dict(zip(self.names, weights, strict=True)), tokens)
-
-
-def pair(tree: Any) -> Any:
-    first, *rest = jax.tree.leaves(tree)
-    return first, tuple(rest)
+        return helpers.logits_of(self.weights.get_raw_value(), tokens)
 
 
 def loss_fn(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -203,15 +196,11 @@ def scanned() -> Scanned:
     ("way", "new", "loss_fn", "wrt", "options"),
     [
         ("two programs", with_dropout, loss_fn, nnx.Param, {}),
-        ("two programs", without_dropout, loss_fn, nnx.LoRAParam, ON_MESH),
+        slow("two programs", without_dropout, loss_fn, nnx.LoRAParam, ON_MESH),
         ("window", with_dropout, loss_fn, nnx.LoRAParam, {}),
-        slow("window", without_dropout, loss_fn, nnx.Param, ON_MESH),
         ("own loop", with_dropout, loss_fn, nnx.LoRAParam, {}),
-        ("two programs", scanned, nnx.jit(loss_fn), nnx.Param, {}),
         slow("window", scanned, nnx.remat(loss_fn), nnx.Param, ON_EXPLICIT_MESH),
-        ("two programs", lambda: Trees(dict), loss_fn, nnx.Param, {}),
-        ("window", lambda: Trees(pair), loss_fn, nnx.Param, {}),
-        ("own loop", lambda: Trees(dict), loss_fn, nnx.Param, {}),
+        ("two programs", Trees, loss_fn, nnx.Param, {}),
     ],
 )
 def test_windows_are_those_of_a_plain_loop(
@@ -264,35 +253,26 @@ def test_windows_are_those_of_a_plain_loop(
 
 
 def poisoning_loss_fn(model: Model, batch: Any) -> Any:
-    """Each device's rows have a scale, which the statistics take over."""
+    """The rows have a scale, which the statistics take over."""
     scale = jnp.mean(batch["scale"])
     loss_sum, n = loss_fn(model, batch)
     model.norm.mean[...] *= scale
     return loss_sum * scale, n
 
 
-@pytest.mark.parametrize(
-    ("way", "options"), [("two programs", {}), slow("window", ON_MESH)]
-)
-def test_a_rejected_micro_batch_moves_nothing_and_one_without_tokens_statistics(
-    way: str, options: Any
-):
-    """One of the devices rejects it."""
+def test_a_rejected_micro_batch_moves_nothing_and_one_without_tokens_statistics():
     good = [m | {"scale": np.ones(16, np.float32)} for m in MICRO_BATCHES]
     good[0] = good[0] | {"mask": np.zeros_like(good[0]["mask"])}
     bad = good[1] | {"scale": np.where(np.arange(16) == 5, np.float32(np.nan), 1)}
-    got = Run(way, with_dropout(), poisoning_loss_fn, **options | SKIPS)
+    got = Run("two programs", with_dropout(), poisoning_loss_fn, **SKIPS)
     expected = got.again(with_dropout())
     metrics = got.window([bad, good[0], bad, *good[1:]])
     expected.window(good)
-    if way != "window":
-        skipped = [bool(m.skipped) for m in metrics]
-        assert skipped == [True, False, True, False, False, False]
+    skipped = [bool(m.skipped) for m in metrics]
+    assert skipped == [True, False, True, False, False, False]
     for x, y in zip(held(got.model), held(expected.model), strict=True):
         chex.assert_trees_all_close(x, y, rtol=RTOL, atol=0)
     chex.assert_tree_all_finite(held(got.model))
-    if options:
-        return
     plain, forward = with_dropout(), nnx.jit(poisoning_loss_fn)
     for batch in good:
         forward(plain, batch)

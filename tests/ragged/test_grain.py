@@ -9,9 +9,12 @@ import helpers
 import jax
 import numpy as np
 import optax
+import pytest
 
 from optax_tokenaccum import make_train_step
 from optax_tokenaccum.ragged import pad_micro_batch, plan_window
+
+pytestmark = pytest.mark.slow
 
 PADS = {"tokens": 0, "labels": 0, "mask": False, "row": -1}
 BATCH = helpers.ragged_batch(0, 37)

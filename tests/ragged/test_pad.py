@@ -2,17 +2,13 @@
 
 from typing import Any
 
-import chex
-import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from optax_tokenaccum import make_train_step
 from optax_tokenaccum.ragged import MicroBatchPlan, pad_micro_batch, plan_window
 
 PAD_VALUES = {"ids": -1, "deep": (7, {"mask": False, "score": -2.0})}
@@ -125,36 +121,3 @@ def test_pad_values_fit_their_leaf_or_are_refused(dtype: str, value: Any, fits: 
     batch = pad(sequences, value)
     expected = np.asarray(value).astype(batch.dtype)
     np.testing.assert_array_equal(batch[2], np.full(4, expected))
-
-
-def test_batches_without_tokens_compile_every_shape_and_add_nothing():
-    """The sums stay the same bit for bit; each counts as a micro-batch."""
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        losses = (batch["x"] @ params - 1) ** 2
-        return jnp.sum(losses, where=batch["mask"]), jnp.sum(batch["mask"])
-
-    def planned(plans: Any) -> list[Any]:
-        pads = {"x": 0, "mask": False}
-        return [pad_micro_batch(sequences, plan, pad_values=pads) for plan in plans]
-
-    random, lengths, buckets = np.random.default_rng(0), [2, 9, 16, 5, 7], [8, 16]
-    sequences = [
-        {"x": np.float32(random.normal(size=(n, 3))), "mask": np.ones(n, bool)}
-        for n in lengths
-    ]
-    plans = plan_window(lengths, max_tokens=32, length_buckets=buckets)
-    batches = planned(plans)
-    empty = planned([MicroBatchPlan(np.arange(0), 32 // n, n) for n in buckets])
-    step = make_train_step(loss_fn, optax.sgd(0.1))
-    state, _ = step.accumulate(step.init(jnp.ones(3)), batches[0])
-    before = jax.device_get(state.opt_state)
-    for batch in empty:
-        state, _ = step.accumulate(state, batch)
-    after = state.opt_state._replace(mini_step=before.mini_step)
-    chex.assert_trees_all_equal(before, after)
-    assert state.opt_state.mini_step == 1 + len(empty)
-    with helpers.count_compilations() as compilations:
-        for batch in batches:
-            state, _ = step.accumulate(state, batch)
-    assert not compilations

@@ -41,21 +41,6 @@ def test_no_assignment_to_the_shapes_is_cheaper(
     assert cost(plan_window(window, **options, cost=price), price) == best
 
 
-def test_left_overs_ride_in_another_shape():
-    """Two short sequences join the long one instead of another micro-batch."""
-    plans = plan_window([100, 3, 4], max_tokens=300, length_buckets=[4, 100])
-    assert [(plan.num_rows, plan.length) for plan in plans] == [(3, 100)]
-
-
-@pytest.mark.parametrize(
-    ("price", "shape"), [(None, (3, 64)), (lambda rows, length: 1 / length, (2, 100))]
-)
-def test_a_cost_chooses_the_plan(price: Any, shape: tuple[int, int]):
-    options: Any = {"max_tokens": 200, "length_buckets": [64, 100], "cost": price}
-    plans = plan_window([60] * 4, **options)
-    assert {(plan.num_rows, plan.length) for plan in plans} == {shape}
-
-
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(
     st.lists(st.integers(1, 12), min_size=1, max_size=30),
