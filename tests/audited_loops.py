@@ -66,7 +66,6 @@ class Broken(NamedTuple):
 
 
 GALLERY: dict[str, Broken] = {}
-RIGHT: dict[str, Run] = {}
 
 
 def broken(name: str, *what: Any, **options: Any) -> Callable[[Run], Run]:
@@ -77,11 +76,6 @@ def broken(name: str, *what: Any, **options: Any) -> Callable[[Run], Run]:
         return run
 
     return enter
-
-
-def right(name: str) -> Callable[[Run], Run]:
-    """Enters a loop among the right ones."""
-    return lambda run: RIGHT.setdefault(name, run)
 
 
 @functools.cache
@@ -301,7 +295,6 @@ def stale_window(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return mean_of_means(optimizer, params, [*before, *micro_batches])
 
 
-@right("full batch")
 def full_batch(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return apply_once(optimizer, params, mean(params, concatenated(micro_batches)))
 
@@ -309,29 +302,25 @@ def full_batch(optimizer: Any, params: Any, micro_batches: Any) -> Any:
 def with_transformation(loss_fn: Any) -> Run:
     def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         optimizer = token_accumulation(optimizer, len(micro_batches))
-        state = optimizer.init(params)
+        update, state = jax.jit(optimizer.update), optimizer.init(params)
         for batch in micro_batches:
             grads, n = gradient_of(loss_fn)(params, batch)
-            updates, state = optimizer.update(grads, state, params, num_tokens=n)
+            updates, state = update(grads, state, params, num_tokens=n)
             params = optax.apply_updates(params, updates)
         return params
 
     return run
 
 
-by_transformation = right("token_accumulation")(with_transformation(loss_sum_fn))
+by_transformation = with_transformation(loss_sum_fn)
+by_multi_steps = with_counts(mean, lambda batch: batch["mask"].sum())
 
 
-right("MultiSteps")(with_counts(mean, lambda batch: batch["mask"].sum()))
-
-
-@right("train step")
 def by_train_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     step = make_train_step(loss_sum_fn, optimizer, len(micro_batches))
     return run_step(step, step.init(params), micro_batches)[0].params
 
 
-@right("window step")
 def by_window_step(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     window_step = make_window_step(loss_sum_fn, optimizer)
     return window_step(window_step.init(params), stack(micro_batches))[0].params

@@ -15,11 +15,13 @@ import pytest
 from audited_loops import (
     GALLERY,
     MICRO_BATCHES,
-    RIGHT,
     K,
     apply,
     apply_once,
+    by_multi_steps,
+    by_train_step,
     by_transformation,
+    by_window_step,
     concatenated,
     full_batch,
     gradient_of,
@@ -45,16 +47,16 @@ LATER = {"padding counted", "labels not shifted", "stale window"}
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("run", "dtype"),
     [
-        ("train step", "float32"),
-        slow("window step", "float32"),
-        slow("token_accumulation", "bfloat16"),
-        slow("MultiSteps", "bfloat16"),
+        (by_train_step, "float32"),
+        slow(by_window_step, "float32"),
+        slow(by_transformation, "bfloat16"),
+        slow(by_multi_steps, "bfloat16"),
     ],
 )
-def test_right_loops_pass(name: str, dtype: str):
-    report = audit(RIGHT[name], loss_fn, init_params(dtype), MICRO_BATCHES)
+def test_right_loops_pass(run: Any, dtype: str):
+    report = audit(run, loss_fn, init_params(dtype), MICRO_BATCHES)
     report.assert_exact()
     assert (report.verdict, report.factor) == (Verdict.EXACT, 1)
     np.testing.assert_allclose(report.weights, 1, rtol=10 * report.rtol)

@@ -75,8 +75,8 @@ FLAT = [{k: b[k][0] for k in ("y", "mask")} for b in FOUR]
 @pytest.mark.parametrize(
     ("loss_fn", "batches", "says"),
     [
-        (contrastive, FOUR, COUPLED),
-        slow(balanced_by_mask, SHAPES, COUPLED),
+        slow(contrastive, FOUR, COUPLED),
+        (balanced_by_mask, SHAPES, COUPLED),
         (mean, SHAPES, "see check_loss_fn"),
         (plain, SHAPES, None),
         slow(of_labels, SHAPES, None),
