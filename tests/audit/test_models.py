@@ -82,14 +82,19 @@ def eqx_loss(model: Any, batch: Any) -> Any:
 
 @pytest.mark.slow
 def test_equinox_modules():
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(model: Any, batch: Any) -> Any:
+        return jnp.divide(*eqx_loss(model, batch))
+
     def run(tx: Any, model: Any, micro_batches: Any) -> Any:
         tx = MultiSteps(tx, len(micro_batches))
         state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+        update = jax.jit(tx.update)
         for batch in micro_batches:
             n = jnp.sum(batch["mask"])
-            grads = eqx.filter_grad(lambda m, b=batch: jnp.divide(*eqx_loss(m, b)))
             params = eqx.filter(model, eqx.is_inexact_array)
-            updates, state = tx.update(grads(model), state, params, num_tokens=n)
+            updates, state = update(gradient(model, batch), state, params, num_tokens=n)
             model = eqx.apply_updates(model, updates)
         return model
 

@@ -68,7 +68,6 @@ def on_full_batches(inner: Any) -> Any:
 
 
 DECAY = optax.add_decayed_weights(-0.05)
-PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5)
 SCHEDULE = optax.linear_schedule(RATE, 0.5, 3)
 
 
@@ -85,11 +84,9 @@ AROUND: dict[str, tuple[Callable[[Any], Any], bool]] = {
         True,
     ),
     "decay behind": (lambda tx: optax.chain(tx(SGD), DECAY), False),
-    "plateau behind": (lambda tx: optax.chain(tx(SGD), PLATEAU), False),
     "inject_hyperparams": (lambda tx: injected(tx, RATE), True),
     "inject a schedule": (lambda tx: injected(tx, SCHEDULE), False),
     "apply_if_finite": (lambda tx: optax.apply_if_finite(tx(MOMENTUM), 3), True),
-    "schedule_free": (lambda tx: optax.contrib.schedule_free(tx(SGD), RATE), False),
 }
 
 
