@@ -54,6 +54,7 @@ def test_means_over_sequences_pass(loss_fn: Any, packed: bool):
     assert report.count_checked == "row by row of ['mask']"
 
 
+@pytest.mark.slow
 def test_sequences_of_one_token_are_not_condemned():
     # Without either of its tokens, such a row of two sequences has another count.
     batch = make_batch(True)
@@ -112,6 +113,7 @@ def test_mistakes_are_named(loss_fn: Any, finding: str):
     assert any(finding in x for x in report.findings), str(report)
 
 
+@pytest.mark.slow
 def test_a_count_of_all_rows_is_neither_condemned_nor_called_right():
     """Rows of padding count too, which may be meant."""
     loss_fn = reduced("seq-mean-token-mean", count_empty=True)

@@ -17,8 +17,7 @@ VERSIONS = sorted(Path(__file__).parent.glob("v*"))
 
 
 # The state and the path through the library of each other kind is like one of these.
-QUICK = {"train_step", "train_step_on_8_devices", "transformation"}
-QUICK |= {"linen", "nnx", "nnx_train_step"}
+QUICK = {"train_step", "train_step_on_8_devices", "transformation", "linen", "nnx"}
 
 
 def written(version: Path, name: str) -> Any:

@@ -198,9 +198,9 @@ def scanned() -> Scanned:
         ("two programs", with_dropout, loss_fn, nnx.Param, {}),
         slow("two programs", without_dropout, loss_fn, nnx.LoRAParam, ON_MESH),
         ("window", with_dropout, loss_fn, nnx.LoRAParam, {}),
-        ("own loop", with_dropout, loss_fn, nnx.LoRAParam, {}),
+        slow("own loop", with_dropout, loss_fn, nnx.LoRAParam, {}),
         slow("window", scanned, nnx.remat(loss_fn), nnx.Param, ON_EXPLICIT_MESH),
-        ("two programs", Trees, loss_fn, nnx.Param, {}),
+        slow("two programs", Trees, loss_fn, nnx.Param, {}),
     ],
 )
 def test_windows_are_those_of_a_plain_loop(
