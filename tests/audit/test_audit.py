@@ -43,7 +43,7 @@ from optax_tokenaccum._audit_report import Parameter
 from optax_tokenaccum.ragged import pad_micro_batch, plan_window
 
 OF_THEIR_OWN = [k for k, x in GALLERY.items() if x.verdict is not Verdict.UNKNOWN]
-LATER = {"padding counted", "labels not shifted", "stale window"}
+LATER = {"padding counted", "labels not shifted", "stale window", "float16 sums"}
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_weights_tell_what_rounding_hides(weights: Any, says: str):
     assert says in report.explanation, str(report)
 
 
+@pytest.mark.slow
 def test_a_loop_in_lower_precision_than_loss_fn_needs_a_tolerance():
     run = of_weights(EXACT, rounded_to("bfloat16"))
     report = audit(run, loss_fn, init_params(), MICRO_BATCHES)

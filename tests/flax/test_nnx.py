@@ -197,7 +197,7 @@ def scanned() -> Scanned:
     [
         ("two programs", with_dropout, loss_fn, nnx.Param, {}),
         slow("two programs", without_dropout, loss_fn, nnx.LoRAParam, ON_MESH),
-        ("window", with_dropout, loss_fn, nnx.LoRAParam, {}),
+        slow("window", with_dropout, loss_fn, nnx.LoRAParam, {}),
         slow("own loop", with_dropout, loss_fn, nnx.LoRAParam, {}),
         slow("window", scanned, nnx.remat(loss_fn), nnx.Param, ON_EXPLICIT_MESH),
         slow("two programs", Trees, loss_fn, nnx.Param, {}),
@@ -260,6 +260,7 @@ def poisoning_loss_fn(model: Model, batch: Any) -> Any:
     return loss_sum * scale, n
 
 
+@pytest.mark.slow
 def test_a_rejected_micro_batch_moves_nothing_and_one_without_tokens_statistics():
     good = [m | {"scale": np.ones(16, np.float32)} for m in MICRO_BATCHES]
     good[0] = good[0] | {"mask": np.zeros_like(good[0]["mask"])}
