@@ -53,7 +53,6 @@ def steps_of(kind: str, options: Any) -> Any:
     [
         ("core", "1", "raw"),
         ("core", "8", "rejected"),
-        helpers.slow("core", "8, explicit", "rejected"),
         helpers.slow("nnx", "8, each", "rejected"),
     ],
 )
