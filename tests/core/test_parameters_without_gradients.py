@@ -14,7 +14,6 @@ from optax_tokenaccum import (
     make_train_step,
     make_window_step,
     token_accumulation,
-    window_value_and_grad,
 )
 
 MIXED = {"w": jnp.zeros(3), "index": jnp.arange(3, dtype=jnp.int32), "flag": True}
@@ -58,13 +57,6 @@ def test_frozen_parameters_of_4_bits_are_left_alone():
     step = make_train_step(loss_fn, inner, 2)
     state, _ = run_step(step, step.init(params), jnp.array([[1.0] * 6, [3.0] * 6]))
     chex.assert_trees_all_equal(state.params, params | {"scale": jnp.float32(4.0)})
-
-
-def test_window_value_and_grad_gives_integers_zeros():
-    (loss, _), grads = window_value_and_grad(mixed_loss)(MIXED, jnp.ones((2, 3)))
-    chex.assert_trees_all_equal(grads["w"], jnp.full(3, 0.5))
-    chex.assert_trees_all_equal(grads["index"], jnp.zeros(3, jnp.int32))
-    assert grads["index"].dtype == jnp.int32
 
 
 def test_float0_reaches_inner_as_it_would_without_accumulation():

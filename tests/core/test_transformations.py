@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import ways_in
 from helpers import PARAMS, SKIPS, grads
 
 from optax_tokenaccum import (
@@ -106,19 +105,6 @@ def test_vmap_with_counts_of_its_own_in_every_lane():
     chex.assert_tree_all_finite(params)
 
 
-def test_reverse_mode_goes_through_a_window():
-    optimizer = token_accumulation(optax.sgd(1.0), 2)
-
-    @jax.jit
-    @jax.grad
-    def sensitivity(scale: Any) -> Any:
-        window = [(grads(scale), 1), (grads(2 * scale), 3)]
-        state = optimizer.init(PARAMS)
-        return helpers.run_window(optimizer.update, state, PARAMS, window)[0]["b"]
-
-    np.testing.assert_allclose(sensitivity(1.0), -(1 + 2) / 4, rtol=1e-6)
-
-
 def test_debug_nans_finds_none_in_windows_without_tokens():
     optimizer = token_accumulation(optax.adam(0.1), 2, **SKIPS)
     with jax.debug_nans(True):
@@ -131,18 +117,6 @@ def test_debug_nans_finds_none_in_windows_without_tokens():
 
 # Values that are known inside a trace: captured arrays, constant counts.
 K, N, TWICE_N = jnp.int32(2), jnp.float32(4), jnp.float32(8)
-
-
-def test_a_count_that_is_an_array_closed_over():
-    way = ways_in.train_step
-
-    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        return ways_in.loss_fn(params, batch)[0], N
-
-    windows = [[ways_in.batch_of(i, [1, 1, 1, 1]) for i in range(2)]]
-    got = way(loss_fn, ways_in.SGD, 2)(ways_in.PARAMS, windows)
-    traced = ways_in.program(way)(ways_in.PARAMS, windows)
-    chex.assert_trees_all_close(got, traced, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
