@@ -240,7 +240,7 @@ def test_an_error_of_the_loss_reaches_the_user(way: Any, once: bool):
         way(loss_fn, params_of(), BATCHES)
 
 
-def test_vmap_is_a_window_for_each_lane_also_of_derivatives_in_forward_mode():
+def test_lanes_of_vmap_and_derivatives_in_forward_mode():
     """As many tokens in each would hide lanes that are swapped."""
     params, scales = params_of(), jnp.asarray([1.0, 2.0])
     windows = stack([stack(window_of(*n)) for n in ((8, 0, 3), (0, 8, 1))])
