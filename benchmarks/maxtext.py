@@ -103,9 +103,9 @@ def compiled_step(config: Any) -> Any:
         return jitted.lower(placed, *args[1:]).compile()
 
 
-def print_memory() -> None:
-    """Prints peaks less arguments, with all temporaries in brackets, and sent bytes."""
-    rows = []
+if __name__ == "__main__":
+    chips.prepare()
+    rows = []  # peaks less arguments, and all temporaries in brackets
     for name, options in LAYOUTS.items():
         row = {"MB": name}
         for way, (k, accumulate) in WAYS.items():
@@ -118,8 +118,3 @@ def print_memory() -> None:
             print(f"{name}, {way}: {row[way]}, sends {size:,} bytes", flush=True)
         rows.append(row)
     print(table(rows))
-
-
-if __name__ == "__main__":
-    chips.prepare()
-    print_memory()

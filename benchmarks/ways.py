@@ -257,12 +257,9 @@ def window_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
 
 def coupled_gradient(workload: Workload, inner: Optimizer, k: int) -> Loop:
     """The same with `coupled_value_and_grad`, of the token mean."""
-
-    def token_mean(summaries: Any) -> Any:
-        loss_sums, num_tokens = summaries
-        return loss_sums.sum() / num_tokens.sum()
-
-    gradient = coupled_value_and_grad(workload.loss_fn, token_mean)
+    gradient = coupled_value_and_grad(
+        workload.loss_fn, lambda sums: sums[0].sum() / sums[1].sum()
+    )
     return gradient_of_window(workload, inner, gradient)
 
 

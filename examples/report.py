@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from matplotlib import style
 from matplotlib.figure import Figure
 
 
+# Without a background, and grey: for light and dark pages.
+@style.context(Path(__file__).parents[1] / "notebooks" / "figures.mplstyle")
 def write_picture(path: Path, tokens: list[int]) -> None:
     """Draws how much a token counts in a mean of means, by the micro-batch it is in.
 
@@ -14,22 +17,20 @@ def write_picture(path: Path, tokens: list[int]) -> None:
     """
     tokens = sorted(tokens)
     mean = sum(tokens) / len(tokens)
-    # A white card, which a phone shows 390 pixels wide.
-    figure = Figure(figsize=(3.9, 3.1), dpi=200, facecolor="white")
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(3.9, 3.1), dpi=200, layout="constrained")
     axes = figure.subplots()
+    axes.grid(axis="x", visible=False)
     axes.set_title("Weight of a token in a mean of means", fontweight="bold", size=11)
     places = range(len(tokens))
     axes.bar(places, [mean / n for n in tokens], color="#d1342f")
-    axes.axhline(1, color="#1f6fb4", linewidth=3)
+    axes.axhline(1, color="#3f8fd4", linewidth=3)
     axes.annotate(
         "right: 1 for every token",
         (len(tokens) - 0.5, 1.6),
         horizontalalignment="right",
-        color="#1f6fb4",
+        color="#3f8fd4",
         fontweight="bold",
     )
     axes.set_xticks(places, [str(n) for n in tokens], rotation=90)
     axes.set_xlabel(f"loss tokens in each of {len(tokens)} micro-batches")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -25,7 +25,7 @@ from optax_tokenaccum._window import (
 from optax_tokenaccum._window_step import WindowStep, make_window_step
 from optax_tokenaccum._with_num_tokens import with_num_tokens
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"
 
 __all__ = [
     "AuditReport",

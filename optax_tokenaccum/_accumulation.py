@@ -24,8 +24,6 @@ from optax_tokenaccum._backward import (
 )
 from optax_tokenaccum._checks import (
     as_inner_optimizer,
-    as_num_tokens,
-    as_real_scalar,
     check_function,
     check_params,
     check_state,
@@ -42,6 +40,8 @@ from optax_tokenaccum._trees import (
     T,
     TracedBool,
     Tree,
+    as_num_tokens,
+    as_real_scalar,
 )
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).

@@ -15,7 +15,13 @@ from optax_tokenaccum import _checks as checks
 from optax_tokenaccum._audit_parts import Model, copied, flat
 from optax_tokenaccum._audit_report import AuditReport, Parameter, Verdict
 from optax_tokenaccum._loss import LossFn, unpack
-from optax_tokenaccum._trees import Batch, Params, common_dtype, leading_axis
+from optax_tokenaccum._trees import (
+    Batch,
+    Params,
+    as_num_tokens,
+    common_dtype,
+    leading_axis,
+)
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Params, Sequence[Batch]], Params]
 Gradient = Callable[..., tuple[np.ndarray, float]]  # (batch, share) -> it, num_tokens
@@ -267,7 +273,7 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
 
     def summed(batch: Batch, share: float = 1.0) -> tuple[np.ndarray, float]:
         found, n = gradient(model.trained, batch, share)
-        n = float(checks.as_num_tokens(n, np.float64))
+        n = float(as_num_tokens(n, np.float64))
         return np.where(n > 0, flat(found) / share, 0), n  # 0/0 without tokens
 
     return summed

@@ -146,7 +146,7 @@ def of_model_state(
         if not any(map(trees.is_float, jax.tree.leaves(summaries))):
             raise ValueError(
                 "summary_fn must return an array of floats, through which the loss "
-                f"depends on the parameters: got {summaries}."
+                f"depends on the parameters: got {jax.tree.map(jax.typeof, summaries)}."
             )
         differentiate = jax.value_and_grad(loss_and_aux, has_aux=True, allow_int=True)
         values, weights = differentiate(summaries)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation
-from optax_tokenaccum._checks import as_num_tokens
 from optax_tokenaccum._copies import of_copies
 from optax_tokenaccum._devices import Devices
 from optax_tokenaccum._rows import Rows
@@ -23,6 +22,7 @@ from optax_tokenaccum._trees import (
     ModelState,
     Params,
     Tree,
+    as_num_tokens,
     check_same_tree,
     is_key,
     named_leaves,

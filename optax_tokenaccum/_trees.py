@@ -1,4 +1,4 @@
-"""Trees of arrays: their dtypes, and errors that name a leaf."""
+"""Trees of arrays and scalars: their dtypes, and errors that name a leaf."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.typing import ArrayLike
 
 Tree = Any  # any pytree
 Params = Tree
@@ -180,3 +181,48 @@ def check_same_tree(got: Tree, expected: Tree, rule: str) -> None:
         f"{rule}: the leaves agree, their containers differ: expected "
         f"{expected_structure}, got {structure}."
     )
+
+
+def as_num_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
+    """The weight of a micro-batch as a scalar of `dtype`.
+
+    A traced one is 0 if it is negative or not finite; a known one is checked.
+    """
+    if num_tokens is None:
+        raise TypeError(
+            "update() needs num_tokens, the number of loss tokens (or the sum of "
+            "weights) behind these gradients: got None. Write optimizer.update(grads, "
+            "state, params, num_tokens=n). If you did, something in between dropped "
+            "it: a wrapper that is a plain optax.GradientTransformation (use "
+            "GradientTransformationExtraArgs), optax.chain or the like around a "
+            "MultiSteps (give it MultiSteps(...).gradient_transformation()), or flax's "
+            "linen TrainState (use optax_tokenaccum.linen.TrainState)."
+        )
+    if is_concrete(num_tokens):
+        # Use NumPy: inside a trace, jnp would trace the comparison of a known array.
+        with np.errstate(over="ignore", invalid="ignore"):
+            number = as_real_scalar(num_tokens, "num_tokens", dtype, xp=np)
+        if not (np.isfinite(number) and number >= 0):
+            raise ValueError(
+                f"num_tokens must be finite, in {jnp.dtype(dtype)}, and at least 0: "
+                f"got {num_tokens}."
+            )
+        return number  # so that a number that is known stays so in a trace
+    num_tokens = as_real_scalar(num_tokens, "num_tokens", dtype)
+    is_usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
+    return jax.lax.select(is_usable, num_tokens, jnp.zeros_like(num_tokens))
+
+
+def as_real_scalar(x: ArrayLike, name: str, dtype: DType, xp: Any = jnp) -> Any:
+    x = float(x) if type(x) is int else x  # which may exceed JAX's integers
+    given = jnp.result_type(x)
+    rule = (
+        f"{name} must be a real scalar, one number for the whole micro-batch such as "
+        f"mask.sum(): got {given} of shape {jnp.shape(x)}."
+    )
+    is_integer = jnp.issubdtype(given, jnp.integer)
+    if not is_integer and not jnp.issubdtype(given, jnp.floating):
+        raise TypeError(rule)
+    if jnp.shape(x) != ():
+        raise ValueError(rule)
+    return xp.asarray(x, dtype)

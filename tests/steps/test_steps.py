@@ -265,7 +265,7 @@ def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):
         return copy(x, **kwargs)
 
     def new() -> Any:
-        arrays = [jnp.full(3, i) for i in range(4)]
+        arrays = [jnp.full(3, i, jnp.float32) for i in range(4)]
         refs.extend(map(weakref.ref, arrays))
         return arrays
 
