@@ -256,12 +256,8 @@ def test_lanes_of_vmap_and_derivatives_in_forward_mode():
 
     def with_derivatives(f: Any) -> Any:
         """By parameters and a keyword. In 0.3.0, an empty error."""
-
-        def along(window: Any, scale: Any) -> Any:
-            given = params, scale
-            return jax.jvp(lambda p, s: f(p, window, s), given, given)
-
-        return jax.jit(jax.vmap(along))(windows, scales)
+        derivatives = jax.jacfwd(lambda *args: 2 * (f(*args),), (0, 2), has_aux=True)
+        return jax.jit(jax.vmap(derivatives, (None, 0, 0)))(params, windows, scales)
 
     got, expected = map(with_derivatives, (gradient, jax.grad(mean)))
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
