@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import cut, init_params, ragged_batch, run_step
-from meshes import K, make_mesh, make_step, stacked
+from meshes import K, make_mesh, make_step
 
 from optax_tokenaccum import window_value_and_grad
 
@@ -24,7 +24,6 @@ BATCH = {"x": X, "mask": np.float32(np.arange(32).reshape(4, 8) % 3 > 0)}
 PARAMS = {"w": jnp.ones((2, 3))}
 LAYOUTS: dict[str, Any] = {
     "one": {"mesh": None, "data_axes": None},
-    "window": {"mesh": make_mesh((8,))},
     "micro_batch": {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
 }
 
@@ -84,29 +83,27 @@ def test_what_a_loss_refers_to_is_freed(devices: str):
     assert [ref() for ref in refs] == [None] * 3
 
 
-def train(way: str, step: Any, seed: int) -> Any:
+def train(step: Any, seed: int) -> Any:
     """Parameters after two windows; odd threads close a window by hand in between."""
-    window = ragged_batch(seed, rows=8 * K)
-    windows = [stacked(window)] if "window" in way else cut(window, K)
-    state, metrics = run_step(step, step.init(init_params(seed)), windows)
-    if seed % 2 and "window" not in way:
-        state, _ = step.accumulate(state, windows[0])
+    window = cut(ragged_batch(seed, rows=8 * K), K)
+    state, metrics = run_step(step, step.init(init_params(seed)), window)
+    if seed % 2:
+        state, _ = step.accumulate(state, window[0])
         state, _ = step.close_window(state)
-    state, metrics = run_step(step, state, windows)
+    state, metrics = run_step(step, state, window)
     return jax.device_get((state.params, metrics.num_tokens, metrics.mini_step))
 
 
-@pytest.mark.parametrize(
-    ("way", "devices"), [("two programs", "one"), ("window", "window")]
-)
-def test_each_thread_gets_what_it_gets_alone(way: str, devices: str):
-    alone, shared = (make_step(way, optax.adam(1e-2), **LAYOUTS[devices]) for _ in "ab")
-    expected = [train(way, alone, seed) for seed in range(4)]
+def test_each_thread_gets_what_it_gets_alone():
+    alone, shared = (
+        make_step("two programs", optax.adam(1e-2), **LAYOUTS["one"]) for _ in "ab"
+    )
+    expected = [train(alone, seed) for seed in range(4)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as threads:
-            got = list(threads.map(lambda seed: train(way, shared, seed), range(4)))
+            got = list(threads.map(lambda seed: train(shared, seed), range(4)))
     finally:
         sys.setswitchinterval(before)
     chex.assert_trees_all_equal(got, expected)
