@@ -140,18 +140,6 @@ def test_without_donation_every_state_can_be_used_again(way: str):
         chex.assert_trees_all_equal(step(before, batch)[0], after)
 
 
-@every_way
-def test_a_window_without_tokens_changes_nothing(way: str):
-    step = new_step(way, inner=ADAMW)
-    state = step.init(PARAMS)
-    before = jax.tree.map(np.asarray, (state.params, state.opt_state.inner_opt_state))
-    state, metrics = run(way, step, state, EMPTY, EMPTY)
-    after = state.params, state.opt_state.inner_opt_state
-    chex.assert_trees_all_equal(after, before)
-    expected = {"loss": 0.0, "num_tokens": 0.0, "updated": False, "gradient_step": 0}
-    assert numbers(metrics) == numbers(metrics) | expected | {"mini_step": 0}
-
-
 def skips(updates: Any, gradient_step: Any, params: Any) -> Any:
     """Before 0.3.0, a window step told it 0 at every update."""
     is_bad, state = optax.skip_not_finite(updates, gradient_step, params)
