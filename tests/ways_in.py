@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import nnx_ways
 import numpy as np
 import optax
 from helpers import micro_step, run_step, stack
@@ -118,23 +117,12 @@ def window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
     return _run_of(make_window_step(loss_fn, inner, **options), stacks=True)
 
 
-def nnx_train_step(loss_fn: Any, inner: Any, k: Any, **options: Any) -> Run:
-    return _run_of(nnx_ways.make_step("nnx two programs", loss_fn, inner, k, **options))
-
-
-def nnx_window_step(loss_fn: Any, inner: Any, k: int, **options: Any) -> Run:
-    step = nnx_ways.make_step("nnx window", loss_fn, inner, k, **options)
-    return _run_of(step, stacks=True)
-
-
 WAYS = [
     transformation,
     multi_steps,
     train_step,
     in_one_program,
     window_step,
-    nnx_train_step,
-    nnx_window_step,
 ]
 
 

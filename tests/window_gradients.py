@@ -73,25 +73,12 @@ def train_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
     return run_step(step, step.init(params), batches)[0].opt_state.inner_opt_state
 
 
-def one_program(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
-    step = make_train_step(loss_fn, KEEPS, lambda _: len(batches), **options)
-    return run_step(step, step.init(params), batches)[0].opt_state.inner_opt_state
-
-
 def window_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
     step = make_window_step(loss_fn, KEEPS, **options)
     return step(step.init(params), stack(batches))[0].opt_state.inner_opt_state
 
 
-def with_aux(loss_fn: Any, params: Any, batches: Any) -> Any:
-    def with_own(params: Any, batch: Any) -> Any:
-        loss_sum, n = loss_fn(params, batch)
-        return loss_sum, (n, {"loss_sum": loss_sum})
-
-    return value_and_grad(with_own, params, batches, has_aux=True)
-
-
-WAYS = [value_and_grad, with_aux, train_step, window_step]
+WAYS = [value_and_grad, train_step, window_step]
 
 
 def by_hand(loss_fn: Any, params: Any, batches: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from ways_in import WAYS, optax_multi_steps
+from ways_in import optax_multi_steps, train_step, transformation, window_step
 
 SEEDS = range(9)
 
@@ -47,7 +47,7 @@ def median_error(way: Any, k: int, any_rows: bool = False) -> float:
     return float(np.median(errors))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [transformation, train_step, window_step])
 def test_error_is_that_of_the_full_batch(way: Any):
     full = median_error(optax_multi_steps, 1)
     assert 0 < full < helpers.RTOL["float32"]
@@ -55,5 +55,5 @@ def test_error_is_that_of_the_full_batch(way: Any):
 
 
 def test_mean_of_means_is_off_by_more_than_2_percent_and_grows_with_k():
-    errors = [median_error(optax_multi_steps, k) for k in (2, 8, 32)]
-    assert errors == sorted(errors) and errors[0] > 0.02
+    errors = [median_error(optax_multi_steps, k) for k in (2, 32)]
+    assert 0.02 < errors[0] < errors[1]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import slow
 
 from optax_tokenaccum import (
     make_train_step,
@@ -57,7 +58,7 @@ def by_window_step(params: Any, batches: list[Batch], **options: Any) -> Any:
     return state.params
 
 
-@pytest.fixture(params=[by_transformation, by_train_step, by_window_step])
+@pytest.fixture(params=[by_transformation, by_train_step, slow(by_window_step)])
 def way(request: Any) -> Any:
     return request.param
 
@@ -96,23 +97,13 @@ def test_fractional_weights_beside_float64_parameters(way: Any):
             assert error > 1e3 * helpers.RTOL["float64"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "accumulator_dtype", "skip"),
-    [
-        ("bfloat16", None, optax.skip_not_finite),
-        ("complex64", "bfloat16", None),
-    ],
-)
-def test_strict_dtype_promotion(
-    way: Any, dtype: str, accumulator_dtype: Any, skip: Any
-):
+def test_strict_dtype_promotion(way: Any):
     """Every promotion of two dtypes is explicit."""
-    params = {"a": jnp.zeros(3, dtype), "b": jnp.zeros((), jnp.float32)}
-    x = {"a": jnp.ones(3, dtype), "b": jnp.float32(0.5)}
+    x = {dtype: jnp.ones(3, dtype) for dtype in ("bfloat16", "complex64", "float32")}
     batches = [(jax.tree.map(lambda x: 2 * x, x), jnp.float32(2))] * 2
-    options = {"accumulator_dtype": accumulator_dtype, "should_skip_update_fn": skip}
+    params = jax.tree.map(jnp.zeros_like, x)
     with jax.numpy_dtype_promotion("strict"):
-        chex.assert_trees_all_equal(way(params, batches, **options), x)
+        chex.assert_trees_all_equal(way(params, batches, **helpers.SKIPS), x)
 
 
 def test_trees_of_complex_and_narrow_numbers_and_with_little_in_them(way: Any):

@@ -71,18 +71,26 @@ def step_and_args(name: str, in_window: bool, dtype: Any = F32) -> Any:
 
 
 @pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
-@pytest.mark.parametrize("name", ["cast", "cast in a call", "named"])
-@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize(
+    ("name", "in_window"),
+    [
+        ("as they are", True),
+        ("cast", False),
+        ("cast in a call", True),
+        ("named", False),
+        ("along axis 1", True),
+    ],
+)
 def test_layers_are_not_named_that_a_scan_takes_after_an_operation_on_each(
     name: str, in_window: bool
 ):
     assert whole_gradients(*step_and_args(name, in_window)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "in_window", "dtype", "reason"),
     [
-        ("as they are", False, F32, None),
         ("as they are", True, BF16, None),
         ("doubled", False, BF16, "mul"),
         # The sums of a train step lie like the parameters.
@@ -208,7 +216,7 @@ def test_every_way_in_after_it_was_traced_and_from_shapes():
 
 
 @pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
-@pytest.mark.parametrize(("axis", "spread"), [(0, 0), (0, 2), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("axis", "spread"), [(0, 0), (1, 0), (1, 1)])
 def test_a_stacked_axis_that_is_spread_is_named(axis: int, spread: int):
     """The types of a `jit` do not tell: the arguments do. A step looks at its state."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -226,12 +234,3 @@ def test_a_stacked_axis_that_is_spread_is_named(axis: int, spread: int):
     assert [*own] == [*of_step] == (ALL if spread == axis else [])
     # The step adds these gradients whole, as by hand, and so gathers no sum.
     assert all("first axis" in reason for reason in of_step.values())
-
-
-def test_parameters_that_are_all_small_are_not_named():
-    def loss_fn(params: Any, x: Any) -> Any:
-        return sum(jnp.sum(x * w) for w in params), x.size
-
-    step = make_train_step(loss_fn, optax.sgd(0.1), 2)
-    state = step.init([jax.ShapeDtypeStruct((WIDTH,), F32)] * 101)
-    assert whole_gradients(step, state, X) == {}
