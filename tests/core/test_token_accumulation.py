@@ -214,9 +214,9 @@ def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
     assert float(state.skip_state) == 6.0  # kept from the third
 
 
-def test_close_window_uses_the_denominator_of_the_partial_window(maybe_jit: Any):
+def test_close_window_uses_the_denominator_of_the_partial_window():
     optimizer = optax.chain(token_accumulation(optax.sgd(1.0), 8))
-    close = maybe_jit(lambda state, params: close_window(optimizer, state, params))
+    close = jax.jit(lambda state, params: close_window(optimizer, state, params))
     state = optimizer.init(PARAMS)
     untouched, state = close(state, PARAMS)
     chex.assert_trees_all_equal(untouched, grads(0.0))
