@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import maxtext  # pyrefly: ignore[missing-import]
+import maxtext
 from flax.core.spmd import logical_axis_rules
-from maxtext.configs import pyconfig  # pyrefly: ignore[missing-import]
-from maxtext.trainers.pre_train import train, train_compile  # pyrefly: ignore[missing-import]
-from maxtext.utils import maxtext_utils, sharding  # pyrefly: ignore[missing-import]
+from maxtext.configs import pyconfig
+from maxtext.trainers.pre_train import train, train_compile
+from maxtext.utils import maxtext_utils, sharding
 
 from benchmarks import chips
 from benchmarks.compiled_text import bytes_sent

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ from optax_tokenaccum._trees import (
 )
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
-SkipFn = Callable[..., tuple[Any, Any]]
+SkipFn = Callable[..., tuple[ArrayLike, Tree]]
 
 
 class Added(NamedTuple):
@@ -210,7 +210,7 @@ class Accumulation:
         n = jnp.where(num_tokens > 0, num_tokens, 1)
         like = gradients if params is None else params
 
-        def per_token(g: jax.Array, p: jax.Array) -> Any:
+        def per_token(g: jax.Array, p: jax.Array) -> jax.Array:
             if trees.is_float0(g):
                 return jnp.zeros_like(p)
             mean = g if self.gradients == "mean" else trees.divide(g, n)

@@ -17,6 +17,8 @@ from optax_tokenaccum._audit_report import AuditReport, Parameter, Verdict
 from optax_tokenaccum._loss import LossFn, unpack
 from optax_tokenaccum._trees import (
     Batch,
+    Gradients,
+    OptState,
     Params,
     as_num_tokens,
     common_dtype,
@@ -304,7 +306,9 @@ def _read(
 def _sgd_once(which: int, scale: float) -> optax.GradientTransformationExtraArgs:
     """SGD in which only update number `which`, counted from 0, moves parameters."""
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Gradients, state: OptState, params: Params = None, **extra: Any
+    ) -> tuple[Gradients, OptState]:
         def step(g: jax.Array) -> jax.Array:
             wide = g.astype(common_dtype(g.dtype, jnp.float32))  # float16 overflows
             return jnp.where(state == which, -scale * wide, 0).astype(g.dtype)

@@ -129,7 +129,12 @@ def add_gradients(
     # The functions must not hold values: see `LossTrace`.
     like = jax.eval_shape(lambda: params)
 
-    def add_mapped(consts: Any, sums: Any, twins: Any, is_first: Any = False) -> Passed:
+    def add_mapped(
+        consts: list[Leaf],
+        sums: list[jax.Array],
+        twins: TwinArrays,
+        is_first: TracedBool = False,
+    ) -> Passed:
         report(like, dict.fromkeys(leaves, "jax.vmap cannot map mutable arrays"))
         return _add_after(trace, consts, sums, twins, is_first)
 

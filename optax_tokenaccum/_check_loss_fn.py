@@ -8,12 +8,20 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from optax_tokenaccum._audit_parts import Model
 from optax_tokenaccum._audit_report import wrapped
 from optax_tokenaccum._checks import as_micro_batches, check_function
 from optax_tokenaccum._loss import LossFn, unpack
-from optax_tokenaccum._trees import Batch, Params, is_key, leading_axis, named_leaves
+from optax_tokenaccum._trees import (
+    Batch,
+    Leaf,
+    Params,
+    is_key,
+    leading_axis,
+    named_leaves,
+)
 
 Loss = Callable[[Batch], list[float]]  # at fixed parameters: [loss_sum, num_tokens]
 
@@ -210,10 +218,10 @@ def _sums(loss: Loss, batch: Batch, rtol: float) -> Iterator[str]:
             )
 
 
-def _without(batch: Batch, mask: str, where: Any) -> Batch:
+def _without(batch: Batch, mask: str, where: Leaf) -> Batch:
     """The batch without the entries of a mask where `where` is true."""
 
-    def changed(path: Any, x: Any) -> Any:
+    def changed(path: KeyPath, x: Leaf) -> Leaf:
         if (jax.tree_util.keystr(path) or "the root") == mask:
             return np.where(where, min(np.min(x), 0), x).astype(x.dtype)
         if jnp.issubdtype(x.dtype, jnp.floating):

@@ -21,7 +21,7 @@ from optax_tokenaccum._trees import (
 )
 
 
-def check_function(f: Any, name: str) -> None:
+def check_function(f: object, name: str) -> None:
     if not callable(f):
         raise TypeError(f"{name} must be a function: got {f!r}.")
 

@@ -16,7 +16,7 @@ from optax_tokenaccum._devices import Devices
 from optax_tokenaccum._loss import Keywords, Loss, MicroBatch, describe
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._trees import Batch, DType, ModelState, Params, Tree
+from optax_tokenaccum._trees import Aux, Batch, DType, ModelState, Params, Tree
 
 
 def coupled_value_and_grad(
@@ -94,7 +94,7 @@ def of_model_state(
         optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
     )
 
-    def loss_and_aux(summaries: Tree) -> Any:
+    def loss_and_aux(summaries: Tree) -> tuple[jax.Array, Aux]:
         returned = loss_fn(summaries)
         if has_aux != (isinstance(returned, tuple | list) and len(returned) == 2):
             raise TypeError(
@@ -105,7 +105,7 @@ def of_model_state(
 
     def weighted(
         params: Params, state: ModelState, batch: Batch, /, **kwargs: Any
-    ) -> Any:
+    ) -> tuple[tuple[jax.Array | int, int], ModelState]:
         """A sum, with the micro-batch's part of the gradient."""
         rows, weights = batch
         summary, state = summary_fn(params, state, rows, **kwargs)
@@ -133,7 +133,9 @@ def of_model_state(
             )
         _window.check_micro_batches(micro_batches, num_micro_batches)
 
-        def summarize(i: ArrayLike, batch: Batch, state: ModelState) -> Any:
+        def summarize(
+            i: ArrayLike, batch: Batch, state: ModelState
+        ) -> tuple[ModelState, Tree]:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
             # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
             own, given = jax.tree.map(jnp.asarray, (params, Keywords(kwargs)))

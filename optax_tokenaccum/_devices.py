@@ -123,7 +123,7 @@ class Devices:
             x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
             return self._held(x, [entry_of((*self.names, *names_in(first))), *rest])
 
-        def stacked(x: jax.Array, spec: list[Entry], shape: tuple[int, ...]) -> Any:
+        def stacked(x: jax.Array, spec: list[Entry], shape: tuple[int, ...]) -> Leaf:
             x = x.reshape(*self.lead, *shape) if self.lead else x
             holds = self.mesh is not None and shardings is not None
             return self._held(x, spec) if holds else x
@@ -356,7 +356,7 @@ def is_placed(x: Leaf) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
-def put(x: Leaf, sharding: jax.sharding.Sharding | None) -> Any:
+def put(x: Leaf, sharding: jax.sharding.Sharding | None) -> Leaf:
     """An array that is moved, or a shape that says where its array would be."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

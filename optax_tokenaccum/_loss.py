@@ -1,7 +1,7 @@
 """What a `loss_fn` is: its arguments and results, the model's state, keys."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -46,25 +46,25 @@ Changes = dict[int, jax.Array]
 
 
 @jax.tree_util.register_pytree_node_class
-class Keywords(dict[str, Any]):
+class Keywords(dict[str, Tree]):
     """Keywords of a loss, as an argument of a jitted function.
 
     A keyword is static if a leaf of it is not a number: part of the tree's structure.
     """
 
-    def __init__(self, given: Mapping[str, Any], static: Iterable[str] | None = None):
+    def __init__(self, given: Mapping[str, Tree], static: Iterable[str] | None = None):
         super().__init__(given)
         # Known from the beginning: jax also makes such trees of shardings.
         not_numbers = (k for k, x in given.items() if not _are_numbers(x))
         self._static = {*(not_numbers if static is None else static)}
 
-    def tree_flatten(self) -> tuple[list[Any], Any]:
+    def tree_flatten(self) -> tuple[list[Tree], Hashable]:
         static = {k: x for k, x in self.items() if k in self._static}
         traced = {k: x for k, x in self.items() if k not in self._static}
         return [traced], tuple(static.items())
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: list[Any]) -> "Keywords":
+    def tree_unflatten(cls, static: Any, children: list[Tree]) -> "Keywords":
         return cls(children[0] | dict(static), dict(static))
 
 
@@ -81,7 +81,7 @@ class MicroBatch(NamedTuple):
 
     rows: Rows
     rng: jax.Array | None  # one key for all devices, if there is one
-    loss_kwargs: Mapping[str, Any]
+    loss_kwargs: Mapping[str, Tree]
 
     def at(self, *position: ArrayLike) -> "MicroBatch":
         """With the key of the micro-batch at `position` in a run or a window."""
@@ -105,7 +105,7 @@ class Loss:
         model_state: ModelState,
         batch: Batch,
         rng: jax.Array | None,
-        loss_kwargs: Mapping[str, Any],
+        loss_kwargs: Mapping[str, Tree],
     ) -> tuple[jax.Array, tuple[ArrayLike, tuple[Aux, Changes]]]:
         """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
         key = {} if rng is None else {"rng": rng}
@@ -226,8 +226,8 @@ def unpack(
         f"With has_aux={has_aux}, loss_fn must return {form}, loss_sum summed over "
         "tokens, never divided"
     )
-    loss_sum: Any = None
-    num_tokens: Any = None
+    loss_sum: Leaf = None
+    num_tokens: Leaf = None
     aux = None
     match has_aux, returned:
         case True, [loss_sum, [num_tokens, aux]]:

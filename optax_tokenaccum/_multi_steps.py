@@ -164,11 +164,11 @@ def from_multi_steps_state(
     return jax.tree.unflatten(structure, map(_taken_over, ours, theirs))
 
 
-def _is_accumulation(x: Any) -> bool:
+def _is_accumulation(x: object) -> bool:
     return isinstance(x, TokenAccumulationState | optax.MultiStepsState)
 
 
-def _taken_over(new: Any, old: Any) -> Any:
+def _taken_over(new: OptState, old: OptState) -> OptState:
     if not isinstance(new, TokenAccumulationState):
         return old
     if old.mini_step != 0:

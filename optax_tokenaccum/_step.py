@@ -96,7 +96,7 @@ class Program(abc.ABC, Generic[StepT]):
         return
 
     def __call__(self, state: S, *args: Any, **kwargs: Any) -> tuple[S, StepMetrics]:
-        self.step.require(state)
+        self.step._require(state)
         traced = self.arguments(*args, **kwargs)
         jitted = self._at(state)
         donated, metrics, aux = jitted(*self.split(state), *traced)
@@ -108,7 +108,7 @@ class Program(abc.ABC, Generic[StepT]):
     def lower(
         self, state: AnyStepState, *args: Any, **kwargs: Any
     ) -> jax.stages.Lowered:
-        self.step.require(state)
+        self.step._require(state)
         traced = self.arguments(*args, **kwargs)
         return self._at(state).lower(*self.split(state), *traced)
 
@@ -152,7 +152,7 @@ class Program(abc.ABC, Generic[StepT]):
 UNKNOWN = object()  # in the place of a sharding, since `None` is not a leaf
 
 
-def _or_none(x: Any) -> NamedSharding | None:
+def _or_none(x: Leaf) -> NamedSharding | None:
     return None if x is UNKNOWN else x
 
 
@@ -246,14 +246,14 @@ class Step(abc.ABC):
             made = jax.eval_shape(self._init, like)
         return jax.tree.map(functools.partial(on, mesh), made)
 
-    def require(self, state: AnyStepState) -> None:
+    def _require(self, state: AnyStepState) -> None:
         """Raises if this step cannot take the state."""
         has_model_state = self.loss.has_model_state
         require_step_state(
             state, accumulates=self.accumulates, has_model_state=has_model_state
         )
 
-    def check_sums(self, sums: Gradients, params: Params) -> None:
+    def _check_sums(self, sums: Gradients, params: Params) -> None:
         """Raises `ValueError` if the sums belong to another number of devices."""
         leaves = jax.tree.leaves(params)
         for acc, p in zip(jax.tree.leaves(sums), leaves, strict=False):
@@ -266,7 +266,7 @@ class Step(abc.ABC):
                     "regroup_sums(state, step.init(params))."
                 )
 
-    def metrics(self, opt_state: TokenAccumulationState) -> StepMetrics:
+    def _metrics(self, opt_state: TokenAccumulationState) -> StepMetrics:
         """The metrics of an open window."""
         loss, num_tokens = self.accumulation.window_so_far(opt_state)
         return StepMetrics(
@@ -279,7 +279,7 @@ class Step(abc.ABC):
             gradient_step=opt_state.gradient_step,
         )
 
-    def update(
+    def _update(
         self,
         shardings: Shardings,
         closes: TracedBool,
@@ -294,7 +294,7 @@ class Step(abc.ABC):
         inner, devices = self.accumulation.inner, self.devices
         opt_state = state.opt_state
         check_inner_state(inner, opt_state.inner_opt_state, state.params)
-        metrics = self.metrics(opt_state)
+        metrics = self._metrics(opt_state)
 
         def update(
             gradient: Gradients,

@@ -53,7 +53,7 @@ class Accumulate(Program["TrainStep"]):
         self, shardings: Shardings, state: S, params: Params, micro_batch: MicroBatch
     ) -> tuple[S, StepMetrics, Aux]:
         step, opt_state = self.step, state.opt_state
-        step.check_sums(opt_state.acc_grads, params)
+        step._check_sums(opt_state.acc_grads, params)
         opt_state, model_state, skipped, aux = add_micro_batch(
             step.loss,
             step.accumulation,
@@ -64,7 +64,7 @@ class Accumulate(Program["TrainStep"]):
             model_state_of(state),
             shardings,
         )
-        metrics = step.metrics(opt_state)._replace(skipped=skipped)
+        metrics = step._metrics(opt_state)._replace(skipped=skipped)
         return with_parts(state, opt_state, model_state), metrics, aux
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
@@ -86,9 +86,9 @@ class Close(Program["TrainStep"]):
     def body(
         self, shardings: Shardings, state: S, _: tuple[()]
     ) -> tuple[S, StepMetrics, None]:
-        self.step.check_sums(state.opt_state.acc_grads, state.params)
+        self.step._check_sums(state.opt_state.acc_grads, state.params)
         closes = state.opt_state.mini_step > 0
-        state, metrics = self.step.update(shardings, closes, state, in_place=True)
+        state, metrics = self.step._update(shardings, closes, state, in_place=True)
         return state, metrics, None
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
@@ -108,7 +108,7 @@ class Whole(Accumulate):
         closes = self.step.accumulation.schedule.closes(
             added.mini_step, state.opt_state.acc_tokens, added.gradient_step
         )
-        state, metrics = self.step.update(shardings, closes, state)
+        state, metrics = self.step._update(shardings, closes, state)
         return state, metrics._replace(skipped=added.skipped), aux
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
@@ -181,7 +181,7 @@ class TrainStep(Step):
           TypeError: `state` is not from `init`, or `loss_fn` returned anything other
             than `(loss_sum, num_tokens)`.
         """
-        self.require(state)
+        self._require(state)
         schedule = self.accumulation.schedule
         if not schedule.is_set:
             raise ValueError(

@@ -152,7 +152,9 @@ def window_value_and_grad(
 def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
     """A function of parameters and a model state as one of parameters."""
 
-    def of_params(params: Params, micro_batches: Batch, **kwargs: Any) -> Any:
+    def of_params(
+        params: Params, micro_batches: Batch, **kwargs: Any
+    ) -> tuple[Tree, Gradients]:
         (values, _), gradient = f(params, None, micro_batches, **kwargs)
         return values, gradient
 
@@ -433,7 +435,9 @@ def accumulate_over_window(
     ) -> Any:
         check_micro_batches(micro_batches, num_micro_batches)
 
-        def call(i: ArrayLike, batch: Batch) -> Any:
+        def call(
+            i: ArrayLike, batch: Batch
+        ) -> tuple[tuple[jax.Array, ArrayLike, Aux], Gradients]:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
             returned = value_and_grad_fn(params, batch, **kwargs, **key)
             if not isinstance(returned, tuple | list) or len(returned) != 2:

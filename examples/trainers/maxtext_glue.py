@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from maxtext.utils.sharding import maybe_shard_with_name  # pyrefly: ignore[missing-import]
+from maxtext.utils.sharding import maybe_shard_with_name
 
 from optax_tokenaccum import split_batch
 from optax_tokenaccum.nnx import window_value_and_grad
@@ -23,7 +23,7 @@ def gradient_accumulation_loss_and_grad(
 ):
     used = [name for name in REFUSED if getattr(config, name)]
     if used:
-        raise NotImplementedError(f"This accumulation does not know {used}.")
+        raise ValueError(f"These options must be off in this accumulation: got {used}.")
 
     def sum_fn(model, batch):
         loss_sum, aux = loss_fn(model, config, batch, None, None, is_train=True)

@@ -150,5 +150,5 @@ def test_maxtext(monkeypatch: pytest.MonkeyPatch):
     assert model.embed[...].dtype == jnp.float32
 
     config.routed_bias = True
-    with pytest.raises(NotImplementedError, match="routed_bias"):
+    with pytest.raises(ValueError, match="routed_bias"):
         train.gradient_accumulation_loss_and_grad(*arguments)

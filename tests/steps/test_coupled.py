@@ -116,7 +116,7 @@ def on_their_own(loss: Any, params: Any) -> Any:
 COUPLED = {name: jax.jit(coupled_value_and_grad(*x)) for name, x in LOSSES.items()}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["clip", helpers.slow("balance")])
 def test_the_gradient_is_that_of_the_full_batch(name: str):
     loss = full_batch(*LOSSES[name])
     with jax.enable_x64(True):
@@ -151,7 +151,8 @@ def of_all_rows() -> Any:
     return narrow, jax.jit(jax.value_and_grad(full_batch(embed, clip)))(*narrow)
 
 
-@pytest.mark.parametrize("kind", ["auto", helpers.slow("explicit")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_over_devices_it_is_the_same(kind: str):
     """Parameters are spread too (FSDP)."""
     mesh, (narrow, expected) = make_mesh((8,), kind), of_all_rows()
