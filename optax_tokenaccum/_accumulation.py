@@ -16,11 +16,13 @@ from optax_tokenaccum._backward import (
     LossOfTwins,
     add,
     add_gradients,
-    add_or_zero,
     at_most_once,
+    can_overwrite,
     emptied,
     report,
     twins_of,
+    zero_unless,
+    zeros_after,
 )
 from optax_tokenaccum._checks import (
     as_inner_optimizer,
@@ -28,6 +30,7 @@ from optax_tokenaccum._checks import (
     check_params,
     check_state,
 )
+from optax_tokenaccum._scans import counted
 from optax_tokenaccum._schedule import Schedule
 from optax_tokenaccum._state import TokenAccumulationState, stable
 from optax_tokenaccum._trees import (
@@ -129,11 +132,7 @@ class Accumulation:
         num_tokens: ArrayLike | None,
         value: ArrayLike | None = None,
     ) -> Added:
-        """Adds a micro-batch to the window.
-
-        The first micro-batch of a window overwrites the sums here, outside of any
-        conditional, because XLA copies gradient-sized sums that a conditional carries.
-        """
+        """Adds a micro-batch to the window."""
         check_state(state, TokenAccumulationState)
         trees.check_same_tree(
             gradients,
@@ -144,14 +143,16 @@ class Accumulation:
         n = as_num_tokens(num_tokens, dtype)
         value = as_real_scalar(0.0 if value is None else value, "value", dtype)
         skipped, skip_state = self.asked(gradients, state, params, n)
-        is_first, counts = _is_first(state) & ~skipped, (n > 0) & ~skipped
+        # Before 0.5, sums were not emptied at the end of a window.
+        is_open = state.mini_step > 0
 
         def add_leaf(total: jax.Array, x: Leaf) -> jax.Array:
-            total = emptied(total, is_first)
+            total = zero_unless(is_open, total)
             if trees.is_float0(x):
                 return total
             wide = jnp.asarray(x).astype(trees.at_least_float32(total.dtype))
-            return jax.lax.select(counts, add(total, self._weighted(wide, n)), total)
+            x = counted(self._weighted(wide, n), n)
+            return add(total, zero_unless(~skipped, x))
 
         sums = jax.tree.map(add_leaf, state.acc_grads, gradients)
         weighted = self._weighted(jnp.asarray(value), n)
@@ -164,7 +165,6 @@ class Accumulation:
         params: Params,
         is_spread: list[bool],
         *,
-        sums_are_zeros: bool = False,  # then a first micro-batch need not empty them
         total: Callable[[Gradients], Gradients] = lambda gradients: gradients,
     ) -> Added:
         """Differentiates the loss of twins of the parameters, and adds the micro-batch.
@@ -174,10 +174,9 @@ class Accumulation:
         """
         sums, structure = jax.tree.flatten(state.acc_grads)
         leaves = jax.tree.leaves(params)
-        is_first: TracedBool = not sums_are_zeros and _is_first(state)
         skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
         if self.should_skip_update_fn is None:
-            sums, n, value, aux = add_gradients(loss, sums, params, is_first, is_spread)
+            sums, n, value, aux = add_gradients(loss, sums, params, is_spread)
         else:
             why = "should_skip_update_fn is given the whole gradient"
             report(params, dict.fromkeys(range(len(leaves)), why))
@@ -187,14 +186,13 @@ class Accumulation:
             whole = [jnp.zeros_like(x) if g is None else g for g, x in pairs]
             over_all = total(structure.unflatten(whole))
             skipped, skip_state = self.asked(over_all, state, params, n)
-            is_first, counts = is_first & ~skipped, (n > 0) & ~skipped
             sums = [
-                add_or_zero(counts, emptied(x, is_first), g)
+                add(x, zero_unless(~skipped, g))
                 for x, g in zip(sums, whole, strict=True)
             ]
         sums = structure.unflatten(sums)
         value = jnp.asarray(value, state.acc_value.dtype)
-        added = self._added(state, sums, n, value, skipped, skip_state, sums_are_zeros)
+        added = self._added(state, sums, n, value, skipped, skip_state)
         return added._replace(aux=aux)
 
     def asked(
@@ -251,17 +249,19 @@ class Accumulation:
         value: jax.Array,
         skipped: jax.Array,
         skip_state: Tree,
-        sums_are_zeros: bool = False,
     ) -> Added:
         """The state with new sums of gradients; adds the other numbers."""
-        is_first = not sums_are_zeros and (state.mini_step == 0) & ~skipped
-        counts = (num_tokens > 0) & ~skipped
-        add_number = functools.partial(add_or_zero, counts)
+        is_open = state.mini_step > 0
+
+        def add_number(so_far: jax.Array, x: jax.Array) -> jax.Array:
+            so_far = jnp.where(is_open, so_far, jnp.zeros_like(so_far))
+            return add(so_far, jnp.where(skipped, jnp.zeros_like(x), x))
+
         new = state._replace(
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
             acc_grads=sums,
-            acc_tokens=add_number(emptied(state.acc_tokens, is_first), num_tokens),
-            acc_value=add_number(emptied(state.acc_value, is_first), value),
+            acc_tokens=add_number(state.acc_tokens, jnp.maximum(num_tokens, 0)),
+            acc_value=add_number(state.acc_value, counted(value, num_tokens)),
             has_updated=jnp.zeros_like(state.has_updated),
             skip_state=skip_state,
         )
@@ -276,22 +276,21 @@ class Accumulation:
         otherwise: T,
         *,
         total: Callable[[Gradients], Gradients] = lambda sums: sums,
-        in_place: bool = False,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
         `update(gradient, norm, otherwise, inner_opt_state)` runs the inner optimizer on
         a gradient with the dtypes of `like`, whose global norm is `norm()`. It returns
-        a result and the optimizer's state. `total` adds up the sums of all devices. If
-        `in_place`, the update may overwrite the sums. Returns the result, `otherwise`
-        without an update, and the new state.
+        a result and the optimizer's state. `total` adds up the sums of all devices.
+        Returns the result, `otherwise` without an update, and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
-        in_place = in_place and can_overwrite(state.acc_grads)
+        in_place = can_overwrite(state.acc_grads)
 
-        def run(acc: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
-            whole = state._replace(acc_grads=total(acc))
-            if in_place and trees.are_wide(acc):
+        def run(given: tuple[Gradients, T, OptState]) -> tuple[Gradients, T, OptState]:
+            sums, *held = given
+            whole = state._replace(acc_grads=total(sums))
+            if in_place and trees.are_wide(sums):
                 # A TPU would store gradients that are narrower than their sums, unless
                 # it casts them where the update reads them.
                 quotients = self._quotients(whole)
@@ -302,16 +301,38 @@ class Accumulation:
                 gradient = self.window_gradient(whole, like)
                 norm = functools.partial(self._norm, whole)
             result, inner_opt_state = update(gradient, norm, *held)
-            return result, trees.cast_like(inner_opt_state, state.inner_opt_state)
+            inner_opt_state = trees.cast_like(inner_opt_state, state.inner_opt_state)
+            # Until the update has ended, their memory is free for what it computes.
+            zeros = zeros_after(sums, (result, inner_opt_state))
+            return zeros, result, inner_opt_state
 
-        way = in_loop if in_place else in_conditional
-        held = otherwise, state.inner_opt_state
-        (result, inner_opt_state), acc = way(due, run, state.acc_grads, held)
-        return result, state._replace(
-            mini_step=jnp.where(closes, 0, state.mini_step),
+        carry = state.acc_grads, otherwise, state.inner_opt_state
+        run_if = at_most_once if in_place else in_conditional
+        sums, result, inner_opt_state = run_if(due, run, carry)
+        # A window without tokens may hold sums: of losses that are real.
+        sums = emptied(closes & jnp.logical_not(due), sums)
+        return result, self.closed(state, closes, due, sums, inner_opt_state)
+
+    def closed(
+        self,
+        state: TokenAccumulationState,
+        closes: TracedBool,
+        due: TracedBool,
+        sums: Gradients,
+        inner_opt_state: OptState,
+    ) -> TokenAccumulationState:
+        """The state after a window that closed if `closes`, with an update if `due`."""
+
+        def zero_if_closed(x: jax.Array) -> jax.Array:
+            return jnp.where(closes, jnp.zeros_like(x), x)
+
+        return state._replace(
+            mini_step=zero_if_closed(state.mini_step),
             gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
             inner_opt_state=inner_opt_state,
-            acc_grads=acc,
+            acc_grads=sums,
+            acc_tokens=zero_if_closed(state.acc_tokens),
+            acc_value=zero_if_closed(state.acc_value),
             has_updated=jnp.asarray(due),
         )
 
@@ -319,7 +340,7 @@ class Accumulation:
         self, state: TokenAccumulationState
     ) -> tuple[jax.Array, jax.Array]:
         """Token-mean loss and tokens of the open window; both are 0 without tokens."""
-        tokens = jnp.where(state.mini_step > 0, state.acc_tokens, 0)
+        tokens = state.acc_tokens
         loss = trees.divide(state.acc_value, self._divisor(state))
         return jnp.where(tokens > 0, loss, 0), tokens
 
@@ -346,19 +367,15 @@ class Accumulation:
         """
         if CAN_ADD_IN_PLACE and trees.are_wide(state.acc_grads):
             return trees.cast_like(self._quotients(state), like)
-        return jax.lax.cond(
-            state.acc_tokens > 0,
-            lambda: self.window_gradient(state, like),
-            lambda: trees.cast_like(state.acc_grads, like),
-        )
+        return self.window_gradient(state, like)
 
     def _quotients(self, state: TokenAccumulationState) -> Gradients:
-        """The gradient of a window with tokens in the dtypes and memory of the sums."""
+        """The gradient of a window in the dtypes and memory of the sums."""
 
         def divide(acc: Gradients) -> Gradients:
             return self.window_gradient(state._replace(acc_grads=acc), like=acc)
 
-        return at_most_once(state.acc_tokens > 0, divide, state.acc_grads)
+        return at_most_once(state.mini_step > 0, divide, state.acc_grads)
 
     def _norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -373,8 +390,8 @@ class Accumulation:
         tokens = state.acc_tokens
         if not self.token_mean:
             return jnp.ones_like(tokens)
-        # Under vmap both sides of the conditional are computed: never divide by 0.
-        return jax.lax.select(tokens > 0, tokens, jnp.ones_like(tokens))
+        # Without tokens the quotient is 0, whatever the sum.
+        return jax.lax.select(tokens > 0, tokens, jnp.full_like(tokens, jnp.inf))
 
 
 def make_accumulation(
@@ -409,11 +426,6 @@ def make_accumulation(
     )
 
 
-def _is_first(state: TokenAccumulationState) -> jax.Array:
-    """Whether the sums hold nothing yet: those of the last window mean nothing."""
-    return (state.mini_step == 0) | (state.acc_tokens == 0)
-
-
 def norm_of(gradients: Gradients, dtype: DType) -> jax.Array:
     """The global norm, in `dtype`."""
     wide = jax.tree.map(
@@ -422,39 +434,11 @@ def norm_of(gradients: Gradients, dtype: DType) -> jax.Array:
     return optax.tree.norm(wide).astype(dtype)
 
 
-def can_overwrite(sums: Gradients) -> bool:
-    """Whether the end of a window may run in loops, in the memory of the sums."""
-    # XLA compiles a loop over small arrays as one function on a CPU: for 300 of them
-    # that takes 20 s, where a conditional takes 1 s.
-    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(sums)]
-    return CAN_ADD_IN_PLACE and max(sizes, default=0) >= 2**14
-
-
-def in_conditional(
-    runs: TracedBool, body: Callable[[Tree, T], T], given: Tree, carry: T
-) -> tuple[T, Tree]:
-    """In a `jax.lax.cond`, which JAX can differentiate in reverse, or a plain `if`.
+def in_conditional(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
+    """`body(carry)` if `runs`, else `carry`, in a `jax.lax.cond` or a plain `if`.
 
     An eager `cond` would compile in every call.
     """
     if trees.is_concrete(runs):
-        return (body(given, carry) if runs else carry), given
-    run = functools.partial(body, given)
-    return jax.lax.cond(runs, run, lambda carry: carry, carry), given
-
-
-def in_loop(
-    runs: TracedBool, body: Callable[[Tree, T], T], given: Tree, carry: T
-) -> tuple[T, Tree]:
-    """In a `while_loop` of at most one trip, which may overwrite what it is given."""
-
-    def trip(so_far: tuple[T, Tree]) -> tuple[T, Tree]:
-        carry, given = so_far
-        carry = body(given, carry)
-        # The zeros do not exist before the body has ended: until then their memory is
-        # free for what it computes. Of a shared zero, XLA would fill one and copy it.
-        zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), given)
-        zeros, _ = jax.lax.optimization_barrier((zeros, carry))
-        return carry, jax.tree.map(lambda x, z: jnp.zeros_like(x) + z, given, zeros)
-
-    return at_most_once(runs, trip, (carry, given))
+        return body(carry) if runs else carry
+    return jax.lax.cond(runs, body, lambda carry: carry, carry)

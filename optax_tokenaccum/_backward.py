@@ -3,33 +3,26 @@
 `jax.vjp(...).with_refs` adds gradients to mutable arrays within the backward pass. The
 gradient of layers that a scan takes is then added layer by layer, and never exists as a
 whole next to the sums. Every other gradient is added as soon as it is whole. Without
-such layers, gradients are added after the backward pass if the loss has loops, or if
-the compiler may spread the sums over devices.
+such layers, gradients are added after the backward pass.
 """
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._scans import (
-    Alone,
-    Trace,
-    TwinArrays,
-    equations,
-    exchanges,
-    output_alone,
-    traced_with_reads,
-)
+from optax_tokenaccum._scans import TwinArrays, traced_with_reads
 from optax_tokenaccum._trees import (
     Aux,
     DType,
+    Gradients,
     Leaf,
     Params,
     T,
@@ -37,12 +30,10 @@ from optax_tokenaccum._trees import (
     Tree,
     are_wide,
     as_returned,
-    as_varying,
     at_least_float32,
     is_concrete,
     is_float,
     named_leaves,
-    varying_axes,
 )
 
 # A loss of the twins of parameters -> loss_sum, (num_tokens, aux).
@@ -88,23 +79,14 @@ class LossTrace(NamedTuple):
 
         return loss
 
-    def tokens(self, consts: list[Leaf], twins: TwinArrays) -> Alone:
-        """The number of tokens, without the rest of the loss."""
-        return output_alone(self.jaxpr, consts, jax.tree.leaves(twins), 1)
-
 
 def add_gradients(
-    loss: LossOfTwins,
-    sums: list[jax.Array],
-    params: Params,
-    is_first: TracedBool,
-    is_spread: list[bool],
+    loss: LossOfTwins, sums: list[jax.Array], params: Params, is_spread: list[bool]
 ) -> Passed:
-    """Adds the gradients of a micro-batch, and nothing if it has no tokens.
+    """Adds the gradients of a micro-batch to the sums.
 
-    Only paths, shapes and dtypes of `params` matter. If `is_first`, the sums are
-    emptied before. A scan over a sum whose first axis is spread over devices
-    (`is_spread`) would gather it.
+    Only paths, shapes and dtypes of `params` matter. A scan over a sum whose first axis
+    is spread over devices (`is_spread`) would gather it.
     """
     twins = twins_of(sums, jax.tree.leaves(params))
     closed, shapes, reads = traced_with_reads(loss, twins)
@@ -119,139 +101,70 @@ def add_gradients(
     for i in leaves:
         if not are_wide(sums[i]):
             whole[i] = f"a {sums[i].dtype} sum is rounded with every addition"
-    why_all = _why_after(loss, closed, trace, twins)
+    why_all = _why_after()
     why = {i: why_all or whole.get(i) or _why_whole(reads[i]) for i in leaves}
     report(params, why)
-    has_layers = bool(layered - {*whole})
-    are_better_after = not has_layers and _are_better_after(closed, sums)
-    if why_all or are_better_after or not {*leaves} - {*whole}:
-        return _add_after(trace, consts, sums, twins, is_first)
+    if why_all or not layered - {*whole}:
+        return _add_after(trace, consts, sums, twins)
     # The functions must not hold values: see `LossTrace`.
     like = jax.eval_shape(lambda: params)
 
     def add_mapped(
-        consts: list[Leaf],
-        sums: list[jax.Array],
-        twins: TwinArrays,
-        is_first: TracedBool = False,
+        consts: list[Leaf], sums: list[jax.Array], twins: TwinArrays
     ) -> Passed:
         report(like, dict.fromkeys(leaves, "jax.vmap cannot map mutable arrays"))
-        return _add_after(trace, consts, sums, twins, is_first)
+        return _add_after(trace, consts, sums, twins)
 
     dtypes = {i: jax.tree.leaves(like)[i].dtype for i in whole}
-    add_within = functools.partial(_add_within, trace, dtypes, has_layers)
-    add = _unless_mapped(add_within, add_mapped)
-    empties = () if is_first is False else (jnp.asarray(is_first),)
-    return add(consts, sums, twins, *empties)
+    add_within = functools.partial(_add_within, trace, dtypes)
+    return _unless_mapped(add_within, add_mapped)(consts, sums, twins)
 
 
 def _add_after(
-    trace: LossTrace,
-    consts: list[Leaf],
-    sums: list[jax.Array],
-    twins: TwinArrays,
-    is_first: TracedBool,
+    trace: LossTrace, consts: list[Leaf], sums: list[jax.Array], twins: TwinArrays
 ) -> Passed:
-    """With whole gradients, in a backward pass that always runs."""
-    loss = trace.loss(consts)
-    (value, (n, aux)), gradients = jax.value_and_grad(loss, has_aux=True)(twins)
-    added = [
-        x if g is None else add_or_zero(n > 0, emptied(x, is_first), g)
-        for x, g in zip(sums, gradients, strict=True)
-    ]
+    """After a backward pass that returns whole gradients."""
+    differentiate = jax.value_and_grad(trace.loss(consts), has_aux=True)
+    (value, (n, aux)), gradients = differentiate(twins)
+    pairs = zip(sums, gradients, strict=True)
+    added = [x if g is None else add(x, g) for x, g in pairs]
     return Passed(added, n, value, aux)
 
 
 def _add_within(
     trace: LossTrace,
     whole: dict[int, DType],
-    has_layers: bool,
     consts: list[Leaf],
     sums: list[jax.Array],
     twins: TwinArrays,
-    is_first: TracedBool = False,
 ) -> Passed:
-    """Within the backward pass, which does not run without tokens.
+    """Within the backward pass.
 
     `whole` has the dtypes of parameters whose gradients are returned.
     """
-    loss = trace.loss(consts)
-    # With a count from inside the conditional, XLA would have to keep all that the
-    # backward pass needs of the forward pass.
-    n = trace.tokens(consts, twins).value()
     floats = [i for i, x in enumerate(twins) if x is not None]
     refs = {i: jax.new_ref(sums[i]) for i in floats if i not in whole}
-
-    def empty() -> None:
-        if is_first is not False:
-            so_far = {i: ref[...] for i, ref in refs.items()}
-            # Not `emptied`: a select would need a copy.
-            zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-            for i, x in at_most_once(is_first, zeros, so_far).items():
-                refs[i][...] = x
-
-    # Emptying sums of layers in the conditional costs a GPU a copy (FSDP 791 -> 992
-    # MB); emptying others ahead of it costs a TPU memory (bfloat16 893 -> 989 MB).
-    if has_layers:
-        empty()
-
-    def run() -> tuple[jax.Array, Aux, dict[int, jax.Array]]:
-        # Its type does not know with_refs.
-        differentiated: Any = jax.vjp(loss, twins, has_aux=True)
-        value, vjp, (_, aux) = differentiated
-        if not has_layers:
-            empty()
-        to = [x if x is None else refs.get(i, False) for i, x in enumerate(twins)]
-        [gradients] = vjp.with_refs(to)(jnp.ones_like(value))
-        # In the dtypes of the parameters, which they had before.
-        returned = {i: gradients[i].astype(dtype) for i, dtype in whole.items()}
-        return value, aux, returned
-
-    def leave() -> tuple[jax.Array, Aux, dict[int, jax.Array]]:
-        value, (_, aux) = trace.shapes
-        if jax.tree.leaves(aux):
-            _, (_, aux) = loss(twins)
-        returned = {i: jnp.zeros_like(sums[i], d) for i, d in whole.items()}
-        zero = jnp.zeros(value.shape, value.dtype)
-        return as_varying(zero, varying_axes(value)), aux, returned
-
-    if is_concrete(n):
-        value, aux, returned = run() if n > 0 else leave()
-    else:
-        value, aux, returned = jax.lax.cond(n > 0, run, leave)
+    # Its type does not know with_refs.
+    differentiated: Any = jax.vjp(trace.loss(consts), twins, has_aux=True)
+    value, vjp, (n, aux) = differentiated
+    to = [x if x is None else refs.get(i, False) for i, x in enumerate(twins)]
+    [gradients] = vjp.with_refs(to)(jnp.ones_like(value))
     added = [*sums]
-    for i, g in returned.items():
-        added[i] = add(emptied(sums[i], is_first), g)
+    for i, dtype in whole.items():
+        # In the dtype of the parameter, which it had before.
+        added[i] = add(sums[i], gradients[i].astype(dtype))
     for i, ref in refs.items():
         added[i] = jax.freeze(ref)
-    return Passed(added, jnp.asarray(n), value, aux)
+    return Passed(added, n, value, aux)
 
 
-def _why_after(
-    loss: LossOfTwins, closed: ClosedJaxpr, trace: LossTrace, twins: TwinArrays
-) -> str | None:
+def _why_after() -> str | None:
     """Why all gradients are added after the backward pass, if they must be."""
     if not CAN_ADD_IN_PLACE:
         return "this version of jax is older than 0.11"
-    if closed.effects:
-        return "loss_fn has side effects, which happen without tokens too"
-    if any(trace.tokens(closed.consts, twins).needed):
-        return "num_tokens depends on the parameters"
-    if _would_block(loss, closed, twins):
-        return "devices send each other values, also if one of them has no tokens"
+    if os.environ.get("OPTAX_TOKENACCUM_ADD_AFTER") == "1":
+        return "OPTAX_TOKENACCUM_ADD_AFTER=1 is in the environment"
     return None
-
-
-def _are_better_after(traced: ClosedJaxpr, sums: list[jax.Array]) -> bool:
-    """Whether gradients without layers are better added after the backward pass.
-
-    Within it, nothing is selected. With a select, a CPU adds bfloat16 gradients in
-    twice the time, and a GPU holds more (956 instead of 870 MB). But over devices, the
-    conditional keeps XLA from reducing the gradients of a window once, after its loop;
-    and with layers along another axis it costs a TPU memory (8215 -> 11274 MB).
-    """
-    has_loops = any(x.primitive.name in ("scan", "while") for x in equations(traced))
-    return has_loops or any(_has_other_axes(jax.typeof(x).sharding.mesh) for x in sums)
 
 
 def _why_whole(reads: set[int | str]) -> str | None:
@@ -290,23 +203,6 @@ def report(params: Params, reasons: Mapping[int, str | None]) -> None:
             found[path] = jnp.shape(x), reason
 
 
-def _would_block(loss: LossOfTwins, traced: Trace, twins: TwinArrays) -> bool:
-    """Whether devices of a `shard_map` around would wait for one without tokens."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:
-        return False
-    if _has_other_axes(mesh) or any(exchanges(traced)):
-        return True
-    gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True))(twins)
-    return any(exchanges(gradient))
-
-
-def _has_other_axes(mesh: Any) -> bool:
-    """Whether a mesh has axes along which the compiler may spread arrays."""
-    left = {*mesh.axis_names} - {*mesh.manual_axes}
-    return any(mesh.shape[name] > 1 for name in left)
-
-
 def _unless_mapped(
     f: Callable[..., T], otherwise: Callable[..., T]
 ) -> Callable[..., T]:
@@ -325,11 +221,39 @@ def _unless_mapped(
     return mapped
 
 
-def emptied(total: jax.Array, is_first: TracedBool) -> jax.Array:
-    """The sum so far: nothing before the first micro-batch of a window."""
-    if is_concrete(is_first) and not is_first:
-        return total
-    return jax.lax.select(is_first, jnp.zeros_like(total), total)
+def zeros_after(like: T, made: Tree = ()) -> T:
+    """Zeros like arrays, that XLA fills each by itself, after `made`.
+
+    Of a shared zero, XLA would fill one array and copy it; and it would unite it with
+    the zeros that a loop of the backward pass begins with, and store these for as long
+    (`token_accumulation` on an H200: 1.16 of the memory of `optax.MultiSteps`, not 1).
+    """
+    zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), like)
+    zeros, _ = jax.lax.optimization_barrier((zeros, made))
+    return jax.tree.map(lambda x, zero: jnp.zeros_like(x) + zero, like, zeros)
+
+
+def zero_unless(keeps: TracedBool, x: jax.Array) -> jax.Array:
+    """`x` if `keeps`, else zeros. Selected, not multiplied: 0 x NaN is NaN."""
+    if is_concrete(keeps):
+        return x if keeps else jnp.zeros_like(x)
+    return jnp.where(keeps, x, zeros_after(jnp.zeros((), x.dtype), keeps))
+
+
+def emptied(empties: TracedBool, sums: T) -> T:
+    """Zeros if `empties`, in the memory of the sums, else the sums."""
+    if can_overwrite(sums):
+        return at_most_once(empties, zeros_after, sums)
+    keeps = jnp.logical_not(empties)
+    return jax.tree.map(functools.partial(zero_unless, keeps), sums)
+
+
+def can_overwrite(sums: Gradients) -> bool:
+    """Whether the end of a window may run in loops, in the memory of the sums."""
+    # XLA compiles a loop over small arrays as one function on a CPU: for 300 of them
+    # that takes 20 s, where a conditional takes 1 s.
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(sums)]
+    return CAN_ADD_IN_PLACE and max(sizes, default=0) >= 2**14
 
 
 def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
@@ -351,12 +275,3 @@ def add(so_far: jax.Array, x: ArrayLike) -> jax.Array:
     """The sum of both, rounded once to the dtype of `so_far`."""
     wide = at_least_float32(so_far.dtype)
     return (so_far.astype(wide) + jnp.asarray(x).astype(wide)).astype(so_far.dtype)
-
-
-def add_or_zero(counts: TracedBool, so_far: jax.Array, x: jax.Array) -> jax.Array:
-    """`add`, with zeros in the place of `x` unless `counts`.
-
-    Selected, not multiplied by a mask: 0 x NaN is NaN. In a loop, XLA can then reduce
-    `x` over devices once, after it. It cannot where a sum is selected.
-    """
-    return add(so_far, jax.lax.select(counts, x, jnp.zeros_like(x)))

@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._devices import Devices, entry_of, over_devices
 from optax_tokenaccum._rows import Rows
-from optax_tokenaccum._scans import Traced, TwinArrays, equations, exchanges
+from optax_tokenaccum._scans import (
+    Traced,
+    TwinArrays,
+    counted,
+    equations,
+    exchanges,
+    stand_in,
+)
 from optax_tokenaccum._trees import (
     Leaf,
     ModelState,
@@ -43,9 +50,7 @@ def of_copies(
 ) -> Callable[[TwinArrays], Any]:
     """The loss of all rows, as a function of the twins of each device's copy.
 
-    It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`. All
-    devices run the backward pass, because other axes of the mesh may need collectives.
-    On a device without tokens, `select` replaces its gradients by zeros.
+    It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`.
     """
     names = devices.names
 
@@ -65,12 +70,14 @@ def of_copies(
             twin if twin is None else twin.reshape(p.shape)
             for twin, p in zip(twins, jax.tree.leaves(params), strict=True)
         ]
-        loss_sum, (_, (aux, changed)) = traced.of_twins(own, counts=n > 0)
-        loss_sum = jax.lax.select(n > 0, loss_sum, jnp.zeros_like(loss_sum))
+        loss_sum, (_, (aux, changed)) = traced.of_twins(own, n)
+        # Only its value: a gradient may be finite where the loss is not.
+        value = counted(jax.lax.stop_gradient(loss_sum), n)
+        loss_sum = stand_in(loss_sum.dtype, value, loss_sum, None)
         aux = jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux)
         changed = {i: _unified(x, names) for i, x in changed.items()}
         loss_sum = loss_sum.astype(at_least_float32(loss_sum.dtype))
-        loss_sum, total = jax.lax.psum((loss_sum, n), names)
+        loss_sum, total = jax.lax.psum((loss_sum, jnp.maximum(n, 0)), names)
         return loss_sum, (total, (aux, changed))
 
     own = P(entry_of(names))

@@ -13,7 +13,7 @@ from optax_tokenaccum._accumulation import Accumulation
 from optax_tokenaccum._copies import of_copies
 from optax_tokenaccum._devices import Devices
 from optax_tokenaccum._rows import Rows
-from optax_tokenaccum._scans import Trace, Traced, exchanges
+from optax_tokenaccum._scans import Trace, Traced, TwinArrays, exchanges
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     Aux,
@@ -144,8 +144,6 @@ def add_micro_batch(
     params: Params,
     model_state: ModelState,
     shardings: Params | None = None,
-    *,
-    sums_are_zeros: bool = False,
 ) -> Output:
     """Differentiates the loss of a micro-batch, and adds it to the open window.
 
@@ -164,14 +162,18 @@ def add_micro_batch(
     else:
         traced = Traced(of_rows, params, model_state, rows.batch, *others)
         check_own_map(traced.closed, params)
-        of_twins = traced.of_twins
+        n = traced.alone(1).value()
+
+        def of_twins(twins: TwinArrays) -> Any:
+            loss_sum, (_, rest) = traced.of_twins(twins, n)
+            return loss_sum, (n, rest)
+
     flat, are_spread, stack = devices.flat(opt_state.acc_grads, params, shardings)
     added = accumulation.add_loss(
         of_twins,
         opt_state._replace(acc_grads=flat),
         params,
         are_spread,
-        sums_are_zeros=sums_are_zeros,
         total=lambda gradients: devices.total(stack(gradients), shardings),
     )
     aux, changed = added.aux

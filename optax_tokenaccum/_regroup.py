@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from optax_tokenaccum._backward import zero_unless
 from optax_tokenaccum._trees import Leaf, T, Tree, check_same_tree, is_concrete
 
 
@@ -60,7 +61,11 @@ def regroup_sums(state: Tree, like: T) -> T:
     saved, wanted = _by_name(state), _by_name(like)
     for name in saved.keys() & wanted.keys():
         if "acc_grads" in name:
-            saved[name] = _regrouped(saved[name], wanted[name])
+            acc = _regrouped(saved[name], wanted[name])
+            counter = (*name[: name.index("acc_grads")], "mini_step")
+            [count] = [x for n, x in saved.items() if n[: len(counter)] == counter]
+            # Before 0.5, sums were not emptied at the end of a window.
+            saved[name] = zero_unless(count > 0, acc)
     check_same_tree(saved, wanted, "The states must be of the same training")
     leaves = [_put(saved[name], x) for name, x in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

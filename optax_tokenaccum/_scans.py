@@ -8,6 +8,7 @@ a scan takes a parameter layer by layer, also after a cast, a transposition or i
 made in the scan, in the dtype of the sum.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -18,11 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.typing import ArrayLike
 
-from optax_tokenaccum._trees import Leaf, Params, Tree
+from optax_tokenaccum._trees import DType, Leaf, Params, Tree, is_concrete
 
 Atom = Var | Literal
 Trace = Jaxpr | ClosedJaxpr
@@ -30,22 +33,51 @@ Trace = Jaxpr | ClosedJaxpr
 TwinArrays = list[jax.Array | None]
 
 
-@jax.custom_jvp
-def stand_in(value: jax.Array, twin: jax.Array, counts: jax.Array | None) -> jax.Array:
-    """`value`, as a function of `twin`, whose gradient has the dtype of `twin`.
+def counted(x: jax.Array, num_tokens: ArrayLike) -> jax.Array:
+    """What `x`, a gradient or a loss, adds to a sum; `num_tokens` is its count.
 
-    Unless `counts`, the gradient is zero, even where it would be NaN.
+    Without tokens that is what is finite: 0/0 adds nothing, and a loss that is real
+    while its count is 0 is added. A count of -1 is not usable, and adds nothing.
     """
+    if is_concrete(num_tokens) and num_tokens > 0:
+        return x
+    keeps = (num_tokens > 0) | ((num_tokens == 0) & jnp.isfinite(x))
+    return jax.lax.select(keeps, x, jnp.zeros_like(x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def stand_in(
+    dtype: DType, value: jax.Array, twin: jax.Array, num_tokens: jax.Array | None
+) -> jax.Array:
+    """`value`, as a function of `twin`, whose gradient is `counted`, of this dtype."""
     return value
 
 
-@stand_in.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    value, _, counts = primals
-    _, tangent, _ = tangents
-    if counts is not None:
-        tangent = jax.lax.select(counts, tangent, jnp.zeros_like(tangent))
-    return value, tangent.astype(value.dtype)
+def _stand_in_forward(
+    dtype: DType, value: jax.Array, twin: jax.Array, num_tokens: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    return value, num_tokens
+
+
+def _stand_in_backward(
+    dtype: DType, num_tokens: jax.Array | None, cotangent: jax.Array
+) -> tuple[None, jax.Array, None]:
+    cotangent = cotangent.astype(dtype)
+    if num_tokens is not None:
+        cotangent = counted(cotangent, num_tokens)
+    return None, in_default_layout(cotangent), None
+
+
+stand_in.defvjp(_stand_in_forward, _stand_in_backward)
+
+
+def in_default_layout(x: jax.Array) -> jax.Array:
+    """`x`, laid out row by row.
+
+    Otherwise XLA may choose another layout for the sums in a loop that adds `x` to
+    them, and copy all of them before and after it (FSDP on an H200: 782 -> 958 MB).
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +95,7 @@ class Twins(NamedTuple):
 
     arrays: dict[int, jax.Array]  # by the leaf of the parameters
     layered: set[int]  # the leaves that scans take layer by layer
-    counts: jax.Array | None
+    num_tokens: jax.Array | None
 
     def stand_in(self, x: Leaf | Parameter) -> Leaf:
         if not isinstance(x, Parameter):
@@ -76,7 +108,7 @@ class Twins(NamedTuple):
             # the gradient of a lookup to rows of the sum: to wrong ones where a
             # negative index was clamped, and over devices it would gather the sum.
             array = array * jnp.ones((), array.dtype)
-        return stand_in(x.value, array, self.counts)
+        return stand_in(array.dtype, x.value, array, self.num_tokens)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -153,7 +185,7 @@ class Traced:
         axes = {i: [x for x in by if isinstance(x, int)] for i, by in reads.items()}
         return {i: min(found) for i, found in axes.items() if found}
 
-    def of_twins(self, twins: TwinArrays, counts: jax.Array | None = None) -> Any:
+    def of_twins(self, twins: TwinArrays, num_tokens: jax.Array | None = None) -> Any:
         """What `f` returned, as a function of twins; `None` is one that has none."""
         inputs = self._with_twins(twins)
         reads, _ = _reads_of(self.closed, inputs)
@@ -161,7 +193,7 @@ class Traced:
             collected.update(reads)
         arrays = {i: x for i, x in enumerate(twins) if x is not None}
         layered = {leaf for leaf, found in reads.items() if 0 in found}
-        given = Twins(arrays, layered, counts)
+        given = Twins(arrays, layered, num_tokens)
         outputs = _evaluate(self.closed, self.closed.consts, inputs, given)
         return self.structure.unflatten(map(given.stand_in, outputs))
 

@@ -1,7 +1,7 @@
 """What lives between calls: the open window, the states of steps, their metrics."""
 
 import weakref
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -223,9 +223,13 @@ class ArrayMemo(Generic[T]):
     def __reduce__(self) -> tuple[type["ArrayMemo[T]"], tuple[()]]:
         return type(self), ()  # pickled empty: array identities do not survive
 
-    def get(self, array: Leaf) -> T | None:
+    @overload
+    def get(self, array: Leaf) -> T | None: ...
+    @overload
+    def get(self, array: Leaf, default: T) -> T: ...
+    def get(self, array: Leaf, default: T | None = None) -> T | None:
         known = self._known.get(id(array))
-        return known[1] if known is not None and known[0]() is array else None
+        return known[1] if known is not None and known[0]() is array else default
 
     def remember(self, array: Leaf, value: T) -> None:
         if isinstance(array, jax.Array) and is_concrete(array):

@@ -98,6 +98,7 @@ class Program(abc.ABC, Generic[StepT]):
     def __call__(self, state: S, *args: Any, **kwargs: Any) -> tuple[S, StepMetrics]:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
+        state = self.step.prepared(state)
         jitted = self._at(state)
         donated, metrics, aux = jitted(*self.split(state), *traced)
         new = completed(donated, state)
@@ -253,6 +254,10 @@ class Step(abc.ABC):
             state, accumulates=self.accumulates, has_model_state=has_model_state
         )
 
+    def prepared(self, state: S) -> S:
+        """The state of a call, as the step's programs take it."""
+        return state
+
     def _check_sums(self, sums: Gradients, params: Params) -> None:
         """Raises `ValueError` if the sums belong to another number of devices."""
         leaves = jax.tree.leaves(params)
@@ -284,13 +289,8 @@ class Step(abc.ABC):
         shardings: Shardings,
         closes: TracedBool,
         state: S,
-        *,
-        in_place: bool = False,
     ) -> tuple[S, StepMetrics]:
-        """If the window `closes`, applies its update to the parameters.
-
-        If `in_place`, the sums are lost with it, and can hold what it computes.
-        """
+        """If the window `closes`, applies its update to the parameters."""
         inner, devices = self.accumulation.inner, self.devices
         opt_state = state.opt_state
         check_inner_state(inner, opt_state.inner_opt_state, state.params)
@@ -318,7 +318,6 @@ class Step(abc.ABC):
                 update,
                 otherwise=(params, metrics.grad_norm),
                 total=lambda sums: devices.total(sums, shardings),
-                in_place=in_place,
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -1,12 +1,14 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
+from optax_tokenaccum._backward import emptied
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch, add_micro_batch
@@ -30,6 +32,13 @@ from optax_tokenaccum._trees import (
     Tree,
     is_concrete,
 )
+
+
+class Seen(NamedTuple):
+    """What the host knows of a state that this step returned."""
+
+    count: int | None = None  # the value of `mini_step`, so that no call waits for it
+    is_ready: bool = False  # whether the program that closes the window is compiled
 
 
 class Accumulate(Program["TrainStep"]):
@@ -68,14 +77,14 @@ class Accumulate(Program["TrainStep"]):
         return with_parts(state, opt_state, model_state), metrics, aux
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
-        counts = self.step.counts
-        count = counts.get(old.opt_state.mini_step)
-        if count is not None and self.step.accumulation.should_skip_update_fn is None:
-            counts.remember(new.opt_state.mini_step, count + 1)
+        count = self.step.seen.get(old.opt_state.mini_step, Seen()).count
+        keeps_count = self.step.accumulation.should_skip_update_fn is None
+        count = count + 1 if count is not None and keeps_count else None
+        self.step.seen.remember(new.opt_state.mini_step, Seen(count))
 
 
 class Close(Program["TrainStep"]):
-    """The program for the end of a window; after it, ignore the sums."""
+    """The program for the end of a window."""
 
     def arguments(self) -> tuple[()]:
         return ()
@@ -88,11 +97,11 @@ class Close(Program["TrainStep"]):
     ) -> tuple[S, StepMetrics, None]:
         self.step._check_sums(state.opt_state.acc_grads, state.params)
         closes = state.opt_state.mini_step > 0
-        state, metrics = self.step._update(shardings, closes, state, in_place=True)
+        state, metrics = self.step._update(shardings, closes, state)
         return state, metrics, None
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
-        self.step.counts.remember(new.opt_state.mini_step, 0)
+        self.step.seen.remember(new.opt_state.mini_step, Seen(count=0))
 
 
 class Whole(Accumulate):
@@ -112,7 +121,7 @@ class Whole(Accumulate):
         return state, metrics._replace(skipped=added.skipped), aux
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
-        pass
+        self.step.seen.remember(new.opt_state.mini_step, Seen())
 
 
 class TrainStep(Step):
@@ -142,18 +151,40 @@ class TrainStep(Step):
     accumulates = True
 
     def __post_init__(self) -> None:
-        # The values of `mini_step` arrays, so that no call waits for the device; and
-        # those of states for which the close is compiled.
-        self.counts: ArrayMemo[int] = ArrayMemo()
-        self._is_ready: ArrayMemo[bool] = ArrayMemo()
+        self.seen: ArrayMemo[Seen] = ArrayMemo()
         self.accumulate = Accumulate(self)
         self.close_window = Close(self)
         self._accumulate_and_close = Whole(self)
 
     def init(self, params: Params, model_state: ModelState = None) -> Any:
         state = super().init(params, model_state)
-        self.counts.remember(state.opt_state.mini_step, 0)
+        self.seen.remember(state.opt_state.mini_step, Seen(count=0))
         return state
+
+    def prepared(self, state: S) -> S:
+        """The state of a call, with sums of zeros if no window is open.
+
+        Before 0.5, sums were not emptied at the end of a window, so that those of a
+        restored state may hold anything. One that is traced is emptied in the program.
+        """
+        opt_state, counter = state.opt_state, state.opt_state.mini_step
+        if not is_concrete(counter):
+            sums = emptied(counter == 0, opt_state.acc_grads)
+        elif self.seen.get(counter) is not None:
+            return state
+        elif count := int(counter):  # the device is read once
+            self.seen.remember(counter, Seen(count))
+            return state
+        else:
+            sums = opt_state.acc_grads
+            for x in jax.tree.leaves(sums):
+                if self.donate and isinstance(x, jax.Array):
+                    x.delete()
+            sums = jax.tree.map(jnp.zeros_like, sums)
+            counter = jnp.zeros_like(counter)
+            self.seen.remember(counter, Seen(0))
+        opt_state = opt_state._replace(acc_grads=sums, mini_step=counter)
+        return state._replace(opt_state=opt_state)
 
     def __call__(
         self,
@@ -197,19 +228,22 @@ class TrainStep(Step):
             isinstance(schedule.every_k, int) and keeps_count and is_concrete(counter)
         ):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
+        state = self.prepared(state)
+        counter = state.opt_state.mini_step
         # Compile the close before `accumulate` donates the sums: after an error in the
         # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
-        if not self._is_ready.get(counter):
+        count, is_ready = self.seen.get(counter, Seen())
+        if not is_ready:
             self.close_window.make_ready(state)
-        count = self.counts.get(counter)
-        if count is None:  # after a restore: the device is read once
+        if count is None:  # after a call of the other program
             count = int(counter)
-            self.counts.remember(counter, count)
         state, metrics = self.accumulate(state, batch, rng=rng, **loss_kwargs)
-        if count + 1 >= schedule.every_k:
+        count += 1
+        if count >= schedule.every_k:
             state, closed = self.close_window(state)
             metrics = closed._replace(skipped=metrics.skipped, aux=metrics.aux)
-        self._is_ready.remember(state.opt_state.mini_step, True)
+            count = 0
+        self.seen.remember(state.opt_state.mini_step, Seen(count, True))
         return state, metrics
 
 

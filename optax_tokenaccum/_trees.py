@@ -186,7 +186,7 @@ def check_same_tree(got: Tree, expected: Tree, rule: str) -> None:
 def as_num_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
     """The weight of a micro-batch as a scalar of `dtype`.
 
-    A traced one is 0 if it is negative or not finite; a known one is checked.
+    A traced one is -1 if it is negative or not finite; a known one is checked.
     """
     if num_tokens is None:
         raise TypeError(
@@ -209,8 +209,8 @@ def as_num_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
             )
         return number  # so that a number that is known stays so in a trace
     num_tokens = as_real_scalar(num_tokens, "num_tokens", dtype)
-    is_usable = jnp.isfinite(num_tokens) & (num_tokens > 0)
-    return jax.lax.select(is_usable, num_tokens, jnp.zeros_like(num_tokens))
+    is_usable = jnp.isfinite(num_tokens) & (num_tokens >= 0)
+    return jax.lax.select(is_usable, num_tokens, jnp.full_like(num_tokens, -1))
 
 
 def as_real_scalar(x: ArrayLike, name: str, dtype: DType, xp: Any = jnp) -> Any:

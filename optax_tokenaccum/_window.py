@@ -206,7 +206,6 @@ def run_window(
             params,
             model_state,
             shardings,
-            sums_are_zeros=True,
         )
         carry = added.opt_state, added.model_state, any_skipped | added.skipped
         return carry, added.aux

@@ -65,7 +65,7 @@ class Window(Program["WindowStep"]):
         window = window._replace(inner_opt_state=old.inner_opt_state)
         state = with_parts(state, window, model_state)
         closes = window.mini_step > 0
-        state, metrics = step._update(shardings, closes, state, in_place=True)
+        state, metrics = step._update(shardings, closes, state)
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),
