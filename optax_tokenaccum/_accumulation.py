@@ -21,8 +21,6 @@ from optax_tokenaccum._backward import (
     emptied,
     report,
     twins_of,
-    zero_unless,
-    zeros_after,
 )
 from optax_tokenaccum._checks import (
     as_inner_optimizer,
@@ -45,6 +43,8 @@ from optax_tokenaccum._trees import (
     Tree,
     as_num_tokens,
     as_real_scalar,
+    zero_unless,
+    zeros_after,
 )
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).

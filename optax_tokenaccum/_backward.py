@@ -31,9 +31,10 @@ from optax_tokenaccum._trees import (
     are_wide,
     as_returned,
     at_least_float32,
-    is_concrete,
     is_float,
     named_leaves,
+    zero_unless,
+    zeros_after,
 )
 
 # A loss of the twins of parameters -> loss_sum, (num_tokens, aux).
@@ -219,25 +220,6 @@ def _unless_mapped(
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return mapped
-
-
-def zeros_after(like: T, made: Tree = ()) -> T:
-    """Zeros like arrays, that XLA fills each by itself, after `made`.
-
-    Of a shared zero, XLA would fill one array and copy it; and it would unite it with
-    the zeros that a loop of the backward pass begins with, and store these for as long
-    (`token_accumulation` on an H200: 1.16 of the memory of `optax.MultiSteps`, not 1).
-    """
-    zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), like)
-    zeros, _ = jax.lax.optimization_barrier((zeros, made))
-    return jax.tree.map(lambda x, zero: jnp.zeros_like(x) + zero, like, zeros)
-
-
-def zero_unless(keeps: TracedBool, x: jax.Array) -> jax.Array:
-    """`x` if `keeps`, else zeros. Selected, not multiplied: 0 x NaN is NaN."""
-    if is_concrete(keeps):
-        return x if keeps else jnp.zeros_like(x)
-    return jnp.where(keeps, x, zeros_after(jnp.zeros((), x.dtype), keeps))
 
 
 def emptied(empties: TracedBool, sums: T) -> T:

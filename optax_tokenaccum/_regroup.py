@@ -5,8 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from optax_tokenaccum._backward import zero_unless
-from optax_tokenaccum._trees import Leaf, T, Tree, check_same_tree, is_concrete
+from optax_tokenaccum._trees import (
+    Leaf,
+    T,
+    Tree,
+    check_same_tree,
+    is_concrete,
+    zero_unless,
+)
 
 
 def regroup_sums(state: Tree, like: T) -> T:

@@ -17,7 +17,7 @@ from optax_tokenaccum._accumulation import (
     in_conditional,
     make_accumulation,
 )
-from optax_tokenaccum._backward import at_most_once, can_overwrite, zero_unless
+from optax_tokenaccum._backward import at_most_once, can_overwrite
 from optax_tokenaccum._checks import check_inner_state
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import TokenAccumulationState
@@ -29,6 +29,7 @@ from optax_tokenaccum._trees import (
     T,
     TracedBool,
     Tree,
+    zero_unless,
 )
 
 
