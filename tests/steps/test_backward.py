@@ -112,7 +112,7 @@ def test_a_count_of_0_that_is_known_while_the_loss_is_traced():
 def test_sums_of_a_restored_state_are_overwritten(over: str, k: Any):
     loss_fn = window_gradients.loss_fn
     step = make_train_step(loss_fn, KEEPS, k, **meshes.OVER[over])
-    state, batches = step.init(params_of()), window_of(0, 8)
+    state, batches = jax.tree.map(jnp.copy, step.init(params_of())), window_of(0, 8)
     opt_state = state.opt_state
     stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.acc_grads)
     state = state._replace(opt_state=opt_state._replace(acc_grads=stale))
@@ -205,6 +205,15 @@ def test_complex_layers_that_are_a_constant_of_their_scan_too():
     params = params_of()
     params["layers"] = params["layers"] * (1 + 2j)
     check(value_and_grad, loss_through(network), params)
+
+
+def test_a_count_that_depends_on_the_parameters():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y = through_layers(params, batch["x"]) + params["out"]
+        loss_sum, _ = window_gradients.squares(y, batch)
+        return loss_sum, jnp.sum(batch["mask"] * jax.nn.sigmoid(y[:, 0]))
+
+    check(train_step, loss_fn, batches=window_of(8, 2, 3), rtol=1e-5)
 
 
 def test_effects_happen_once():

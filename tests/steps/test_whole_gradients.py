@@ -142,16 +142,6 @@ def in_custom_jvp(params: Any, x: Any) -> Any:
     return apply({**params, "layers": in_bfloat16(params["layers"])}, x)
 
 
-def of_params(params: Any, x: Any) -> Any:
-    total, _ = jax.lax.scan(lambda n, w: (n + jnp.sum(w), None), 0.0, params["layers"])
-    return jnp.sum(params["scale"]) * total, total
-
-
-def printing(params: Any, x: Any) -> Any:
-    jax.debug.print("{}", x[0, 0])
-    return jnp.sum(params["layers"]) * jnp.sum(params["scale"]), x.size
-
-
 def scanned(x: Any, layers: Any) -> Any:
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0]
 
@@ -170,8 +160,6 @@ def loss_of(network: Any) -> Any:
     [
         (loss_with(lambda w: w, unroll=True), {}, "unrolled"),
         (in_custom_jvp, {}, "custom_jvp_call"),
-        (of_params, {}, "depends on the parameters"),
-        (printing, {}, "side effects"),
         (loss_with(lambda w: w), SKIPS, "should_skip_update_fn"),
         (loss_with(lambda w: w), {"accumulator_dtype": BF16}, "bfloat16 sum"),
         # In 0.3.0, these were not named.
@@ -179,7 +167,7 @@ def loss_of(network: Any) -> Any:
         (loss_of(lambda w, x: scanned(x, jnp.concatenate([w, w]))), {}, "concatenate"),
         (loss_of(lambda w, x: by_index(x, w)), {}, "a loop that is given all of it"),
     ],
-    ids=["unrolled", "custom", "count", "effects", "skips", "narrow sums"]
+    ids=["unrolled", "custom", "skips", "narrow sums"]
     + ["in two parts", "joined", "by index in a loop"],
 )
 def test_the_reason_is_named(loss_fn: Any, options: Any, reason: str):
@@ -187,6 +175,17 @@ def test_the_reason_is_named(loss_fn: Any, options: Any, reason: str):
     found = whole_gradients(step, step.init(PARAMS), X)
     assert [*found] == ALL
     assert reason in found["['layers']"]
+
+
+@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+def test_the_switch_that_adds_every_gradient_after(monkeypatch: pytest.MonkeyPatch):
+    step = make_train_step(loss_with(lambda w: w), optax.sgd(0.1), 2)
+    assert whole_gradients(step, step.init(PARAMS), X) == {}
+    monkeypatch.setenv("OPTAX_TOKENACCUM_ADD_AFTER", "1")
+    step = make_train_step(loss_with(lambda w: w), optax.sgd(0.1), 2)
+    found = whole_gradients(step, step.init(PARAMS), X)
+    assert [*found] == ALL
+    assert "OPTAX_TOKENACCUM_ADD_AFTER=1" in found["['layers']"]
 
 
 def test_every_way_in_after_it_was_traced_and_from_shapes():
