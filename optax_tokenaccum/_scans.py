@@ -23,7 +23,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.typing import ArrayLike
 
 from optax_tokenaccum._trees import DType, Leaf, Params, Tree, is_concrete, zeros_after
 
@@ -33,7 +32,7 @@ Trace = Jaxpr | ClosedJaxpr
 TwinArrays = list[jax.Array | None]
 
 
-def counted(x: jax.Array, num_tokens: ArrayLike) -> jax.Array:
+def counted(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """What `x`, a gradient or a loss, adds to a sum; `num_tokens` is its count.
 
     Without tokens that is what is finite: 0/0 adds nothing, and a loss that is real

@@ -33,9 +33,7 @@ class TokenAccumulationState(NamedTuple):
     exception: if the optimizer has state whose shape matches no parameter, your own
     `jax.jit` over several devices needs `out_shardings` to keep the placement.
 
-    The three `acc_*` fields are valid only while `mini_step > 0`, and `acc_grads` only
-    if `acc_tokens > 0` too. What they hold after a window closes means nothing; the
-    first micro-batch of the next one overwrites it.
+    Between windows, the three `acc_*` fields are zeros.
 
     Attributes:
       mini_step: micro-batches accumulated so far in the open window.

@@ -58,8 +58,9 @@ def token_accumulation(
 
     * `num_tokens`: loss tokens behind this micro-batch's gradients, or any
       non-negative sum of weights; a scalar. A micro-batch with 0 tokens is counted in
-      `mini_step` but adds nothing, even if its gradient is NaN. Negative or non-finite
-      values raise if they are concrete; if they are traced, they add nothing.
+      `mini_step`, and adds what is finite of its gradient and `value`: nothing of 0/0,
+      and all of a loss that is real. Negative or non-finite counts raise if they are
+      concrete; if they are traced, the micro-batch adds nothing.
     * `value`: the micro-batch's loss, a sum or a mean like its gradient. `inner`
       receives the window's token mean as `value`.
     * `grad`: the micro-batch's gradient, for line searches. `inner` receives the
@@ -82,8 +83,8 @@ def token_accumulation(
         `"mean"` if the loss is a mean over the micro-batch's tokens.
       should_skip_update_fn: `optax.skip_not_finite`, `optax.skip_large_updates` or
         another function with the same protocol. It receives the micro-batch's
-        per-token mean gradient. A micro-batch that it rejects is not added to any sum
-        and not counted.
+        per-token mean gradient, unless there are no tokens. A micro-batch that it rejects
+        is not added to any sum and not counted.
       accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
         if that is wider. Division and weighting use at least float32.
       **removed: not accepted. The error says what to write in place of `axis_name`.

@@ -373,9 +373,7 @@ def accumulate_over_window(
     that is handed over exists as a whole next to them.
 
     In a `shard_map`, the function must return the value and the count reduced over the
-    devices that its gradients are of, as `window_value_and_grad` explains. With
-    `check_vma=False`, nothing tells which devices these are: without tokens of its own,
-    a device then drops the gradients that others send it.
+    devices that its gradients are of, as `window_value_and_grad` explains.
 
     Args:
       value_and_grad_fn: `value_and_grad_fn(params, batch, **kwargs) -> ((value,
