@@ -1,15 +1,20 @@
-"""Gives every test 8 devices on any number of cores, and fast compilation."""
+"""Gives every test its devices, what it needs checked, and fast compilation."""
 
 import os
 from pathlib import Path
 
 import jax
+import platforms
 import pytest
-import xla_flags
 
 collect_ignore_glob = ["docs/*.py"]  # need Sphinx, which the tests do not use
 
-xla_flags.set_flags()
+platforms.choose()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        platforms.require(**mark.kwargs)
 
 
 def pytest_configure(config: pytest.Config) -> None:

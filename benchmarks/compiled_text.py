@@ -1,4 +1,4 @@
-"""What a compiled program sends, read from its text.
+"""What a compiled program sends and which outputs share a buffer, from its text.
 
 Arrays count as a whole, and of a conditional, the branch that sends the most. Loops
 count from 0, as scans do, or test a flag and then run once at most. Custom calls do not
@@ -16,6 +16,23 @@ OTHER = re.compile(r"replica_count=(?!1\b)|replica_groups=(\{\}|\{\{\d+\}|\[\d+,
 START = re.compile(r'([\w.-]+)\), custom_call_target="AsyncCollectiveStart"')
 ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[(.*?)\]")
 NAME = re.compile(r"%([\w.-]+)")
+DONATED = re.compile(r"\{(\d+)\}: \((\d+), ")
+
+
+def in_several_buffers(text: str) -> list[list[int]]:
+    """Finds values that a program returns several times, in donated arguments.
+
+    Returns:
+      the numbers of these arguments, for each value.
+    """
+    header, _, rest = text.partition("\n")
+    donated = {int(x): int(y) for x, y in DONATED.findall(header)}
+    found: dict[str, list[int]] = {}
+    for outputs in re.findall(r"^ENTRY (?s:.*?)^ +ROOT .* tuple\((.*?)\)", rest, re.M):
+        for i, name in enumerate(NAME.findall(outputs)):
+            if i in donated:
+                found.setdefault(name, []).append(donated[i])
+    return [arguments for arguments in found.values() if len(arguments) > 1]
 
 
 def bytes_sent(text: str) -> int:

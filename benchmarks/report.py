@@ -136,7 +136,11 @@ def _replacement(found: re.Match[str]) -> str:
     else:
         rows = [{name: row[name] for name in columns} for row in rows]
     # Blank lines, because a comment begins a block of HTML.
-    versions = ["jax {jax}, optax {optax}".format(**suite["machine"])]
+    machine = suite["machine"]
+    versions = ["jax {jax}, optax {optax}".format(**machine)]
+    if "driver" in machine:  # a GPU
+        card = "optax_tokenaccum {optax_tokenaccum}, {device}, driver {driver}"
+        versions.insert(0, card.format(**machine))
     versions += [x["compiled by"] for x in suite["rows"] if "compiled by" in x]
     made = f"{table(rows)}\n({', '.join(versions)})"
     return f"<!-- table {found[1]} -->\n\n{made}\n\n<!-- end -->"

@@ -83,8 +83,8 @@ def token_accumulation(
         `"mean"` if the loss is a mean over the micro-batch's tokens.
       should_skip_update_fn: `optax.skip_not_finite`, `optax.skip_large_updates` or
         another function with the same protocol. It receives the micro-batch's
-        per-token mean gradient, unless there are no tokens. A micro-batch that it rejects
-        is not added to any sum and not counted.
+        per-token mean gradient, unless there are no tokens. A micro-batch that it
+        rejects is not added to any sum and not counted.
       accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
         if that is wider. Division and weighting use at least float32.
       **removed: not accepted. The error says what to write in place of `axis_name`.

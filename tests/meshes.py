@@ -1,11 +1,13 @@
 """Steps over 8 devices: layouts of the parameters, ragged rows, windows."""
 
 import functools
+import math
 from typing import Any
 
 import helpers
 import jax
 import nnx_ways
+import platforms
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,20 +34,19 @@ TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 def make_mesh(shape: tuple[int, ...], kind: str = "auto") -> jax.sharding.Mesh:
     """Return a mesh; `kind` is of all its axes, or of each: "auto explicit"."""
     names, kinds = ("data", "model")[: len(shape)], kind.split()
+    platforms.require(devices=math.prod(shape))
     types = tuple(TYPES[x] for x in kinds) * (len(shape) // len(kinds))
     return jax.make_mesh(shape, names, axis_types=types)
 
 
-# Options of a step, by the devices that it runs on.
-OVER_8: dict[str, Any] = {"mesh": make_mesh((8,)), "data_axes": "data"}
-EXPLICIT, EACH = {"mesh": make_mesh((8,), "explicit")}, {"reduce_every": "micro_batch"}
-OVER: dict[str, dict[str, Any]] = {
-    "1": {},
-    "8": OVER_8,
-    "8, explicit": OVER_8 | EXPLICIT,
-    "8, each": OVER_8 | EACH,
-    "8, explicit, each": OVER_8 | EXPLICIT | EACH,
-}
+def over(devices: str) -> dict[str, Any]:
+    """Return options of a step: over "1" device, or "8", also "8, explicit, each"."""
+    count, *kinds = devices.split(", ")
+    if count == "1":
+        return {}
+    mesh = make_mesh((8,), "explicit" if "explicit" in kinds else "auto")
+    options = {"mesh": mesh, "data_axes": "data"}
+    return options | ({"reduce_every": "micro_batch"} if "each" in kinds else {})
 
 
 def placed(mesh: Any, specs: dict[str, P]) -> Any:

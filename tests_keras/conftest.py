@@ -2,7 +2,7 @@
 
 import os
 
-import xla_flags
+import platforms
 
 os.environ["KERAS_BACKEND"] = "jax"
-xla_flags.set_flags()
+platforms.choose()

@@ -1,8 +1,8 @@
 """Runs the library on one CUDA GPU: is it exact, what does it hold, how fast is it?
 
-    python -m benchmarks.gpu --out benchmarks/results/gpu-h200
+    python -m benchmarks.gpu --out benchmarks/results/h200
 
-It needs 80 GB of GPU memory, jax for CUDA, optax and flax, and takes about seven
+It needs 80 GB of GPU memory, jax for CUDA, optax and flax, and takes at most eight
 minutes. `--small` runs tiny inputs on any machine, to check that everything works; a
 CPU does not tell the memory of a run.
 
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ahead, report
-from benchmarks.gpu.cases import CASES, EXACT, NNX, TIMED
+from benchmarks.gpu.cases import CASES, EXACT, NNX, SMALL, TIMED
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "Unable to initialize backend"
 
@@ -101,17 +101,19 @@ def run_all(cases: Cases) -> None:
     cases.run("environment")
     of_ahead = [("memory", model, x) for model in EXACT[:2] for x in ahead.ALL_WAYS]
     with ThreadPoolExecutor(1) as other:  # these need little of the device
-        few = [("exact", model) for model in EXACT]
+        few = [*(("exact", model) for model in EXACT), ("precision",)]
         other.submit(cases.together, len(few), None, few)
         cases.together(4, 0.16, of_ahead)
     cases.together(4, 0.23, [("memory", "decoder", x, "2") for x in TIMED if x != NNX])
-    cases.run("timing")
+    for model in ("decoder", *SMALL):
+        cases.run("timing", model)
 
 
 def run_few(cases: Cases) -> None:
     """One case of each kind."""
-    some = [("environment",), ("exact", "float32"), ("timing",)]
-    cases.together(2, None, [*some, ("memory", "bfloat16", "train step")])
+    some = [("environment",), ("exact", "float32"), ("timing", "decoder")]
+    some += [("memory", "bfloat16", "train step"), ("timing", SMALL[0])]
+    cases.together(2, None, [*some, ("precision",)])
 
 
 def write_tables(file: Path) -> str:
@@ -140,7 +142,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--small", action="store_true", help="tiny inputs, anywhere")
-    parser.add_argument("--minutes", type=float, default=8.5, help="when to stop")
+    parser.add_argument("--minutes", type=float, default=8, help="when to stop")
     parser.add_argument("--case", nargs="+", help="run one case in this process")
     parser.add_argument("--tables", type=Path, help="write the tables of this file")
     options = parser.parse_args()

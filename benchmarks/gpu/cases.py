@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import platform
 import subprocess
 from typing import Any
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import optax_tokenaccum
 from benchmarks import ahead, fits
-from benchmarks.measure import interleaved, ratios, spread
+from benchmarks.measure import interleaved, ratios, relative_error, spread
 from benchmarks.nnx_loop import nnx_train_step
 from benchmarks.report import RESULTS, Rows, stored
 from benchmarks.speed import BASE, RATE, gradient_errors, run_one
@@ -31,12 +33,17 @@ NNX = "nnx train step"
 UNTIMED = "gradients alone", "gradient by hand"
 TIMED = (*(x for x in WAYS if x not in UNTIMED), NNX)
 EXACT = "float32", "bfloat16", "unrolled", "tied embedding"
+# Layers x width. A GPU waits for the host, if a model is small; so fewer methods.
+SMALL = "4 x 256", "12 x 1024", "24 x 2048"
+SMALL_BASE = "scan by hand"
+TIMED_SMALL = SMALL_BASE, *ahead.STEPS, "optax.MultiSteps", "MultiSteps"
 
 
 def environment(small: bool) -> Rows:
     """The device and the versions."""
     device = jax.devices()[0]
-    row = {x.__name__: x.__version__ for x in (jax, optax, flax, np)}
+    modules = optax_tokenaccum, jax, optax, flax, np
+    row = {x.__name__: x.__version__ for x in modules}
     row |= {"python": platform.python_version(), "device": device.device_kind}
     row["platform"] = device.client.platform_version.replace("\n", " ")
     if not small:
@@ -84,6 +91,27 @@ def exact(small: bool, model: str) -> Rows:
     return rows
 
 
+def precision(small: bool) -> Rows:
+    """Errors of a window's gradient if float32 products have the default precision.
+
+    A GPU then rounds their factors to TF32.
+    """
+    workload = stacked_layers(*(32, 2, 2, 16) if small else (256, 4, 4, 128))
+    params, window = workload.params, window_of(workload, 4)
+    whole = jax.jit(jax.grad(workload.mean_loss_fn, has_aux=True))
+    loop = WAYS["train step"].build(workload, optax.sgd(RATE), 4)
+    after, *_ = loop.run(loop.init(params), window)
+    ours = jax.tree.map(lambda a, b: (a - b) / RATE, params, after)
+    default, _ = whole(params, window.whole, {})
+    with jax.default_matmul_precision("highest"):
+        highest, _ = whole(params, window.whole, {})
+    pairs = {
+        "train step, from the full batch": (ours, default),
+        "full batch, from that in the highest precision": (default, highest),
+    }
+    return [{"gradient": x, "error": relative_error(*y)} for x, y in pairs.items()]
+
+
 def memory(small: bool, model: str, method: str, rows: Any = 1) -> Rows:
     """What a window needs besides parameters, optimizer state and batches, in MB.
 
@@ -125,12 +153,14 @@ def memory(small: bool, model: str, method: str, rows: Any = 1) -> Rows:
     return [row]
 
 
-def timing(small: bool) -> Rows:
-    """Windows of the decoder; each begins with a state of its own, made before."""
-    workload, inner = problem(small, "decoder", 2)
+def timing(small: bool, model: str) -> Rows:
+    """Windows of a model; each begins with a state of its own, made before."""
+    is_decoder = model == "decoder"
+    methods, base = (TIMED, BASE) if is_decoder else (TIMED_SMALL, SMALL_BASE)
+    workload, inner = problem(small, model, 2)
     params, window = noise(workload.params), window_of(workload, K)
     build = {name: way.build for name, way in WAYS.items()} | {NNX: nnx_train_step}
-    loops = {method: build[method](workload, inner, K) for method in TIMED}
+    loops = {method: build[method](workload, inner, K) for method in methods}
     states: dict[str, Any] = {}
 
     def prepare(method: str) -> None:
@@ -140,22 +170,25 @@ def timing(small: bool) -> Rows:
         jax.block_until_ready(jax.tree.leaves(states))
 
     run = functools.partial(run_one, loops, states, window)
-    runs = {method: functools.partial(run, method) for method in TIMED}
-    rounds = 1 if small else 11
-    times = interleaved(runs, rounds=rounds, seconds=90, prepare=prepare)
-    over_base, tokens = ratios(times, BASE), window.whole["tokens"].size
+    runs = {method: functools.partial(run, method) for method in methods}
+    rounds, seconds = (11, 90) if is_decoder else (31, 30)
+    rounds = 1 if small else rounds
+    times = interleaved(runs, rounds=rounds, seconds=seconds, prepare=prepare)
+    over_base = ratios(times, base)
+    tokens = math.prod(jax.tree.leaves(window.whole)[0].shape[:2])
     return [
         {
+            "model": model,
             "method": method,
             "ms": (ms := spread([1e3 * x for x in own])),
-            f"of {BASE}": over_base[method],
+            f"of {base}": over_base[method],
             "tokens/s": round(1e3 * tokens / ms.median),
         }
         for method, own in times.items()
     ]
 
 
-CASES = {f.__name__: f for f in (environment, exact, memory, timing)}
+CASES = {f.__name__: f for f in (environment, exact, precision, memory, timing)}
 
 
 def stat(name: str) -> int:
@@ -168,22 +201,26 @@ def problem(small: bool, model: str, rows: int) -> tuple[Workload, Any]:
 
     Args:
       small: whether it is tiny.
-      model: `"decoder"`, with 0.8 billion parameters, or one of the ahead suite.
+      model: `"decoder"`, with 0.8 billion parameters, one of the ahead suite, or
+        layers x width.
       rows: of a micro-batch.
     """
     if model == "decoder":
         of = fits.Model(24, 1536, 4096, 12, 32_000)
         of = fits.Model(2, 32, 64, 2, 64, jnp.float32) if small else of
         return decoder(of, rows, 16 if small else 1024), optax.adamw(1e-4)
-    made = []
+    made, inner = [], ahead.SGD
+    sizes = (4, 64, 32, 128) if small else ahead.SIZES
+    if " x " in model:
+        own = (2, 32) if small else map(int, model.split(" x "))
+        sizes, model, inner = (*own, *sizes[2:]), "float32", optax.adamw(1e-4)
 
     def params() -> Any:
-        sizes = (4, 64, 32, 128) if small else ahead.SIZES
         made.append(ahead.models(*sizes)[model](rows=rows))
         return made[0].params
 
     shapes = jax.eval_shape(params)
-    return made[0]._replace(params=shapes), ahead.SGD
+    return made[0]._replace(params=shapes), inner
 
 
 def decoder(model: fits.Model, rows: int, length: int) -> Workload:

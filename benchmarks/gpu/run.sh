@@ -10,9 +10,7 @@ python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --tar
 export PYTHONUNBUFFERED=1 PYTHONPATH="$site:$PWD"
 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv
 if [ "${1-}" = pytest ]; then
-  # By default, a GPU multiplies float32 in TF32, and each worker takes most of its memory.
-  export JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false
-  export COMPILE_AS_USERS=1
+  export JAX_PLATFORMS=cuda
   exec python3 -m pytest -p no:cacheprovider -q "${@:2}"
 fi
 exec python3 -m benchmarks.gpu "$@"

@@ -4,6 +4,7 @@
 the library. Each directory was written by the version of its name.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +35,6 @@ K, SAVED, STEPS = 2, 3, 4  # the second window of two micro-batches is open
 ADAM = optax.adam(0.1)
 WINDOWED = token_accumulation(ADAM, K)
 INIT = np.arange(6.0, dtype=np.float32).reshape(2, 3) / 10
-MESH = jax.sharding.Mesh(jax.devices(), "data")
-OVER_8: dict[str, Any] = {"mesh": MESH, "data_axes": "data"}
-# Every device has a part of these parameters.
-SPREAD = jax.device_put(
-    np.arange(16.0, dtype=np.float32).reshape(2, 8) / 10,
-    NamedSharding(MESH, P(None, "data")),
-)
 
 
 def batch_of(i: int) -> dict[str, Any]:
@@ -99,6 +93,24 @@ def of_step(step: Any, batch_of: Any = batch_of, w: Any = INIT) -> Kind:
 
 def train_step(w: Any = INIT, **options: Any) -> Kind:
     return of_step(make_train_step(loss_fn, ADAM, K, **options), w=w)
+
+
+def over_8(*spec: str | None, **options: Any) -> Kind:
+    """A train step on 8 devices, of which each has a part of sharded parameters."""
+
+    @functools.cache
+    def kind() -> Kind:
+        mesh, w = jax.sharding.Mesh(jax.devices(), "data"), INIT
+        if spec:
+            w = np.arange(16.0, dtype=np.float32).reshape(2, 8) / 10
+            w = jax.device_put(w, NamedSharding(mesh, P(*spec)))
+        return train_step(w, mesh=mesh, data_axes="data", **options)
+
+    return Kind(
+        lambda: kind().init(),
+        lambda state, i: kind().add(state, i),
+        lambda state: state.params["w"],
+    )
 
 
 def transformation(tx: Any) -> Kind:
@@ -201,8 +213,8 @@ KINDS: dict[str, Kind] = {
     "train_step": train_step(),
     "train_step_that_skips": train_step(should_skip_update_fn=optax.skip_not_finite),
     # Sums of shape `[8, 2, 3]`, of which some are zeros.
-    "train_step_on_8_devices": train_step(**OVER_8),
-    "train_step_fsdp": train_step(SPREAD, reduce_every="micro_batch", **OVER_8),
+    "train_step_on_8_devices": over_8(),
+    "train_step_fsdp": over_8(None, "data", reduce_every="micro_batch"),
     "window_step": of_step(make_window_step(loss_fn, ADAM), window_of),
     "transformation": transformation(optax.chain(optax.scale(2.0), WINDOWED)),
     "multi_steps": transformation(MultiSteps(ADAM, K, gradients="sum")),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import platforms
 import pytest
 from checkpoints.kinds import KINDS, SAVED, STEPS, after, in_plain_jax
 from helpers import slow
@@ -21,6 +22,8 @@ QUICK = {"train_step", "train_step_on_8_devices", "transformation", "linen", "nn
 
 
 def written(version: Path, name: str) -> Any:
+    if name in ("train_step_on_8_devices", "train_step_fsdp"):
+        platforms.require(devices=8)
     kind = KINDS[name]
     state = kind.init()
     target = {name: {"state": state, "end": kind.weights(state)}}
@@ -50,6 +53,7 @@ def test_the_window_is_finished_as_the_earlier_version_did(version: Path, name: 
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
+@pytest.mark.needs(devices=8)
 def test_the_window_goes_on_without_the_devices_that_began_it(version: Path):
     kind, saved = KINDS["train_step"], written(version, "train_step_on_8_devices")
     held = jax.device_get(saved["state"])

@@ -53,7 +53,7 @@ def check_programs_are_alike(way: str, step: Any, *states: Any) -> None:
 def test_one_device_and_shapes_that_are_not_placed():
     step = meshes.make_step("two programs", optax.adam(0.1), None, data_axes=None)
     meshes.state_and_shapes(step, init_params(0))
-    placed = jax.device_put(init_params(0), jax.devices()[1])
+    placed = jax.device_put(init_params(0), jax.devices()[-1])
     meshes.state_and_shapes(step, placed)
     mesh = meshes.make_mesh((8,))
     step = meshes.make_step("two programs", optax.adam(0.1), mesh)

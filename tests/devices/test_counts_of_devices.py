@@ -69,7 +69,8 @@ def trace(
         num_tokens = count(batch, params=params, rng=rng, number=number)
         return loss(params["w"], batch["x"], num_tokens)
 
-    options = {"mesh": make_mesh((8,)), "loss_fn": loss_fn} | options
+    options = {"loss_fn": loss_fn} | options
+    options.setdefault("mesh", make_mesh((8,)))
     step = make_step(way, optax.sgd(1.0), **options)
     state = jax.eval_shape(step.init, {"w": jnp.zeros(LENGTH)})
     call = step if way == "window" else step.accumulate
@@ -97,25 +98,26 @@ def test_count_of_the_device_is_not(name: str):
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss": scans},
-        {"loss": with_rules},  # dead-code elimination does not look into such a call
-        {"way": "window", "mesh": make_mesh((4, 2), "explicit")},
+        lambda: {"loss": scans},
+        # Dead-code elimination does not look into such a call.
+        lambda: {"loss": with_rules},
+        lambda: {"way": "window", "mesh": make_mesh((4, 2), "explicit")},
     ],
     ids=["scan over rows", "custom_vjp", "window, another axis"],
 )
-def test_whatever_else_the_loss_does_with_its_rows(options: dict[str, Any]):
-    refuses(ALIKE["not 0"], **options)
-    trace(OWN["counted times a scalar"], **options)
+def test_whatever_else_the_loss_does_with_its_rows(options: Any):
+    refuses(ALIKE["not 0"], **options())
+    trace(OWN["counted times a scalar"], **options())
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": Mesh(jax.devices()[:1], "data")},
-        {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
-        {"mesh": None, "data_axes": None},
+        lambda: {"mesh": Mesh(jax.devices()[:1], "data")},
+        lambda: {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
+        lambda: {"mesh": None, "data_axes": None},
     ],
     ids=["one device", "sums of all", "no mesh"],
 )
 def test_where_it_is_added_once_it_is_right(options: Any):
-    trace(ALIKE["not 0"], **options)
+    trace(ALIKE["not 0"], **options())

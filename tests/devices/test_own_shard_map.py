@@ -160,6 +160,7 @@ def gathered(params: Any, batch: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.needs(devices=4)
 def test_parts_of_parameters_that_the_loss_gathers():
     parts, rows = {"w": P("model")}, P(None, "model")
     types = (TYPES["auto"],)

@@ -45,6 +45,7 @@ def said_by_two_processes() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.needs(cpu="each process simulates 4 devices")
 def test_two_processes_are_exact_and_one_may_end_first():
     """Process 0 has micro-batches of 2 and 6 tokens, process 1 one of 8."""
     exact, mean_of_means = (2 * 1 + 6 * 2 + 8 * 5) / 16, (1 + 2 + 5) / 3

@@ -155,6 +155,7 @@ def test_a_loss_that_sees_all_rows_may_have_anything():
     step.accumulate.lower(step.init(PARAMS), WINDOW[0] | {"class_weights": many})
 
 
+@pytest.mark.needs(devices=8)
 def test_rows_spread_in_any_way_are_rows():
     """Over one of two data axes, or along their tokens."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(TYPES["auto"],) * 2)

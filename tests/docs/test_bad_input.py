@@ -8,12 +8,13 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_tokenaccum.nnx
@@ -39,12 +40,23 @@ def loss_fn(params: Any, batch: Any) -> Any:
 train_step = make_train_step(loss_fn, sgd, 2)
 window_step = make_window_step(loss_fn, sgd)
 train_state, window_state = train_step.init(params), window_step.init(params)
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-over = {"mesh": mesh, "data_axes": "data"}
 new_step = partial(make_train_step, loss_fn, sgd, 2)
-step = new_step(**over)
-step_state = step.init(params)
-everywhere = NamedSharding(mesh, P())
+
+
+class OnMesh(dict[str, Any]):
+    """Names of a step over 8 devices, which is made when one of them is used."""
+
+    def __missing__(self, name: str) -> Any:
+        if name not in ("mesh", "over", "everywhere", "step", "step_state"):
+            raise KeyError(name)
+        over = meshes.over("8")
+        mesh, step = over["mesh"], new_step(**over)
+        self.update(mesh=mesh, over=over, everywhere=NamedSharding(mesh, P()))
+        self.update(step=step, step_state=step.init(params))
+        return self[name]
+
+
+on_mesh = OnMesh()
 stateful = partial(
     make_train_step, optimizer=sgd, every_k_schedule=2, has_model_state=True
 )
@@ -87,7 +99,7 @@ def two_bools(*_: Any) -> Any:
 
 
 def on_an_explicit_mesh() -> Any:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = meshes.make_mesh((8,), "explicit")
     return jax.device_put(params, NamedSharding(mesh, P()))
 
 
@@ -144,7 +156,7 @@ def nnx_train(tx: Any, loss_fn: Any = sum_and_rows, **options: Any) -> None:
 def opened_elsewhere() -> None:
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, ours, wrt=nnx.Param)
-    for options in (over, {}):
+    for options in (on_mesh["over"], {}):
         of_steps.make_train_step(sum_and_rows, **options)(model, optimizer, batch)
 
 
@@ -436,11 +448,12 @@ def mistakes() -> Iterator[Any]:
 @pytest.mark.parametrize(("code", "seen"), [*mistakes()])
 def test_a_mistake_raises_its_error_and_loses_nothing(code: str, seen: str):
     with pytest.raises(Exception) as raised:
-        eval(code, NAMES)
+        eval(code, NAMES, on_mesh)
     message = f"{raised.type.__name__}: {raised.value}"
     pattern = ".*".join(map(re.escape, seen.split("…")))
     assert re.fullmatch(pattern, message, re.DOTALL), message
-    states = state, train_state, window_state, step_state, nnx.state(model)
+    over_8 = on_mesh.get("step_state")
+    states = state, train_state, window_state, over_8, nnx.state(model)
     arrays = [x for x in jax.tree.leaves(states) if isinstance(x, jax.Array)]
     assert not any(x.is_deleted() for x in arrays)
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 from pathlib import Path
 
+import platforms
 import pytest
 from helpers import slow
 from sybil import Example, Sybil
@@ -33,5 +34,7 @@ PARSER = Sybil([CodeBlockParser("python", Printed()), SkipParser()])
     "page", [x if Path(x).stem in QUICK else slow(x) for x in sorted(PAGES)]
 )
 def test_code_of_pages_prints_what_its_comments_say(page: str):
+    if "jax.devices()" in (ROOT / page).read_text():
+        platforms.require(devices=8)
     for example in PARSER.parse(ROOT / page).examples():
         example.evaluate()

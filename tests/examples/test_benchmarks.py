@@ -39,6 +39,7 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     assert all(name in table for name in WAYS)
 
 
+@pytest.mark.needs(devices=8)
 def test_the_bytes_that_a_program_sends_are_those_worked_out_by_hand():
     def in_loop(x: Any, _: Any) -> Any:
         summed = jax.lax.psum(x[:30], "data")

@@ -111,7 +111,7 @@ def test_a_count_of_0_that_is_known_while_the_loss_is_traced():
 @pytest.mark.parametrize(("over", "k"), [("8", 2), ("8, each", lambda _: 2)])
 def test_sums_of_a_restored_state_are_overwritten(over: str, k: Any):
     loss_fn = window_gradients.loss_fn
-    step = make_train_step(loss_fn, KEEPS, k, **meshes.OVER[over])
+    step = make_train_step(loss_fn, KEEPS, k, **meshes.over(over))
     state, batches = jax.tree.map(jnp.copy, step.init(params_of())), window_of(0, 8)
     opt_state = state.opt_state
     stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.acc_grads)

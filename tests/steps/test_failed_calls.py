@@ -42,7 +42,7 @@ def test_an_error_in_the_optimizer_leaves_the_window_open():
         return 1.0
 
     failing, works = (
-        make_train_step(ways_in.loss_fn, optax.sgd(rate), 4, **meshes.OVER_8)
+        make_train_step(ways_in.loss_fn, optax.sgd(rate), 4, **meshes.over("8"))
         for rate in (fails_when_first_traced, 1.0)
     )
     got, metrics = run(failing, BATCHES, KeyboardInterrupt)
@@ -65,6 +65,7 @@ class FullDisk:
         return n
 
 
+on_a_cpu = pytest.mark.needs(cpu="a GPU only logs that a callback raised")
 K, MOMENTUM = 2, optax.sgd(0.1, momentum=0.5)
 
 
@@ -91,6 +92,7 @@ def after_two_windows() -> Any:
     return params
 
 
+@on_a_cpu
 def test_without_donation_a_call_that_failed_while_it_ran_can_be_repeated():
     step, state, window = fail_in_the_second_window("two programs", donate=False)
     state, metrics = run_step(step, state, window)
@@ -98,6 +100,7 @@ def test_without_donation_a_call_that_failed_while_it_ran_can_be_repeated():
     assert metrics.updated
 
 
+@on_a_cpu
 def test_after_a_call_that_failed_while_it_ran_parameters_and_moments_are_left():
     step, state, window = fail_in_the_second_window("two programs")
     with pytest.raises(ValueError, match="if it failed while it ran, restore"):
@@ -108,6 +111,7 @@ def test_after_a_call_that_failed_while_it_ran_parameters_and_moments_are_left()
     chex.assert_trees_all_close(state.params, after_two_windows(), rtol=1e-5)
 
 
+@on_a_cpu
 def test_a_checkpoint_takes_the_place_of_what_a_failed_call_took():
     way = "nnx two programs"
     step, state, window = fail_in_the_second_window(way)

@@ -22,10 +22,12 @@ pytestmark = pytest.mark.slow
 X = np.random.default_rng(0).normal(size=(4, 8, 3)).astype(np.float32)
 BATCH = {"x": X, "mask": np.float32(np.arange(32).reshape(4, 8) % 3 > 0)}
 PARAMS = {"w": jnp.ones((2, 3))}
-LAYOUTS: dict[str, Any] = {
-    "one": {"mesh": None, "data_axes": None},
-    "micro_batch": {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
-}
+
+
+def layout(name: str) -> dict[str, Any]:
+    if name == "one":
+        return {"mesh": None, "data_axes": None}
+    return {"mesh": make_mesh((8,)), "reduce_every": name}
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -44,7 +46,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
     [("two programs", "one"), ("nnx window", "micro_batch")],
 )
 def test_no_tracer_leaks_from_a_step(way: str, devices: str):
-    step = make_step(way, optax.adam(0.1), loss_fn=loss_fn, k=2, **LAYOUTS[devices])
+    step = make_step(way, optax.adam(0.1), loss_fn=loss_fn, k=2, **layout(devices))
     micro_batches = [{n: x[i] for n, x in BATCH.items()} for i in range(2)]
     with jax.checking_leaks():
         run_step(step, step.init(PARAMS), [BATCH] if "window" in way else micro_batches)
@@ -74,7 +76,7 @@ def test_what_a_loss_refers_to_is_freed(devices: str):
             window_value_and_grad(weighted)(PARAMS, BATCH)
         else:
             tx = optax.sgd(0.1)
-            step = make_step("window", tx, loss_fn=weighted, k=4, **LAYOUTS[devices])
+            step = make_step("window", tx, loss_fn=weighted, k=4, **layout(devices))
             step(step.init(PARAMS), BATCH)
 
     for _ in range(3):
@@ -96,7 +98,7 @@ def train(step: Any, seed: int) -> Any:
 
 def test_each_thread_gets_what_it_gets_alone():
     alone, shared = (
-        make_step("two programs", optax.adam(1e-2), **LAYOUTS["one"]) for _ in "ab"
+        make_step("two programs", optax.adam(1e-2), **layout("one")) for _ in "ab"
     )
     expected = [train(alone, seed) for seed in range(4)]
     before = sys.getswitchinterval()

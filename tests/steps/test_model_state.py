@@ -8,11 +8,11 @@ import chex
 import helpers
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from meshes import OVER
 
 from optax_tokenaccum import (
     make_window_step,
@@ -123,7 +123,8 @@ def calls(way: str, windows: list[list[Any]]) -> list[Any]:
 def train(way: str, windows: Any = WINDOWS, **options: Any) -> tuple[Any, list[Any]]:
     """Return the state and all metrics."""
     model_state = options.pop("model_state", new_model_state())
-    step, metrics = new_step(way, **OVER[options.pop("over", "1")], **options), []
+    over = meshes.over(options.pop("over", "1"))
+    step, metrics = new_step(way, **over, **options), []
     state = step.init(PARAMS, model_state)
     for batch in calls(way, windows):
         state, m = step(state, batch)
@@ -173,7 +174,7 @@ def test_training_is_a_loop_by_hand(way: str, over: str):
 
 @pytest.mark.parametrize(("way", "over"), [("two programs", "8"), ("window", "1")])
 def test_in_place_with_one_compilation_of_each_program(way: str, over: str):
-    step, given = new_step(way, **OVER[over]), new_model_state()
+    step, given = new_step(way, **meshes.over(over)), new_model_state()
     first = state = step.init(PARAMS, given)
     compiled, buffers = [], set()
     for window in WINDOWS:
@@ -258,7 +259,7 @@ def test_another_state_raises(name: str, change: Any, named: str):
 def test_a_checkpoint_of_an_open_window_continues(tmp_path: Path):
     """On as many devices, and on one."""
     way = "two programs"
-    step, one = new_step(way, **OVER["8"]), new_step(way)
+    step, one = new_step(way, **meshes.over("8")), new_step(way)
     given = PARAMS, new_model_state()
     state, shapes = step.init(*given), jax.eval_shape(step.init, *given)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)

@@ -162,7 +162,9 @@ def test_close_works_in_place():
     """Parameters and moments have one shape; a wrong pairing would copy them all."""
     step = make_train_step(loss_fn, ADAMW, 4)
     lowered = step.close_window.lower(step.init(new_params()))
-    assert net_bytes(lowered) <= optimizer_alone() + 1024
+    # A GPU aligns each of some ten scalars to 256 bytes.
+    scalars = 1024 if jax.default_backend() == "cpu" else 4096
+    assert net_bytes(lowered) <= optimizer_alone() + scalars
     lines = lowered.compile().as_text().splitlines()
     matrix = f"f32[{WIDTH},{WIDTH}]"
     assert not [line for line in lines if " copy(" in line and matrix in line]

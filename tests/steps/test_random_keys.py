@@ -58,7 +58,7 @@ def test_both_steps_draw_the_same_masks_and_no_two_windows_do(
     kind: str, over: str, new_key: Any
 ):
     key = new_key(7)
-    train, whole = steps_of(kind, meshes.OVER[over] | helpers.SKIPS)
+    train, whole = steps_of(kind, meshes.over(over) | helpers.SKIPS)
     train_state, window_state = train.init(PARAMS), whole.init(PARAMS)
     placement = [x.sharding for x in jax.tree.leaves(window_state)]
     masks, updates = [], 0

@@ -53,6 +53,7 @@ def batches_of(*positives: list[int]) -> Batches:
 
 BATCHES = batches_of([], [0, 5], [3])
 WITHOUT_ANY = batches_of([], [])
+OVER = ["1", "8", "8, explicit", "8, each", "8, explicit, each"]
 LOSSES = [focal_loss, slow(two_masks)]
 
 
@@ -91,10 +92,10 @@ def applied(params: Any) -> Any:
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-@pytest.mark.parametrize("over", [*meshes.OVER])
+@pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("way", [gradients.train_step, gradients.window_step])
 def test_steps(way: Any, over: str, loss_fn: Any):
-    options = meshes.OVER[over]
+    options = meshes.over(over)
     check(way(loss_fn, gradients.params_of(), BATCHES, **options), loss_fn)
 
 
@@ -133,7 +134,7 @@ def test_whole_gradients_and_skip_functions(
     over: str, options: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OPTAX_TOKENACCUM_ADD_AFTER", "1")
-    options = options | meshes.OVER[over]
+    options = options | meshes.over(over)
     got = gradients.train_step(focal_loss, gradients.params_of(), BATCHES, **options)
     check(got, focal_loss)
 
@@ -167,7 +168,7 @@ def test_nnx(over: str):
 
     model = Model()
     optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
-    step = nnx_steps.make_window_step(loss_fn, **meshes.OVER[over])
+    step = nnx_steps.make_window_step(loss_fn, **meshes.over(over))
     step.init(model, optimizer)
     step(model, optimizer, stack(BATCHES))
     check(applied({"layers": model.layers[...], "out": model.out[...]}), focal_loss)
@@ -178,7 +179,7 @@ def test_nnx(over: str):
 def test_a_window_without_tokens_closes_without_an_update(make: Any, over: str):
     """What it held does not reach the next window."""
     k = (2,) if make is make_train_step else ()
-    step = make(focal_loss, optax.adam(1.0), *k, **meshes.OVER[over])
+    step = make(focal_loss, optax.adam(1.0), *k, **meshes.over(over))
     first = step.init(gradients.params_of())
     begun = jax.tree.map(np.asarray, first)
     after = []
@@ -209,7 +210,7 @@ def test_a_count_that_cannot_be_adds_nothing(count: float, over: str):
     kept, wrong = BATCHES[1], {"x": BATCHES[0]["x"], "is_positive": is_wrong}
     batches = [kept | {"is_wrong": is_wrong & False}, wrong | {"is_wrong": is_wrong}]
     got = gradients.train_step(
-        loss_fn, gradients.params_of(), batches, **meshes.OVER[over]
+        loss_fn, gradients.params_of(), batches, **meshes.over(over)
     )
     others = slice(1, None) if over == "8" else slice(0, 0)
     rest = {name: x[others] for name, x in wrong.items()}
@@ -227,6 +228,6 @@ def test_the_loss_that_is_logged_is_that_of_all_rows():
     rows = {name: np.concatenate([b[name] for b in BATCHES]) for name in BATCHES[0]}
     expected = focal_loss(gradients.params_of(), rows)[0] / rows["is_positive"].sum()
     for over in ("1", "8"):
-        step = make_window_step(focal_loss, optax.sgd(1.0), **meshes.OVER[over])
+        step = make_window_step(focal_loss, optax.sgd(1.0), **meshes.over(over))
         _, metrics = step(step.init(gradients.params_of()), stack(BATCHES))
         np.testing.assert_allclose(metrics.loss, expected, rtol=1e-6)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from helpers import SKIPS
 from jax.ad_checkpoint import checkpoint_name
+from meshes import make_mesh
 
 from optax_tokenaccum import (
     _backward,
@@ -218,7 +219,7 @@ def test_every_way_in_after_it_was_traced_and_from_shapes():
 @pytest.mark.parametrize(("axis", "spread"), [(0, 0), (1, 0), (1, 1)])
 def test_a_stacked_axis_that_is_spread_is_named(axis: int, spread: int):
     """The types of a `jit` do not tell: the arguments do. A step looks at its state."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = make_mesh((8,))
     loss_fn = loss_with(turned if axis else lambda w: w)
     spec = jax.sharding.PartitionSpec(*[None] * spread, "data")
     shardings = {
