@@ -1,7 +1,9 @@
 """Finds the gradient that a training loop really applies."""
 
+import dataclasses
 import functools
-import itertools
+import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ import optax
 
 from optax_tokenaccum import _checks as checks
 from optax_tokenaccum._audit_parts import Model, copied, flat
-from optax_tokenaccum._audit_report import AuditReport, Parameter, Verdict
+from optax_tokenaccum._audit_report import AuditReport, Parameter, Verdict, progress
 from optax_tokenaccum._loss import LossFn, unpack
 from optax_tokenaccum._trees import (
     Batch,
@@ -49,17 +51,29 @@ NOT_FINITE = (
     "sums in float32); the mean of a micro-batch without tokens is 0/0 (leave it out)."
 )
 NOT_A_SUM = (
-    "the applied gradient is not a sum of these micro-batches' gradients. Was a window "
-    "left open (close_window ends it)? Does padding count? Is there dropout, another "
-    "loss, lower precision than in loss_fn (give rtol), a rescaling by parameter? Do "
-    "devices take means? Does run freeze parameters (stop their gradient in loss_fn)?"
+    "the applied gradient is not a sum of these micro-batches' gradients. Is it "
+    "clipped by value? Was a window left open (close_window ends it)? Does padding "
+    "count? Is there dropout, another loss, lower precision than in loss_fn (give "
+    "rtol), a rescaling by parameter? Do devices take means? Does run freeze "
+    "parameters (stop their gradient in loss_fn)?"
 )
+INSIDE = "Clip inside of the optimizer that run gets."
 NO_SUM = "loss_fn returns a mean, or a count that is not a sum: see check_loss_fn."
 COUPLED = (
-    "loss_fn couples rows: its gradient for two micro-batches together is not the sum "
-    "of both. Contrastive and balance losses, BatchNorm, dropout, or sequences without "
-    "an axis of rows do that. coupled_value_and_grad has the gradient of such a loss; "
-    "or keep such rows in one micro-batch, or leave the term out."
+    "loss_fn couples rows: its gradient for a micro-batch is not the sum of those for "
+    "two halves. Contrastive and balance losses, BatchNorm, dropout, or sequences "
+    "without an axis of rows do that. coupled_value_and_grad has the gradient of such "
+    "a loss; or keep such rows in one micro-batch, or leave the term out."
+)
+OF_DEVICES = (
+    "devices take the mean of their own means. In pmap or shard_map, write "
+    "t = psum(n, axis), g = psum(g * n, axis) / t for the gradient g of a mean over n "
+    "tokens, and num_tokens=t."
+)
+ON_ZEROS = (
+    "the optimizer also runs on zeros, {} times in this window, as behind "
+    "optax.apply_every: moments decay, and weight decay and schedules go on. Put it "
+    "inside of token_accumulation."
 )
 NOT_CHECKED = "Not checked: whether loss_fn couples rows."
 SIGMAS = 8  # 5 was seen, because a token's rounding errors are correlated
@@ -75,7 +89,7 @@ class Window:
     noise: np.ndarray  # norms of the gradients' rounding errors, [k]
     rtol: float  # the least relative error that is tolerated
     first: np.ndarray  # the gradient of the loop's first update, [parameters]
-    second: np.ndarray | None = None  # of its second update, if there was one
+    seconds: np.ndarray | None = None  # what its second may be, if there was one
 
     @property
     def right(self) -> np.ndarray:
@@ -101,7 +115,7 @@ class Window:
 
     def forms_of_one(self, i: int) -> np.ndarray:
         """The same for the gradient of the micro-batch at index `i`."""
-        n, k, total = max(self.tokens[i], 1e-300), len(self.tokens), self.tokens.sum()
+        n, k, total = self.tokens[i] or np.inf, len(self.tokens), self.tokens.sum()
         return np.outer([1 / n, 1 / n / k, 1 / total, 1], np.arange(k) == i)
 
     def candidates(self) -> dict[Verdict, float]:
@@ -113,9 +127,10 @@ class Window:
         found = {v: nearest(self.first, forms) for v, forms in self.forms().items()}
         exact, stepped = self.right @ self.gradients, np.inf
         found[Verdict.DISCARDED] = distance(self.first + exact, exact)
-        if self.second is not None and np.count_nonzero(self.tokens) > 1:
+        if self.seconds is not None and np.count_nonzero(self.tokens) > 1:
             i, j, *_ = map(self.forms_of_one, np.flatnonzero(self.tokens))
-            stepped = max(nearest(self.first, i), nearest(self.second, j))
+            second = min(nearest(x, j) for x in self.seconds)
+            stepped = max(nearest(self.first, i), second)
         return found | {Verdict.STEPPED_EVERY_MICRO_BATCH: stepped}
 
     def fits(self, form: np.ndarray) -> bool:
@@ -177,8 +192,8 @@ def audit(
     The exact gradient is :math:`\sum_i g_i / \sum_i n_i`. The loop runs twice with an
     SGD of which only the first update, then only the second, moves the parameters, by
     more than their size: they then show the gradient in their own dtype. Least squares
-    give the weight of each micro-batch, which must be 1. Last, the rows of two are
-    joined, and padded if that changes nothing: a loss that couples them is not `EXACT`.
+    give the weight of each micro-batch, which must be 1. Last, two halves of a
+    micro-batch are compared with the whole: a loss that couples rows is not `EXACT`.
 
     Args:
       run: `run(optimizer, params, micro_batches) -> params`: the loop, for one window,
@@ -217,14 +232,14 @@ def audit(
       >>> audit(run, loss_fn, jnp.array(1.5), micro_batches).verdict
       <Verdict.MEAN_OF_MEANS: 'mean of means'>
     """
-    checks.check_function(run, "run")
-    checks.check_function(loss_fn, "loss_fn")
+    _check_takes(run, "run", "optimizer", "params", "micro_batches")
+    _check_takes(loss_fn, "loss_fn", "params", "micro_batch")
     micro_batches = checks.as_micro_batches(micro_batches)
     if rtol is not None and not 0 < rtol < 1:
         raise ValueError(f"rtol must be between 0 and 1, or None: got {rtol}.")
     model = Model(params)
     summed = _gradient_of(loss_fn, model)
-    found = [summed(batch) for batch in micro_batches]
+    found = [summed(x) for x in progress(micro_batches, "audit: gradient")]
     gradients, tokens = np.array([g for g, _ in found]), np.array([n for _, n in found])
     exact = gradients.sum(0) / (tokens.sum() or 1)
     size = np.linalg.norm(exact)
@@ -233,19 +248,28 @@ def audit(
             "A window must have tokens, and a gradient that is finite and not 0: got "
             f"{tokens.tolist()} tokens and a gradient of norm {size:.3g}."
         )
-    first, second, drift = _read(run, model, micro_batches, size)
+    empty = int(np.sum(~gradients.any(1)))
+    first, seconds, drift, zeros = _read(run, model, micro_batches, size, empty)
     # Times 0.75, numbers round in another way.
-    scaled = gradients if rtol else [summed(batch, 0.75)[0] for batch in micro_batches]
+    scaled = gradients
+    if not rtol:
+        again = progress(micro_batches, "audit: rounding")
+        scaled = np.array([summed(x, 0.75)[0] for x in again])
     noise = np.linalg.norm(scaled - gradients, axis=1)
     units = [float(jnp.finfo(x.dtype).eps) / 2 for x in model.trained]
     rtol = rtol or max(1e-4, *units, 4 * drift)
-    window = Window(tokens, gradients, noise, rtol, first, second)
+    window = Window(tokens, gradients, noise, rtol, first, seconds)
     verdict, explanation = _judge(window)
+    if explanation == NOT_A_SUM and _is_of_devices(summed, micro_batches, window):
+        explanation = OF_DEVICES
     doubt = _doubt(summed, micro_batches, window)
-    if verdict is Verdict.EXACT and doubt in (NO_SUM, COUPLED):
-        verdict, explanation = Verdict.UNKNOWN, doubt
-    elif verdict is Verdict.EXACT or doubt != NOT_CHECKED:
-        explanation = f"{explanation} {doubt}".rstrip()
+    causes = [ON_ZEROS.format(zeros)] * (zeros > 0)
+    causes += [doubt] * (doubt in (NO_SUM, COUPLED))
+    if verdict is Verdict.EXACT and causes:
+        verdict, explanation = Verdict.UNKNOWN, " ".join(causes)
+    else:
+        said = *causes[: zeros > 0], explanation, doubt
+        explanation = " ".join(filter(None, said))
     ends = np.cumsum([flat([x]).size for x in model.trained])[:-1]
     parts = [np.split(x, ends) for x in (first, exact, first - exact)]
     norms = [[float(np.linalg.norm(part)) for part in x] for x in parts]
@@ -264,6 +288,21 @@ def audit(
     )
 
 
+def _check_takes(f: Callable[..., Any], name: str, *arguments: str) -> None:
+    checks.check_function(f, name)
+    try:
+        signature = inspect.signature(f)
+    except ValueError:  # of a builtin function
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a function of ({', '.join(arguments)}): got one of "
+            f"{signature}. Give audit run first, and then loss_fn."
+        ) from None
+
+
 def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
     """The gradient of a micro-batch's loss times a share, and its tokens."""
 
@@ -276,78 +315,111 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
     def summed(batch: Batch, share: float = 1.0) -> tuple[np.ndarray, float]:
         found, n = gradient(model.trained, batch, share)
         n = float(as_num_tokens(n, np.float64))
-        return np.where(n > 0, flat(found) / share, 0), n  # 0/0 without tokens
+        found = flat(found) / share
+        return np.where((n > 0) | np.isfinite(found), found, 0), n  # 0/0 adds nothing
 
     return summed
 
 
 def _read(
-    run: Run, model: Model, batches: list[Batch], exact: float
-) -> tuple[np.ndarray, np.ndarray | None, float]:
-    """What the first and the second update apply; how far parameters drift without."""
+    run: Run, model: Model, batches: list[Batch], exact: float, empty: int
+) -> tuple[np.ndarray, np.ndarray | None, float, int]:
+    """What two updates apply, how far parameters drift without, and zero updates."""
     # Rounding of such an update costs a unit of the gradient, not of the parameters.
     # The margin leaves room for small gradients; float16 has none.
     margin = 4.0 if jnp.float16 in [x.dtype for x in model.trained] else 2.0**30
     start = flat(model.trained)
     size = np.linalg.norm(start) or exact
     scale = float(2.0 ** np.round(np.log2(margin * size / exact)))
+    unit = 0.73 * exact / np.sqrt(start.size)  # what a gradient of zeros applies
 
     def after(which: int) -> np.ndarray:
         own = model.build(model.trained)
-        return model.numbers(run(_sgd_once(which, scale), own, copied(batches)))
+        optimizer = _sgd_once(which, scale, unit)
+        return model.numbers(run(optimizer, own, copied(batches)))
 
-    moved, still = after(0), after(1)
+    moved, still = (after(i) for i in progress((0, 1), "audit: run"))
     drift = float(np.linalg.norm(still - start) / size)
-    if not drift <= margin**0.3:  # it is a second update, or NaN
-        return (start - moved) / scale, (start - still) / scale, 0.0
-    return (still - moved) / scale, None, drift
+    if drift <= margin**0.3:
+        return (still - moved) / scale, None, drift, 0
+    first, second = (start - moved) / scale, (start - still) / scale
+    if np.linalg.norm(first) * scale <= margin**0.3 * size:
+        first = np.zeros_like(first)
+    if np.isfinite(second).all() and np.ptp(second) <= 0.1 * unit:
+        zeros = second.mean() / unit
+        if round(zeros) > 0 and abs(zeros - round(zeros)) < 0.1:
+            return first, None, 0.0, round(zeros)
+    # A second update, or NaN. Micro-batches without a gradient may be updates too.
+    return first, np.array([second, second - empty * unit]), 0.0, 0
 
 
-def _sgd_once(which: int, scale: float) -> optax.GradientTransformationExtraArgs:
-    """SGD in which only update number `which`, counted from 0, moves parameters."""
+def _sgd_once(
+    which: int, scale: float, unit: float
+) -> optax.GradientTransformationExtraArgs:
+    """SGD in which only update number `which`, from 0, moves parameters.
+
+    Updates with zeros are not numbered. Next to the second, each moves them by `unit`.
+    """
 
     def update(
         updates: Gradients, state: OptState, params: Params = None, **extra: Any
     ) -> tuple[Gradients, OptState]:
+        is_some = jnp.any(
+            jnp.array([jnp.any(g != 0) for g in jax.tree.leaves(updates)])
+        )
+
         def step(g: jax.Array) -> jax.Array:
             wide = g.astype(common_dtype(g.dtype, jnp.float32))  # float16 overflows
-            return jnp.where(state == which, -scale * wide, 0).astype(g.dtype)
+            of_zeros = unit if which else 0.0
+            size = jnp.where(is_some, jnp.where(state == which, wide, 0), of_zeros)
+            return (-scale * size).astype(g.dtype)
 
-        return jax.tree.map(step, updates), state + 1
+        return jax.tree.map(step, updates), state + is_some.astype(jnp.int32)
 
     return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)
 
 
 def _doubt(summed: Gradient, batches: list[Batch], window: Window) -> str:
-    """What is wrong with `loss_fn` if rows of two micro-batches do not add up."""
-
-    def padded(x: jax.Array, other: jax.Array) -> jax.Array:
-        more = np.maximum(np.shape(other), np.shape(x)) - np.shape(x)
-        low = jnp.min(x) if jnp.issubdtype(x.dtype, jnp.integer) else 0
-        widths = [(0, n) for n in more]  # with 0, or -100 in ignored labels
-        return jnp.pad(x, widths, constant_values=min(low, 0)) if more.any() else x
-
-    shapes = [[np.shape(x) for x in jax.tree.leaves(batch)] for batch in batches]
-    pairs = itertools.combinations(np.flatnonzero(window.tokens), 2)
+    """What is wrong with `loss_fn` if two halves of a micro-batch do not add up."""
     try:
-        i, j = min(pairs, key=lambda pair: shapes[pair[0]] != shapes[pair[1]])
-        for batch in (batches[i], batches[j]):
-            leading_axis(batch, "a micro-batch")
-        a = jax.tree.map(padded, batches[i], batches[j])
-        b = jax.tree.map(padded, batches[j], batches[i])
-        both = jax.tree.map(lambda *x: jnp.concatenate(x), a, b)
-        found, counts = zip(*map(summed, (a, b, both)), strict=True)
-    except Exception:  # no two, no rows, or whatever a loss raises at such a shape
+        sizes = [leading_axis(batch, "a micro-batch") for batch in batches]
+        i = max(np.flatnonzero(window.tokens), key=lambda i: sizes[i])
+        rows = sizes[i]
+        parts = map(
+            summed, _parts(batches[i], [slice(rows // 2), slice(rows // 2, rows)])
+        )
+        found, counts = map(np.array, zip(*parts, strict=True))
+    except Exception:  # no rows, or whatever a loss raises at such a shape
         return NOT_CHECKED
-    g, n = window.gradients[[i, j]], window.tokens[[i, j]]
-    limit = 2 * max(window.rtol * np.linalg.norm(g), 4 * max(window.noise))
-    padding_counts = np.linalg.norm(found[:2] - g) > limit or counts[:2] != tuple(n)
-    if padding_counts or max(map(len, shapes[i])) == 1:  # it may be that of a sequence
+    if rows < 2:
         return NOT_CHECKED
-    is_sum = abs(counts[2] - n.sum()) <= 1e-4 * n.sum()
-    if is_sum and np.linalg.norm(found[2] - g.sum(0)) <= limit:
+    g, n = window.gradients[i], window.tokens[i]
+    limit = 2 * max(window.rtol * np.linalg.norm(found), 4 * window.noise[i])
+    is_sum = abs(counts.sum() - n) <= 1e-4 * n
+    if is_sum and np.linalg.norm(found.sum(0) - g) <= limit:
         return ""
-    return COUPLED if is_sum and distance(found[2], n @ g / n.sum()) > 0.01 else NO_SUM
+    if max(np.ndim(x) for x in jax.tree.leaves(batches[i])) == 1:
+        return NOT_CHECKED  # it may be a sequence
+    return COUPLED if is_sum and distance(g, counts @ found / n) > 0.01 else NO_SUM
+
+
+def _parts(batch: Batch, slices: list[slice]) -> list[Batch]:
+    return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
+
+
+def _is_of_devices(summed: Gradient, batches: list[Batch], window: Window) -> bool:
+    """Whether the loop applies means over the local devices' means."""
+    d, means = jax.local_device_count(), []
+    for batch in batches:
+        rows = len(jax.tree.leaves(batch)[0])
+        if d == 1 or rows % d:
+            return False
+        parts = _parts(
+            batch, [slice(i, i + rows // d) for i in range(0, rows, rows // d)]
+        )
+        means.append(sum(g / (n or 1) for g, n in map(summed, parts)) / d)
+    means = np.array(means) * window.tokens[:, None]
+    return dataclasses.replace(window, gradients=means).weights is not None
 
 
 def _judge(window: Window) -> tuple[Verdict, str]:
@@ -357,7 +429,7 @@ def _judge(window: Window) -> tuple[Verdict, str]:
         return Verdict.UNKNOWN, NOT_FINITE
     if candidates[stepped] <= STEP_RTOL:
         return stepped, EXPLANATIONS[stepped]
-    if window.second is not None:
+    if window.seconds is not None:
         return Verdict.UNKNOWN, "run takes several steps: make it one window, one step."
     if not window.first.any():
         return Verdict.DISCARDED, EXPLANATIONS[Verdict.DISCARDED]
@@ -382,23 +454,42 @@ def _judge(window: Window) -> tuple[Verdict, str]:
 def _explain(window: Window) -> str:
     """Explains a gradient that matches no known one."""
     n, k, total = window.tokens, len(window.tokens), window.tokens.sum()
+    size, clipped = np.linalg.norm(window.first), "is clipped to a norm of"
     if factor := window.factor_of(window.right):
+        if 0 < factor < 1 and abs(size / float(f"{size:.1g}") - 1) <= 1e-3:
+            return f"the gradient of the window {clipped} {size:.1g}. {INSIDE}"
         return (
             f"the direction is right, the size is not: it is {factor:.6g} times what it"
-            " should be. Are two devices summed (2) or averaged (0.5)? Is it k "
-            f"({k}), the tokens ({total:g}), or a sum given as a mean ({total / k:g})? "
-            f"Or clipping, a learning rate, or a count of {total / factor:.0f} tokens?"
+            f" should be. {'Is it clipped? ' * (factor < 1)}Are two devices summed (2) "
+            f"or averaged (0.5)? Is it k ({k}), the tokens ({total:g}), or a sum given "
+            f"as a mean ({total / k:g})? Or a learning rate, or a count of "
+            f"{total / factor:.0f} tokens?"
         )
     if window.weights is None:
         return NOT_A_SUM
-    if window.factor_of(window.forms()[Verdict.MEAN_OF_MEANS][0]):
-        return "a mean is given where a sum is expected, or a mean of means is scaled."
+    values, errors = window.weights
+    sizes = np.nan_to_num(values) * np.linalg.norm(window.gradients, axis=1)
+    for norms in (sizes, sizes / np.maximum(n, 1e-9)):  # of a sum's or mean of means'
+        equal = norms >= 0.98 * norms.max()
+        if equal.sum() > 1 and np.ptp(values[equal]) > 0.1 * max(values[equal]):
+            return (
+                f"each micro-batch is clipped: {equal.sum()} of {k} have gradients of "
+                f"the same norm. {INSIDE}"
+            )
+    if factor := window.factor_of(window.forms()[Verdict.MEAN_OF_MEANS][0]):
+        if np.isclose(factor, k, rtol=0.01):
+            return "means are added up, as by optax.apply_every. Average by tokens."
+        if np.isclose(factor, k / total, rtol=0.01):
+            return (
+                "the sum of means is divided by all tokens: a mean is given where a "
+                'sum is expected. Give summed losses, or gradients="mean".'
+            )
+        return f"the mean of means is applied, times {factor:.6g}."
     if max(n) > 2 and window.near(n).all():
         return (
             "a sum is given where a mean is expected. Give optax_tokenaccum.MultiSteps "
             'gradients="sum", or divide the loss by its tokens.'
         )
-    values, errors = window.weights
     lost, twice = (int(np.sum((errors < 0.5) & window.near(x))) for x in (0, 2))
     if lost or twice and (window.near(1) | window.near(2)).all():
         return (

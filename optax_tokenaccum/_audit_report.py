@@ -1,11 +1,16 @@
 """The report of an audit, for people and for tests."""
 
 import enum
+import sys
 import textwrap
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from optax_tokenaccum._trees import T
 
 
 class Verdict(enum.Enum):
@@ -102,12 +107,29 @@ class AuditReport:
         lines += ["", "  relative error  to the gradient"]
         known = sorted((error, v.value) for v, error in self.candidates.items())
         lines += [f"  {error:14.1e}  {name}" for error, name in known if error < np.inf]
-        lines += ["", "     error   applied     exact  parameters, worst first"]
+        lines += ["", "   norms of gradients, by parameter, worst first"]
+        lines += ["     error   applied     exact  parameter"]
         worst = []
         for p in sorted(self.parameters, key=lambda p: -p.error):
             path = p.path if len(p.path) <= 48 else f"...{p.path[-45:]}"
             worst.append(f"  {p.error:8.1e}  {p.applied:8.1e}  {p.exact:8.1e}  {path}")
         return "\n".join([*lines, *_first(worst)])
+
+
+def progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items, with a bar on a terminal, and a line now and then elsewhere."""
+    shown, is_terminal = time.monotonic(), sys.stderr.isatty()
+    for i, item in enumerate(items):
+        line = f"{what} {i + 1} of {len(items)}"
+        if is_terminal:
+            bar = "#" * (20 * i // len(items))
+            print(f"\r[{bar:20}] {line}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - shown > 10:
+            shown = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+        yield item
+    if is_terminal:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def wrapped(text: str) -> str:

@@ -166,6 +166,19 @@ def with_counts(gradient: Callable[..., Any], count: Callable[[Any], Any]) -> Ru
     return run
 
 
+def with_transformation(loss_fn: Any) -> Run:
+    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+        optimizer = token_accumulation(optimizer, len(micro_batches))
+        update, state = jax.jit(optimizer.update), optimizer.init(params)
+        for batch in micro_batches:
+            grads, n = gradient_of(loss_fn)(params, batch)
+            updates, state = update(grads, state, params, num_tokens=n)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return run
+
+
 broken(
     "padding counted",
     "counts the entries of the mask",
@@ -198,6 +211,65 @@ broken(
     Verdict.UNKNOWN,
     "it is 2 times what it should be. Are two devices summed",
 )(of_weights(np.full(K, 2)))
+
+
+broken(
+    "means as sums",
+    "divides means by the tokens of the window",
+    Verdict.UNKNOWN,
+    "the sum of means is divided by all tokens",
+)(with_transformation(loss_mean_fn))
+
+
+def clip(grads: Any, norm: float) -> Any:
+    """Clips as `optax.clip_by_global_norm`."""
+    return scale(grads, norm / jnp.maximum(optax.tree.norm(grads), norm))
+
+
+@broken(
+    "each clipped",
+    "clips micro-batches outside of the accumulation",
+    Verdict.UNKNOWN,
+    "each micro-batch is clipped",
+)
+def each_clipped(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    """Clipping that stood around the optimizer, and now stands around MultiSteps."""
+    loop = with_counts(
+        lambda *x: clip(mean(*x), 2.0), lambda batch: batch["mask"].sum()
+    )
+    return loop(optimizer, params, micro_batches)
+
+
+@broken(
+    "window clipped",
+    "clips the gradient of the window",
+    Verdict.UNKNOWN,
+    "the gradient of the window is clipped to a norm of 0.3",
+)
+def window_clipped(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+    return apply_once(
+        optimizer, params, clip(mean(params, concatenated(micro_batches)), 0.3)
+    )
+
+
+@broken(
+    "apply_every",
+    "runs the optimizer on zeros",
+    Verdict.UNKNOWN,
+    "the optimizer also runs on zeros, 7 times in this window, as behind optax.apply",
+)
+def by_apply_every(
+    optimizer: Any, params: Any, micro_batches: Any, factor: float = 1.0
+) -> Any:
+    """`optax.apply_every` first in a chain: a sum, and zeros before it."""
+    optimizer = optax.chain(optax.apply_every(K), optimizer)
+    update, state = jax.jit(optimizer.update), optimizer.init(params)
+    for batch in micro_batches:
+        grads = gradient_of(loss_sum_fn)(params, batch)[0]
+        share = factor / tokens_of(micro_batches).sum()
+        updates, state = update(scale(grads, share), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
 
 
 @broken("double division", "divides by tokens and by k", Verdict.DIVIDED_TWICE)
@@ -297,19 +369,6 @@ def stale_window(optimizer: Any, params: Any, micro_batches: Any) -> Any:
 
 def full_batch(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return apply_once(optimizer, params, mean(params, concatenated(micro_batches)))
-
-
-def with_transformation(loss_fn: Any) -> Run:
-    def run(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-        optimizer = token_accumulation(optimizer, len(micro_batches))
-        update, state = jax.jit(optimizer.update), optimizer.init(params)
-        for batch in micro_batches:
-            grads, n = gradient_of(loss_fn)(params, batch)
-            updates, state = update(grads, state, params, num_tokens=n)
-            params = optax.apply_updates(params, updates)
-        return params
-
-    return run
 
 
 by_transformation = with_transformation(loss_sum_fn)

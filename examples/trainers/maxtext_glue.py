@@ -1,6 +1,7 @@
 """The code of docs/maxtext.md."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,15 @@ def gradient_accumulation_loss_and_grad(
     if used:
         raise ValueError(f"These options must be off in this accumulation: got {used}.")
 
+    # The backward pass may clip to a fixed range ("fixed,..." in
+    # bwd_quantization_calibration_method, for example), which is for the gradient of a
+    # mean. So loss and count are divided by one power of two near the window's tokens.
+    capacity = config.global_batch_size_to_train_on * config.max_target_length
+    scale = 2.0 ** -round(math.log2(capacity))
+
     def sum_fn(model, batch):
         loss_sum, aux = loss_fn(model, config, batch, None, None, is_train=True)
-        return loss_sum, (aux["total_weights"], aux)
+        return loss_sum * scale, (aux["total_weights"] * scale, aux)
 
     # With ZeRO-1, gather the parameters once, in bfloat16, and not in every layer.
     graphdef, params, others = nnx.split(model, nnx.Param, ...)

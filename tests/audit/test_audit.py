@@ -37,6 +37,8 @@ from audited_loops import (
 )
 from audited_loops import loss_sum_fn as loss_fn
 from helpers import cut, slow
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 from optax_tokenaccum import AuditReport, Verdict, audit, make_train_step
 from optax_tokenaccum._audit_report import Parameter
@@ -400,3 +402,75 @@ def test_a_wide_report_is_aligned_and_cut():
         "  and 1 more",
     ]
     assert lines[-2].endswith("/7")
+
+
+@pytest.mark.parametrize("wrap", ["pmap", slow("shard_map")])
+def test_means_over_devices_are_named(wrap: str):
+    """Each device takes the mean of its own rows, and `pmean` the mean of these."""
+    d = jax.local_device_count()
+    micro_batches = [cut(ragged_batch(i), 1)[0] for i in range(3)]
+
+    def naive(params: Any, batch: Any) -> Any:
+        return jax.lax.pmean(
+            jax.grad(lambda *x: loss_mean_fn(*x)[0])(params, batch), "data"
+        )
+
+    def right(params: Any, batch: Any) -> Any:
+        grads, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+        return jax.tree.map(
+            lambda g: g / jax.lax.psum(n, "data"), jax.lax.psum(grads, "data")
+        )
+
+    def over_devices(gradient: Any) -> Any:
+        def of_devices(params: Any, batch: Any) -> Any:
+            if wrap == "pmap":
+                split = jax.tree.map(lambda x: x.reshape(d, -1, *x.shape[1:]), batch)
+                mapped = jax.pmap(gradient, "data", in_axes=(None, 0))
+                return jax.tree.map(lambda x: x[0], mapped(params, split))
+            mesh = make_mesh((d,))
+            specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+            return jax.jit(jax.shard_map(gradient, mesh=mesh, **specs))(params, batch)
+
+        return with_counts(of_devices, lambda batch: batch["mask"].sum())
+
+    audit(over_devices(right), loss_fn, init_params(), micro_batches).assert_exact()
+    report = audit(over_devices(naive), loss_fn, init_params(), micro_batches)
+    assert report.verdict is Verdict.UNKNOWN and report.relative_error > 0.01
+    assert report.explanation.startswith("devices take the mean of their own means")
+
+
+def test_a_loss_without_a_count_is_part_of_the_window():
+    """A micro-batch may have a loss and a count of 0: images without a box."""
+
+    def over_boxes(params: Any, batch: Any) -> Any:
+        return jnp.sum((batch["x"] @ params - 1) ** 2), jnp.sum(batch["n"])
+
+    random = np.random.default_rng(0)
+    micro_batches = [
+        {"x": np.float32(random.normal(size=(4, 3))), "n": np.full(4, n)}
+        for n in (0, 3, 1)
+    ]
+
+    def run(optimizer: Any, params: Any, micro_batches: Any, dropped: Any = ()) -> Any:
+        kept = [b for i, b in enumerate(micro_batches) if i not in dropped]
+        found = [gradient_of(over_boxes)(params, batch) for batch in kept]
+        total = sum(n for _, n in found)
+        return apply_once(optimizer, params, sum(g for g, _ in found) / total)
+
+    audit(run, over_boxes, jnp.ones(3), micro_batches).assert_exact()
+    dropping = functools.partial(run, dropped=[0])
+    report = audit(dropping, over_boxes, jnp.ones(3), micro_batches)
+    assert "1 count for nothing" in report.explanation
+    np.testing.assert_allclose(report.weights, [0, 1, 1], atol=1e-3)
+
+
+def test_swapped_arguments_are_named():
+    with pytest.raises(TypeError, match=r"run must be .*\(optimizer, .* run first"):
+        audit(loss_fn, full_batch, init_params(), MICRO_BATCHES)
+    one_argument: Any = mean_of_rows
+    with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, mic"):
+        audit(full_batch, one_argument, init_params(), MICRO_BATCHES)
+
+
+def mean_of_rows(batch: Any) -> Any:
+    return jnp.mean(batch["x"]), len(batch["x"])

@@ -99,8 +99,8 @@ def attending(p: Any, b: Any, shift: int = 0) -> Any:
 
 
 # Right losses, and the mask if it must be named. By default the first two run.
-RIGHT: dict[str, tuple[Loss, str | None]] = {
-    "mask": (ours, None),
+RIGHT: dict[str, tuple[Loss, str]] = {
+    "mask": (ours, "auto"),
     "ignored labels": (lambda p, b: ours(p, b, "ignored"), "ignored"),
     "row weights": (
         lambda p, b: masked(nll(p, b), b["row_weights"][:, None] * jnp.ones(LENGTH)),
@@ -108,11 +108,11 @@ RIGHT: dict[str, tuple[Loss, str | None]] = {
     ),
     "rewards of 0": (
         lambda p, b: (masked(nll(p, b) * b["rewards"], b["mask"])[0], b["mask"].sum()),
-        None,
+        "auto",
     ),
-    "keys of rows": (dropout_with_keys_of_rows, None),
-    "bfloat16": (in_bfloat16, None),
-    "shifted": (shifted, None),
+    "keys of rows": (dropout_with_keys_of_rows, "auto"),
+    "bfloat16": (in_bfloat16, "auto"),
+    "shifted": (shifted, "auto"),
     "auxiliary loss": (
         lambda p, b: (
             masked(nll(p, b), b["mask_floats"])[0]
@@ -121,7 +121,7 @@ RIGHT: dict[str, tuple[Loss, str | None]] = {
         ),
         "mask_floats",
     ),
-    "attention": (attending, None),
+    "attention": (attending, "auto"),
     "segments": (of_segments, "segments"),
 }
 
@@ -166,22 +166,22 @@ NO_SUM = "not a sum over tokens"
 COUPLED = "depends on the other rows"
 # Wrong losses, what is found, and the mask if it must be named. By default the first
 # three run.
-WRONG: dict[str, tuple[Loss, str, str | None]] = {
+WRONG: dict[str, tuple[Loss, str, str]] = {
     "already a mean": (
         lambda p, b: (ours(p, b)[0] / ours(p, b)[1], ours(p, b)[1]),
         "already a mean",
-        None,
+        "auto",
     ),
     "unshifted": (
         counted(lambda b: jnp.sum(b["attended"]), shifted),
         f"{ONLY_COUNT}.*before their shift",
-        None,
+        "auto",
     ),
-    "contrastive": (contrastive, COUPLED, None),
+    "contrastive": (contrastive, COUPLED, "auto"),
     "unshifted attention": (
         counted(lambda b: jnp.sum(b["attended"]), lambda p, b: attending(p, b, 1)),
         ONLY_COUNT,
-        None,
+        "auto",
     ),
     "some labels ignored": (
         counted(
@@ -189,24 +189,24 @@ WRONG: dict[str, tuple[Loss, str, str | None]] = {
             lambda p, b: masked(nll(p, b), b["mask"] & (b["labels"] > 0)),
         ),
         ONLY_COUNT,
-        None,
+        "auto",
     ),
-    "size": (counted(lambda b: b["mask"].size), ONLY_LOSS, None),
-    "batch statistics": (batch_statistics, COUPLED, None),
-    "balance": (more(balance), COUPLED, None),
-    "constant count": (counted(lambda b: 128), "the count is not a sum", None),
+    "size": (counted(lambda b: b["mask"].size), ONLY_LOSS, "auto"),
+    "batch statistics": (batch_statistics, COUPLED, "auto"),
+    "balance": (more(balance), COUPLED, "auto"),
+    "constant count": (counted(lambda b: 128), "the count is not a sum", "auto"),
     "auxiliary mean": (
         more(lambda p, b: jnp.mean((b["x"] @ p["hidden"]) ** 2)),
         NO_SUM,
-        None,
+        "auto",
     ),
-    "weight decay": (more(lambda p, b: jnp.sum(p["hidden"] ** 2)), NO_SUM, None),
-    "mean of sequences": (mean_of_sequences, 'give per="sequence"', None),
-    "random": (more(noise), "random", None),
+    "weight decay": (more(lambda p, b: jnp.sum(p["hidden"] ** 2)), NO_SUM, "auto"),
+    "mean of sequences": (mean_of_sequences, 'give per="sequence"', "auto"),
+    "random": (more(noise), "random", "auto"),
     "per sequence": (
         counted(lambda b: len(b["mask"])),
         f"{ONLY_LOSS}.*one per sequence",
-        None,
+        "auto",
     ),
 }
 
@@ -224,7 +224,7 @@ def test_right_losses_pass(name: str):
     report.assert_exact()
     assert str(report).startswith("OK")
     assert report.count_checked and report.note is None
-    assert mask is None or mask.strip("[']") in report.count_checked
+    assert mask == "auto" or mask.strip("[']") in report.count_checked
 
 
 @pytest.mark.parametrize("name", cases(WRONG, 3))
@@ -273,7 +273,7 @@ def test_a_loss_may_be_nan_at_parameters_of_zero():
 
 def test_a_loss_that_counts_nothing_or_is_not_finite_is_named():
     report = check_loss_fn(squares(lambda mask: 0), PARAMS, [BATCH])
-    assert report.findings[0].startswith("the loss is 2.25, and its count is 0")
+    assert "9 of 9 entries of ['mask'] change the loss alone" in report.findings[0]
     report = check_loss_fn(
         lambda p, b: (jnp.nan * p["w"], len(b)), PARAMS, [BATCH["x"]]
     )
@@ -285,13 +285,18 @@ def test_what_cannot_be_checked_says_so():
         return jnp.sum((params["w"] * batch - 1) ** 2), batch.size
 
     report = check_loss_fn(loss_fn, PARAMS, [jnp.arange(6.0)])
-    assert report.passed and report.count_checked is None
-    assert "was not checked: it is the same without any leaf of bools" in (
+    assert not report.passed and report.count_checked is None
+    assert "was not checked: it is the same without any leaf. Name the leaf" in (
         " ".join(str(report).split())
     )
+    with pytest.raises(AssertionError, match="mask=None if there is none"):
+        report.assert_exact()
+    report = check_loss_fn(loss_fn, PARAMS, [jnp.arange(6.0)], mask=None)
+    report.assert_exact()
+    assert str(report).endswith("The count was not checked: there is no mask.")
     report = check_loss_fn(squares(lambda x: x.sum()), PARAMS, [BATCH], mask="x")
-    assert report.passed and report.count_checked is None
-    assert report.note == "it is the same without x. Name another mask=."
+    assert not report.passed and report.count_checked is None
+    assert report.note.startswith("it is the same without x. Name the leaf")
     with pytest.raises(ValueError, match=r"mask must be one of .*\['mask'\]"):
         check_loss_fn(squares(lambda x: 1), PARAMS, [BATCH], mask="labels")
     report = check_loss_fn(lambda p, b: (jnp.mean(b), 1), PARAMS, [jnp.arange(6.0)])

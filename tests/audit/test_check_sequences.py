@@ -116,6 +116,14 @@ def test_mistakes_are_named(loss_fn: Any, finding: str):
 @pytest.mark.slow
 def test_a_count_of_all_rows_is_neither_condemned_nor_called_right():
     """Rows of padding count too, which may be meant."""
+
+    def all_rows(params: Any, batch: Any) -> Any:
+        return MEAN(params, batch)[0], len(batch["mask"])
+
+    report = check_loss_fn(all_rows, PARAMS, [make_batch(False)], per="sequence")
+    assert not report.findings and not report.passed
+    assert report.count_checked is None
+    # `count_empty` counts the sequences that segment ids name.
     loss_fn = reduced("seq-mean-token-mean", count_empty=True)
     report = check_loss_fn(loss_fn, PARAMS, [make_batch(True)], per="sequence")
-    assert report.passed and report.count_checked is None
+    assert report.count_checked == "row by row of ['segment_ids']"

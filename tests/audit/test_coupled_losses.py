@@ -66,23 +66,33 @@ def of_one_sequence(params: Any, batch: Any) -> Any:
     return plain(params, jax.tree.map(lambda x: x[None], batch) | {"x": jnp.ones(3)})
 
 
+def attending(params: Any, batch: Any) -> Any:
+    """A loss of one sequence, whose tokens see each other."""
+    x = jnp.exp(batch["y"] * params["w"][0])
+    losses = (x / jnp.sum(x) * batch["y"] - 1) ** 2
+    return jnp.sum(jnp.where(batch["mask"], losses, 0)), jnp.sum(batch["mask"])
+
+
 # No two micro-batches have the same shape.
 SHAPES = [make_batch(i, 5 - i, 5 + i) for i in range(3)]
 FOUR = [make_batch(i, 4, 6) for i in range(3)]
-FLAT = [{k: b[k][0] for k in ("y", "mask")} for b in FOUR]
+FLAT: Any = [{k: b[k][0] for k in ("y", "mask")} for b in FOUR]
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "batches", "says"),
     [
         slow(contrastive, FOUR, COUPLED),
+        (contrastive, SHAPES, COUPLED),
         (balanced_by_mask, SHAPES, COUPLED),
         (mean, SHAPES, "see check_loss_fn"),
         (plain, SHAPES, None),
         slow(of_labels, SHAPES, None),
         (of_four_rows, FOUR, NOT_LOOKED),
-        slow(of_one_sequence, FLAT, NOT_LOOKED),
-        slow(without_mask, SHAPES, NOT_LOOKED),
+        (plain, [make_batch(i, 1, 4 + i) for i in range(3)], NOT_LOOKED),
+        slow(attending, FLAT, NOT_LOOKED),
+        slow(of_one_sequence, FLAT, None),
+        slow(without_mask, SHAPES, None),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

@@ -115,6 +115,58 @@ def a_count_with_padding() -> None:
     assert "the mask's size" in findings(padded_fn)
 
 
+@shows("in the wrong order")
+def a_loss_that_trains_nothing() -> None:
+    def swapped_fn(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch)[::-1]
+
+    def stopped_fn(params: Any, batch: Any) -> Any:
+        return loss_fn(jax.lax.stop_gradient(params), batch)
+
+    def in_floats(loss_fn: Any) -> Any:
+        return lambda p, b: loss_fn(p, b | {"mask": jnp.float32(b["mask"])})
+
+    np.testing.assert_array_equal(moved(in_floats(swapped_fn)), np.zeros(3))
+    assert "are swapped" in findings(in_floats(swapped_fn))
+    np.testing.assert_array_equal(moved(stopped_fn), np.zeros(3))
+    assert "no parameter changes the loss" in findings(stopped_fn)
+
+
+@shows("ignores its mask")
+def a_loss_that_ignores_its_mask() -> None:
+    def unmasked_fn(params: Any, batch: Any) -> Any:
+        return jnp.sum(batch["x"] @ params["w"]), jnp.sum(batch["mask"])
+
+    np.testing.assert_allclose(moved(unmasked_fn), -np.ones(3) * 4 / 3)
+    assert "which the loss ignores" in findings(unmasked_fn)
+
+
+@shows("clips cotangents")
+def a_backward_pass_that_clips() -> None:
+    @jax.custom_vjp
+    def clipped(x: Any) -> Any:
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1.5, 1.5),))
+
+    def clipped_fn(params: Any, batch: Any, c: float = 1.0) -> Any:
+        loss_sum, n = loss_fn({"w": clipped(params["w"])}, batch)
+        return loss_sum / c, n / c
+
+    np.testing.assert_allclose(moved(clipped_fn), -np.ones(3) / 2)
+    np.testing.assert_allclose(moved(lambda *x: clipped_fn(*x, 4.0)), -np.ones(3))
+    assert "depends on the size of the loss" in findings(clipped_fn)
+
+
+@shows("`optax.apply_every`")
+def an_optimizer_that_runs_on_zeros() -> None:
+    def wrap(optimizer: Any, k: int) -> Any:
+        chain = optax.chain(optax.apply_every(k), optimizer)
+        return optax.with_extra_args_support(chain)
+
+    assert "optimizer also runs on zeros, 2 times" in audited(wrap).explanation
+
+
 @shows('without `gradients="mean"`')
 def gradients_of_a_mean() -> None:
     assert not audited(token_accumulation, mean=True).passed

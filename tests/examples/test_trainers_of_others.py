@@ -108,13 +108,28 @@ class MaxTextModel(nnx.Module):
         return {name: getattr(self, name)[...] for name in names}
 
 
+@jax.custom_vjp
+def in_fixed_range(x: Any) -> Any:
+    """Clip cotangents to a range that holds those of a mean, and none of a sum."""
+    return x
+
+
+in_fixed_range.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+def loss_in_fixed_range(params: Any, batch: Any) -> Any:
+    embed = in_fixed_range(params["embed"])
+    return helpers.loss_sum_fn(params | {"embed": embed}, batch)
+
+
 def maxtext_loss_fn(
     model: Any, config: Any, data: Any, dropout_rng: Any, params: Any, is_train: bool
 ) -> Any:
     """The sum of the loss, and what MaxText 0.2.5 logs."""
     assert is_train
     model.rngs.dropout()
-    loss_sum, num_tokens = helpers.loss_sum_fn(model.params(), data)
+    f = loss_in_fixed_range if config.quantization else helpers.loss_sum_fn
+    loss_sum, num_tokens = f(model.params(), data)
     aux = {"xent_sum": loss_sum, "total_weights": num_tokens, "mtp_loss": 3.0}
     return loss_sum, aux | {"moe_lb_loss": 0.0, "indexer_loss": 0.0, "bias": None}
 
@@ -135,6 +150,8 @@ def test_maxtext(monkeypatch: pytest.MonkeyPatch):
     model, batch = MaxTextModel(), helpers.ragged_batch(3, ROWS)
     config = SimpleNamespace(**dict.fromkeys(refused, False))
     config.gradient_accumulation_steps, config.shard_mode = K, None
+    config.global_batch_size_to_train_on = ROWS
+    config.max_target_length, config.quantization = helpers.MAX_LENGTH, False
     params = nnx.state(model, nnx.Param)
     arguments = maxtext_loss_fn, config, model, None, params, batch, None
     for config.shard_optimizer_over_data in (False, True):
@@ -147,6 +164,14 @@ def test_maxtext(monkeypatch: pytest.MonkeyPatch):
         np.testing.assert_allclose(loss, aux["xent_sum"] / aux["total_weights"], rtol)
         assert (aux["mtp_loss"], aux["bias"]) == (3, None)
     assert model.rngs.dropout.count[...] == 2 * K
+
+    # A range that clips the gradient of a sum, and not that of the mean.
+    config.quantization, config.shard_optimizer_over_data = True, False
+    _, _, grads = train.gradient_accumulation_loss_and_grad(*arguments)
+    assert helpers.relative_error(nnx.to_pure_dict(grads), expected) < RTOL
+    of_sum, n = jax.grad(loss_in_fixed_range, has_aux=True)(model.params(), batch)
+    of_sum = jax.tree.map(lambda g: g / n, of_sum)
+    assert helpers.relative_error(of_sum, expected) > 0.1
     assert model.embed[...].dtype == jnp.float32
 
     config.routed_bias = True
