@@ -1,9 +1,10 @@
 """Checks of arguments, with errors that state what is required."""
 
+import functools
 import inspect
 import operator
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,16 @@ from optax_tokenaccum._trees import (
     T,
     Tree,
     check_same_tree,
+    is_concrete,
+    is_float0,
     named_leaves,
+    varying_axes,
+)
+
+OF_WINDOW = ("num_tokens", "value")  # keywords that the inner optimizer is given
+ACCUMULATES = (
+    "The inner optimizer already accumulates: a micro-batch would be counted by two "
+    "windows. Pass the plain optimizer."
 )
 
 
@@ -50,25 +60,82 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Wraps any optax optimizer so that `update` drops arguments it does not know."""
+    """`inner`, whose `update` is given `num_tokens` and `value` only if it takes them.
+
+    `optax.chain` and the like give every keyword to all their members, and a member may
+    refuse one. Which ones is found by tracing, once for each set of keywords.
+    """
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         raise TypeError(
             "The inner optimizer must be an optax optimizer with init and update, such "
             f"as optax.adamw(learning_rate): got {type(inner).__name__}."
         )
-    inner = optax.with_extra_args_support(inner)
-    parameters = inspect.signature(inner.update).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return inner
+    if isinstance(getattr(inner.update, "__self__", None), optax.MultiSteps):
+        raise ValueError(ACCUMULATES)
+    given = optax.with_extra_args_support(inner)
+    refused: dict[frozenset[str], Iterable[str]] = {}
 
     def update(
         updates: Gradients, state: Tree, params: Params | None = None, **extra: Any
     ) -> Any:
-        unknown = {"value", "num_tokens"} - parameters.keys()
-        known = {name: x for name, x in extra.items() if name not in unknown}
-        return inner.update(updates, state, params, **known)
+        run = functools.partial(given.update, updates, state, params)
+        names = frozenset(extra)
+        if names not in refused:
+            refused[names] = _refused(run, extra)
+        return run(**{k: x for k, x in extra.items() if k not in refused[names]})
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(given.init, update)
+
+
+def _refused(run: Callable[..., Any], extra: Mapping[str, Any]) -> Iterable[str]:
+    """The keywords among `num_tokens` and `value` that `run` does not accept."""
+    extra, refused = dict(extra), {}
+    while True:
+        try:
+            jax.eval_shape(functools.partial(run, **extra))
+            return refused
+        except TypeError as error:
+            message = str(error).partition(" Did you mean")[0]  # newer Python
+            named = [name for name in OF_WINDOW if f"'{name}'" in message]
+            if "unexpected keyword argument" in message.lower():
+                new = dict.fromkeys((x for x in named if x in extra), message)
+                refused |= new
+                needed = [name for name in new if _is_parameter(name, run)]
+            else:
+                new, needed = {}, [name for name in named if name in refused]
+            if needed:
+                name = needed[0]
+                raise TypeError(
+                    f"All transformations of a chain must accept {name}, because one "
+                    f"of them uses it: got one that does not, {refused[name]}. Put in "
+                    "its place one that drops it: optax.GradientTransformationExtraArgs"
+                    f"(tx.init, lambda updates, state, params=None, *, {name}=None, "
+                    "**extra: tx.update(updates, state, params, **extra))."
+                ) from error
+            if not new:
+                raise
+            extra = {name: x for name, x in extra.items() if name not in new}
+
+
+def _is_parameter(name: str, f: Any) -> bool:
+    """Whether `f`, or an update function in its closures, has a parameter `name`."""
+    found, seen = [f], set()
+    while found:
+        f = found.pop()
+        if id(f) in seen:
+            continue
+        seen.add(id(f))
+        if isinstance(f, functools.partial):
+            found.append(f.func)
+        elif isinstance(f, Mapping):
+            found += f.values()
+        elif isinstance(f, tuple | list):
+            found += f
+        elif inspect.isfunction(f) or inspect.ismethod(f):
+            if name in [*inspect.signature(f).parameters][3:]:  # updates, state, params
+                return True
+            found += inspect.getclosurevars(f).nonlocals.values()
+    return False
 
 
 def check_inner_state(
@@ -104,6 +171,24 @@ def check_params(params: Params) -> None:
             raise TypeError(
                 f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
                 "Hand a random key to a train step as rng=, or to loss_fn as a keyword."
+            )
+
+
+def check_reduced(num_tokens: Any, gradients: Gradients) -> None:
+    """Raises `ValueError` if only the count differs by device, as types tell."""
+    if is_concrete(num_tokens):
+        return
+    for path, leaf in named_leaves(gradients):
+        axes = sorted(varying_axes(num_tokens) - varying_axes(leaf))
+        if axes and not is_float0(leaf):
+            raise ValueError(
+                "num_tokens must count the tokens of all devices over which the "
+                f"gradients were reduced: at {path} got a gradient that is the same "
+                f"along {axes}, and a count that differs. Differentiate the mean loss "
+                "with respect to jax.lax.pcast(params, axis, to='varying'), because "
+                "JAX itself sums gradients of parameters that devices share. Then "
+                "write total = jax.lax.psum(n, axis), grads = jax.tree.map(lambda g: "
+                "jax.lax.psum(g * n, axis) / total, grads), and num_tokens=total."
             )
 
 

@@ -76,10 +76,7 @@ class MultiSteps:
             token_mean=use_grad_mean,
         )
         self._tx = Transformation(accumulation)
-
-    @property
-    def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        return self._tx.accumulation.inner
+        self.inner_opt = optax.with_extra_args_support(opt)
 
     def init(self, params: Params) -> TokenAccumulationState:
         """The state before the first micro-batch."""

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
-from optax_tokenaccum._checks import check_inner_state
+from optax_tokenaccum._checks import check_inner_state, check_reduced
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import DType, Leaf, OptState, TracedBool, Tree
@@ -135,6 +135,7 @@ class Transformation:
     ) -> tuple[optax.Updates, TokenAccumulationState]:
         """See `token_accumulation`."""
         accumulation = self.accumulation
+        check_reduced(num_tokens, updates)
         state = accumulation.add(updates, state, params, num_tokens, value).state
         mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)
         if value is not None:

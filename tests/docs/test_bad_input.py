@@ -82,6 +82,16 @@ def with_rows(new_rows: Any) -> Any:
     return step(step.init(params, {"rows": 0}), batch)
 
 
+def member(update: Any) -> Any:
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)
+
+
+strict = member(lambda updates, state, params=None, *, rho=1.0: (updates, state))
+by_tokens = member(lambda u, state, params=None, *, num_tokens: (u, state))
+by_value = member(lambda u, state, params=None, *, value=None, **_: (u, state))
+wrong = member(lambda u, state, params=None, **extra: by_tokens.update(u, **extra))
+
+
 def two_bools(*_: Any) -> Any:
     return jnp.zeros(2, bool), ()
 
@@ -167,7 +177,8 @@ def twice() -> None:
 # Mistakes, and below them what they raise; "…" stands for any text.
 ERRORS = """
     updated(token_accumulation(token_accumulation(sgd, 2), 2))
-    make_train_step(loss_fn, optax.MultiSteps(sgd, 2), 2).init(params)
+    make_train_step(loss_fn, optax.MultiSteps(sgd, 2), 2)
+    make_window_step(loss_fn, optax.MultiSteps(sgd, 2).gradient_transformation())
     MultiSteps(optax.chain(optax.clip(1.0), MultiSteps(sgd,
         2).gradient_transformation()), 2).init(params)
       ValueError: The inner optimizer already accumulates: a micro-batch would be
@@ -217,6 +228,16 @@ ERRORS = """
     accumulate_over_window(jax.grad(loss_fn, has_aux=True))(params, window)
     token_accumulation(sgd, 2, should_skip_update_fn=True)
       TypeError: …_fn must …: got …
+    updated(token_accumulation(optax.chain(by_tokens, strict), 2))
+    train(tx=optax.chain(strict, optax.masked(by_tokens, True)))
+    train(tx=optax.chain(optax.apply_if_finite(strict, 2), by_value))
+      TypeError: All transformations of a chain must accept …, because one of them uses
+      it: got one that does not, <lambda>() got an unexpected keyword argument '…'. Put
+      in its place one that drops it: optax.GradientTransformationExtraArgs(tx.init,
+      lambda updates, state, params=None, *, …=None, **extra: tx.update(updates, state,
+      params, **extra)).
+    updated(token_accumulation(wrong, 2))
+      TypeError: <lambda>() missing 1 required positional argument: 'state'
     MultiSteps(sgd, 2, accumulator_dtype=jnp.int32)
       ValueError: accumulator_dtype must be a floating dtype, …: got int32.
     accumulate_over_window(loss_fn, gradients="total")
