@@ -5,11 +5,13 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._trees import (
     Gradients,
@@ -167,6 +169,12 @@ def check_params(params: Params) -> None:
                 "parameters, and overwrite it yourself with the maximum over the "
                 "window."
             )
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | Real):
+            raise TypeError(
+                f"Parameters must be arrays or numbers: at {path} got "
+                f"{type(leaf).__name__}. Keep other leaves out of them, with "
+                "equinox.partition for example."
+            )
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
             raise TypeError(
                 f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
@@ -174,10 +182,29 @@ def check_params(params: Params) -> None:
             )
 
 
-def check_reduced(num_tokens: Any, gradients: Gradients) -> None:
-    """Raises `ValueError` if only the count differs by device, as types tell."""
+def check_num_tokens(
+    num_tokens: ArrayLike | None, gradients: Gradients, others: Iterable[str]
+) -> ArrayLike:
+    """The count, if it is there and, as types tell, that of the gradients' devices.
+
+    `others` are the other keywords of the call, for the error.
+    """
+    if num_tokens is None:
+        given = f" next to the keywords {sorted(others)}" if others else ""
+        raise TypeError(
+            "update() needs num_tokens, the number of loss tokens (or the sum of "
+            f"weights) behind these gradients: got None{given}. Write "
+            "optimizer.update(grads, state, params, num_tokens=n). If you did, "
+            "something in between dropped it: a wrapper whose update has three "
+            "arguments, such as optax.lookahead(tx, 5, 0.5) (build it where n is "
+            "known, as optax.lookahead(with_num_tokens(tx, n), 5, 0.5)); a wrapper "
+            "that is a plain optax.GradientTransformation (use "
+            "GradientTransformationExtraArgs); optax.chain or the like around a "
+            "MultiSteps (give it MultiSteps(...).gradient_transformation()); or "
+            "flax's linen TrainState (use optax_tokenaccum.linen.TrainState)."
+        )
     if is_concrete(num_tokens):
-        return
+        return num_tokens
     for path, leaf in named_leaves(gradients):
         axes = sorted(varying_axes(num_tokens) - varying_axes(leaf))
         if axes and not is_float0(leaf):
@@ -190,6 +217,7 @@ def check_reduced(num_tokens: Any, gradients: Gradients) -> None:
                 "write total = jax.lax.psum(n, axis), grads = jax.tree.map(lambda g: "
                 "jax.lax.psum(g * n, axis) / total, grads), and num_tokens=total."
             )
+    return num_tokens
 
 
 def check_state(state: Tree, kind: type, name: str = "The state") -> None:

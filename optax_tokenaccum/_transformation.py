@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
-from optax_tokenaccum._checks import check_inner_state, check_reduced
+from optax_tokenaccum._checks import check_inner_state, check_num_tokens
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import DType, Leaf, OptState, TracedBool, Tree
@@ -98,12 +98,16 @@ def token_accumulation(
       -3.0
     """
     if removed:
+        instead = (
+            " In place of axis_name, sum gradients and num_tokens over the devices "
+            "with jax.lax.psum before update; in a shard_map, the gradients with "
+            "respect to jax.lax.pcast(params, axis, to='varying'), because JAX itself "
+            "sums those of parameters that devices share. Or use a step with mesh and "
+            "data_axes."
+        )
         raise TypeError(
-            f"token_accumulation() has no keywords {sorted(removed)}. In place of "
-            "axis_name, sum gradients and num_tokens over the devices with "
-            "jax.lax.psum before update; in a shard_map, the gradients with respect to "
-            "jax.lax.pcast(params, axis, to='varying'), because JAX itself sums those "
-            "of parameters that devices share. Or use a step with mesh and data_axes."
+            f"token_accumulation() has no keywords {sorted(removed)}."
+            + instead * ("axis_name" in removed)
         )
     schedule = make_schedule(every_k_schedule, every_n_tokens)
     accumulation = make_accumulation(
@@ -135,7 +139,7 @@ class Transformation:
     ) -> tuple[optax.Updates, TokenAccumulationState]:
         """See `token_accumulation`."""
         accumulation = self.accumulation
-        check_reduced(num_tokens, updates)
+        num_tokens = check_num_tokens(num_tokens, updates, extra_args)
         state = accumulation.add(updates, state, params, num_tokens, value).state
         mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)
         if value is not None:

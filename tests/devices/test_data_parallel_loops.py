@@ -1,6 +1,6 @@
 """A loop of one's own over devices: README's lines are exact, a mean of means is not.
 
-The loss is divided by a device's own tokens. Device 2 has none in the first micro-batch.
+The loss is divided by a device's own tokens. Device 2 has none in micro-batch 0.
 """
 
 import functools

@@ -30,6 +30,7 @@ skips = {"should_skip_update_fn": optax.skip_not_finite}
 ours, theirs = token_accumulation(sgd, 2), optax.MultiSteps(sgd, 2)
 state, old = ours.init(params), theirs.init(params)
 update = jax.jit(ours.update)
+slow, both = optax.lookahead(ours, 5, 0.5), optax.LookaheadParams(params, params)
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -216,6 +217,10 @@ ERRORS = """
       dicts: restore it into optax.MultiSteps(...).init(params).
     from_multi_steps_state(ours, optax.MultiSteps(adam, 2).init(params), params)
       ValueError: The old inner state must be one of tx's inner optimizer …: at [0]….
+    from_multi_steps_state(ours, trained_by(theirs).opt_state, nnx.state(model))
+      TypeError: The old state must hold arrays: got the variables of an nnx.Optimizer.
+      Give nnx.pure(optimizer.opt_state) as the state and nnx.pure(nnx.state(model,
+      nnx.Param)) as the parameters; newer Flax calls it nnx.as_pure.
     from_multi_steps_state(sgd, old, params)
       ValueError: tx must accumulate with optax_tokenaccum: its state holds no ….
     token_accumulation(sgd, 0)
@@ -248,6 +253,16 @@ ERRORS = """
       TypeError: MultiSteps needs every_k_schedule: got None.
     token_accumulation(sgd, 2, axis_name="data")
       TypeError: token_accumulation() has no keywords ['axis_name']. In place of ….
+    token_accumulation(sgd, 2, every_n_token=8)
+      TypeError: token_accumulation() has no keywords ['every_n_token'].
+    MultiSteps(sgd, 2).close_window(state, params)
+    MultiSteps(sgd, 2)._every_k_schedule
+      AttributeError: optax_tokenaccum.MultiSteps has no attribute …. To close a window,
+      write optax_tokenaccum.close_window(optimizer, state, params); keep
+      every_k_schedule in a variable of your own.
+    ours.init({"w": params["w"], "act": jnp.tanh})
+    MultiSteps(sgd, 2).init({"act": "relu"})
+      TypeError: Parameters must be arrays or numbers: at ['act'] got …. Keep other ….
     token_accumulation(sgd, 2).init({"_overwrite_with_gradient": 1.0})
       ValueError: Scales of 8-bit floats cannot be summed: …
     train_step.init({"w": params, "key": jax.random.key(0)})
@@ -258,8 +273,14 @@ ERRORS = """
       ValueError: tx must accumulate, or num_tokens would be dropped: got a state ….
     update(params, state, params)
     applied_by_flax(tx=ours).apply_gradients(grads=params, num_tokens=1)
-      TypeError: update() needs num_tokens, …. If you did, something in between …, or
-      flax's linen TrainState (use optax_tokenaccum.linen.TrainState).
+      TypeError: update() needs num_tokens, …: got None. Write … If you did, something
+      in between …; or flax's linen TrainState (use optax_tokenaccum.linen.TrainState).
+    update(params, state, params, n_tokens=8)
+      TypeError: …: got None next to the keywords ['n_tokens']. Write …
+    slow.update(both, slow.init(both), both)
+      TypeError: … a wrapper whose update has three arguments, such as
+      optax.lookahead(tx, 5, 0.5) (build it where n is known, as
+      optax.lookahead(with_num_tokens(tx, n), 5, 0.5)); …
     update(params, state, params, num_tokens=mask)
       TypeError: num_tokens must be a real scalar, one number for the whole micro-batch
       such as mask.sum(): got bool of shape (2, 3).
