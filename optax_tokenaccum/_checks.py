@@ -169,13 +169,15 @@ def check_params(params: Params) -> None:
                 "parameters, and overwrite it yourself with the maximum over the "
                 "window."
             )
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | Real):
+        if not hasattr(leaf, "dtype"):
+            if isinstance(leaf, complex | Real):
+                continue
             raise TypeError(
                 f"Parameters must be arrays or numbers: at {path} got "
                 f"{type(leaf).__name__}. Keep other leaves out of them, with "
                 "equinox.partition for example."
             )
-        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(
                 f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
                 "Hand a random key to a train step as rng=, or to loss_fn as a keyword."

@@ -51,6 +51,10 @@ def token_accumulation(
       denominator.
     * any other argument is passed to `inner` unchanged.
 
+    `inner` receives the window's tokens as `num_tokens`, too. Of `num_tokens` and
+    `value` it receives what it accepts: a member of a chain may refuse a keyword, if no
+    other member uses it.
+
     While the window is open, the updates are zeros and `inner` does not run. A window
     without tokens closes without an update.
 
@@ -77,10 +81,13 @@ def token_accumulation(
     Raises:
       ValueError: a schedule is below 1; there are two schedules, or neither a schedule
         nor `close_window`; `num_tokens` is not a scalar, or is concrete and negative or
-        not finite; or the gradients differ from the parameters in tree or shapes.
-      TypeError: `num_tokens` is missing; an argument has the wrong type; or the
-        parameters are an NNX model, and a variable is not an `nnx.Param` or is in two
-        places.
+        not finite; in a `shard_map` with checked types, `num_tokens` differs by device
+        while a gradient does not; or the gradients differ from the parameters in tree
+        or shapes.
+      TypeError: `num_tokens` is missing; an argument has the wrong type; a
+        transformation of `inner` refuses `num_tokens` or `value` while another uses it;
+        a parameter is not an array; or the parameters are an NNX model, and a variable
+        is not an `nnx.Param` or is in two places.
 
     Example:
       Two micro-batches, of 1 and of 3 tokens:

@@ -183,7 +183,7 @@ def check_same_tree(got: Tree, expected: Tree, rule: str) -> None:
     )
 
 
-def as_num_tokens(num_tokens: ArrayLike, dtype: DType) -> jax.Array:
+def as_num_tokens(num_tokens: Leaf, dtype: DType) -> jax.Array:
     """The weight of a micro-batch as a scalar of `dtype`.
 
     A traced one is 0 if it is negative or not finite; a known one is checked.
