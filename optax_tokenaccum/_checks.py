@@ -65,7 +65,7 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """`inner`, whose `update` is given `num_tokens` and `value` only if it takes them.
 
     `optax.chain` and the like give every keyword to all their members, and a member may
-    refuse one. Which ones is found by tracing, once for each set of keywords.
+    refuse one. Which ones is found out by trying, once for each set of keywords.
     """
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         raise TypeError(
@@ -83,40 +83,50 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
         run = functools.partial(given.update, updates, state, params)
         names = frozenset(extra)
         if names not in refused:
-            refused[names] = _refused(run, extra)
+            try:  # first, because most optimizers refuse nothing: one trace
+                return run(**extra)
+            except TypeError as error:
+                refused[names] = _refused(run, extra, error)
         return run(**{k: x for k, x in extra.items() if k not in refused[names]})
 
     return optax.GradientTransformationExtraArgs(given.init, update)
 
 
-def _refused(run: Callable[..., Any], extra: Mapping[str, Any]) -> Iterable[str]:
-    """The keywords among `num_tokens` and `value` that `run` does not accept."""
-    extra, refused = dict(extra), {}
-    while True:
+def _refused(
+    run: Callable[..., Any], extra: dict[str, Any], error: TypeError | None
+) -> Iterable[str]:
+    """The keywords among `num_tokens` and `value` that `run` does not accept.
+
+    `error` is what `run(**extra)` raised; it is raised again if it has another cause.
+    """
+    refused: dict[str, str] = {}
+    while error is not None:
+        message = str(error).partition(" Did you mean")[0]  # newer Python
+        named = [name for name in OF_WINDOW if f"'{name}'" in message]
+        if "unexpected keyword argument" in message.lower():
+            new = [name for name in named if name in extra]
+            refused |= dict.fromkeys(new, message)
+            needed = [name for name in new if _is_parameter(name, run)]
+        else:
+            new, needed = [], [name for name in named if name in refused]
+        if needed:
+            name = needed[0]
+            raise TypeError(
+                f"All transformations of a chain must accept {name}, because one of "
+                f"them uses it: got one that does not, {refused[name]}. Put in its "
+                "place one that drops it: optax.GradientTransformationExtraArgs"
+                f"(tx.init, lambda updates, state, params=None, *, {name}=None, "
+                "**extra: tx.update(updates, state, params, **extra))."
+            ) from error
+        if not new:
+            raise error
+        extra = {name: x for name, x in extra.items() if name not in new}
         try:
             jax.eval_shape(functools.partial(run, **extra))
-            return refused
-        except TypeError as error:
-            message = str(error).partition(" Did you mean")[0]  # newer Python
-            named = [name for name in OF_WINDOW if f"'{name}'" in message]
-            if "unexpected keyword argument" in message.lower():
-                new = dict.fromkeys((x for x in named if x in extra), message)
-                refused |= new
-                needed = [name for name in new if _is_parameter(name, run)]
-            else:
-                new, needed = {}, [name for name in named if name in refused]
-            if needed:
-                name = needed[0]
-                raise TypeError(
-                    f"All transformations of a chain must accept {name}, because one "
-                    f"of them uses it: got one that does not, {refused[name]}. Put in "
-                    "its place one that drops it: optax.GradientTransformationExtraArgs"
-                    f"(tx.init, lambda updates, state, params=None, *, {name}=None, "
-                    "**extra: tx.update(updates, state, params, **extra))."
-                ) from error
-            if not new:
-                raise
-            extra = {name: x for name, x in extra.items() if name not in new}
+            error = None
+        except TypeError as another:
+            error = another
+    return refused
 
 
 def _is_parameter(name: str, f: Any) -> bool:
