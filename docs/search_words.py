@@ -8,7 +8,8 @@ from sphinx.transforms import SphinxTransform
 
 WORDS = {
     "docs/how_it_works": ["gradient accumulation", "micro-batch", "window"],
-    "docs/fix_your_loop": ["MultiSteps", "optax.MultiSteps"],
+    "docs/fix_your_loop": ["MultiSteps", "optax.MultiSteps", "pmap", "pmean"],
+    "docs/before_you_swap": ["MultiStepsState", "acc_grads", "mini_step"],
     "docs/devices": [
         *("FSDP", "ZeRO", "HSDP", "tensor parallelism", "data parallelism"),
         *("sequence parallelism", "multi-host", "jax.distributed"),

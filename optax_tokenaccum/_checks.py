@@ -1,14 +1,17 @@
 """Checks of arguments, with errors that state what is required."""
 
+import functools
 import inspect
 import operator
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._trees import (
     Gradients,
@@ -17,7 +20,16 @@ from optax_tokenaccum._trees import (
     T,
     Tree,
     check_same_tree,
+    is_concrete,
+    is_float0,
     named_leaves,
+    varying_axes,
+)
+
+OF_WINDOW = ("num_tokens", "value")  # keywords that the inner optimizer is given
+ACCUMULATES = (
+    "The inner optimizer already accumulates: a micro-batch would be counted by two "
+    "windows. Pass the plain optimizer."
 )
 
 
@@ -50,25 +62,92 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Wraps any optax optimizer so that `update` drops arguments it does not know."""
+    """`inner`, whose `update` is given `num_tokens` and `value` only if it takes them.
+
+    `optax.chain` and the like give every keyword to all their members, and a member may
+    refuse one. Which ones is found out by trying, once for each set of keywords.
+    """
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         raise TypeError(
             "The inner optimizer must be an optax optimizer with init and update, such "
             f"as optax.adamw(learning_rate): got {type(inner).__name__}."
         )
-    inner = optax.with_extra_args_support(inner)
-    parameters = inspect.signature(inner.update).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return inner
+    if isinstance(getattr(inner.update, "__self__", None), optax.MultiSteps):
+        raise ValueError(ACCUMULATES)
+    given = optax.with_extra_args_support(inner)
+    refused: dict[frozenset[str], Iterable[str]] = {}
 
     def update(
         updates: Gradients, state: Tree, params: Params | None = None, **extra: Any
     ) -> Any:
-        unknown = {"value", "num_tokens"} - parameters.keys()
-        known = {name: x for name, x in extra.items() if name not in unknown}
-        return inner.update(updates, state, params, **known)
+        run = functools.partial(given.update, updates, state, params)
+        names = frozenset(extra)
+        if names not in refused:
+            try:  # first, because most optimizers refuse nothing: one trace
+                return run(**extra)
+            except TypeError as error:
+                refused[names] = _refused(run, extra, error)
+        return run(**{k: x for k, x in extra.items() if k not in refused[names]})
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(given.init, update)
+
+
+def _refused(
+    run: Callable[..., Any], extra: dict[str, Any], error: TypeError | None
+) -> Iterable[str]:
+    """The keywords among `num_tokens` and `value` that `run` does not accept.
+
+    `error` is what `run(**extra)` raised; it is raised again if it has another cause.
+    """
+    refused: dict[str, str] = {}
+    while error is not None:
+        message = str(error).partition(" Did you mean")[0]  # newer Python
+        named = [name for name in OF_WINDOW if f"'{name}'" in message]
+        if "unexpected keyword argument" in message.lower():
+            new = [name for name in named if name in extra]
+            refused |= dict.fromkeys(new, message)
+            needed = [name for name in new if _is_parameter(name, run)]
+        else:
+            new, needed = [], [name for name in named if name in refused]
+        if needed:
+            name = needed[0]
+            raise TypeError(
+                f"All transformations of a chain must accept {name}, because one of "
+                f"them uses it: got one that does not, {refused[name]}. Put in its "
+                "place one that drops it: optax.GradientTransformationExtraArgs"
+                f"(tx.init, lambda updates, state, params=None, *, {name}=None, "
+                "**extra: tx.update(updates, state, params, **extra))."
+            ) from error
+        if not new:
+            raise error
+        extra = {name: x for name, x in extra.items() if name not in new}
+        try:
+            jax.eval_shape(functools.partial(run, **extra))
+            error = None
+        except TypeError as another:
+            error = another
+    return refused
+
+
+def _is_parameter(name: str, f: Any) -> bool:
+    """Whether `f`, or an update function in its closures, has a parameter `name`."""
+    found, seen = [f], set()
+    while found:
+        f = found.pop()
+        if id(f) in seen:
+            continue
+        seen.add(id(f))
+        if isinstance(f, functools.partial):
+            found.append(f.func)
+        elif isinstance(f, Mapping):
+            found += f.values()
+        elif isinstance(f, tuple | list):
+            found += f
+        elif inspect.isfunction(f) or inspect.ismethod(f):
+            if name in [*inspect.signature(f).parameters][3:]:  # updates, state, params
+                return True
+            found += inspect.getclosurevars(f).nonlocals.values()
+    return False
 
 
 def check_inner_state(
@@ -100,11 +179,57 @@ def check_params(params: Params) -> None:
                 "parameters, and overwrite it yourself with the maximum over the "
                 "window."
             )
-        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended):
+        if not hasattr(leaf, "dtype"):
+            if isinstance(leaf, complex | Real):
+                continue
+            raise TypeError(
+                f"Parameters must be arrays or numbers: at {path} got "
+                f"{type(leaf).__name__}. Keep other leaves out of them, with "
+                "equinox.partition for example."
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(
                 f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
                 "Hand a random key to a train step as rng=, or to loss_fn as a keyword."
             )
+
+
+def check_num_tokens(
+    num_tokens: ArrayLike | None, gradients: Gradients, others: Iterable[str]
+) -> ArrayLike:
+    """The count, if it is there and, as types tell, that of the gradients' devices.
+
+    `others` are the other keywords of the call, for the error.
+    """
+    if num_tokens is None:
+        given = f" next to the keywords {sorted(others)}" if others else ""
+        raise TypeError(
+            "update() needs num_tokens, the number of loss tokens (or the sum of "
+            f"weights) behind these gradients: got None{given}. Write "
+            "optimizer.update(grads, state, params, num_tokens=n). If you did, "
+            "something in between dropped it: a wrapper whose update has three "
+            "arguments, such as optax.lookahead(tx, 5, 0.5) (build it where n is "
+            "known, as optax.lookahead(with_num_tokens(tx, n), 5, 0.5)); a wrapper "
+            "that is a plain optax.GradientTransformation (use "
+            "GradientTransformationExtraArgs); optax.chain or the like around a "
+            "MultiSteps (give it MultiSteps(...).gradient_transformation()); or "
+            "flax's linen TrainState (use optax_tokenaccum.linen.TrainState)."
+        )
+    if is_concrete(num_tokens):
+        return num_tokens
+    for path, leaf in named_leaves(gradients):
+        axes = sorted(varying_axes(num_tokens) - varying_axes(leaf))
+        if axes and not is_float0(leaf):
+            raise ValueError(
+                "num_tokens must count the tokens of all devices over which the "
+                f"gradients were reduced: at {path} got a gradient that is the same "
+                f"along {axes}, and a count that differs. Differentiate the mean loss "
+                "with respect to jax.lax.pcast(params, axis, to='varying'), because "
+                "JAX itself sums gradients of parameters that devices share. Then "
+                "write total = jax.lax.psum(n, axis), grads = jax.tree.map(lambda g: "
+                "jax.lax.psum(g * n, axis) / total, grads), and num_tokens=total."
+            )
+    return num_tokens
 
 
 def check_state(state: Tree, kind: type, name: str = "The state") -> None:

@@ -1,6 +1,7 @@
 """A class that replaces `optax.MultiSteps`."""
 
 import functools
+import sys
 from typing import Any, Literal
 
 import jax
@@ -76,10 +77,14 @@ class MultiSteps:
             token_mean=use_grad_mean,
         )
         self._tx = Transformation(accumulation)
+        self.inner_opt = optax.with_extra_args_support(opt)
 
-    @property
-    def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        return self._tx.accumulation.inner
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"optax_tokenaccum.MultiSteps has no attribute {name}. To close a window, "
+            "write optax_tokenaccum.close_window(optimizer, state, params); keep "
+            "every_k_schedule in a variable of your own."
+        )
 
     def init(self, params: Params) -> TokenAccumulationState:
         """The state before the first micro-batch."""
@@ -135,6 +140,7 @@ def from_multi_steps_state(
     Raises:
       ValueError: the old state is in the middle of a window, or does not fit `tx`; or
         `tx` does not accumulate.
+      TypeError: the old state holds variables of NNX instead of arrays.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -153,6 +159,15 @@ def from_multi_steps_state(
             "optax_tokenaccum, or a chain that holds one."
         )
     theirs, old_structure = flatten(state)
+    nnx: Any = sys.modules.get("flax.nnx")
+    counts = [x.mini_step for x in theirs if isinstance(x, optax.MultiStepsState)]
+    if nnx is not None and any(isinstance(x, nnx.Variable) for x in counts):
+        raise TypeError(
+            "The old state must hold arrays: got the variables of an nnx.Optimizer. "
+            "Give nnx.pure(optimizer.opt_state) as the state and "
+            "nnx.pure(nnx.state(model, nnx.Param)) as the parameters; newer Flax calls "
+            "it nnx.as_pure."
+        )
     is_theirs = any(isinstance(x, optax.MultiStepsState) for x in theirs)
     if structure != old_structure or not is_theirs:
         raise ValueError(

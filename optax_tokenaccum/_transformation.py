@@ -18,7 +18,7 @@ from optax_tokenaccum._accumulation import (
     make_accumulation,
 )
 from optax_tokenaccum._backward import at_most_once, can_overwrite
-from optax_tokenaccum._checks import check_inner_state
+from optax_tokenaccum._checks import check_inner_state, check_num_tokens
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
@@ -69,6 +69,10 @@ def token_accumulation(
       denominator.
     * any other argument is passed to `inner` unchanged.
 
+    `inner` receives the window's tokens as `num_tokens`, too. Of `num_tokens` and
+    `value` it receives what it accepts: a member of a chain may refuse a keyword, if no
+    other member uses it.
+
     While the window is open, the updates are zeros and `inner` does not run. A window
     without tokens closes without an update.
 
@@ -95,10 +99,13 @@ def token_accumulation(
     Raises:
       ValueError: a schedule is below 1; there are two schedules, or neither a schedule
         nor `close_window`; `num_tokens` is not a scalar, or is concrete and negative or
-        not finite; or the gradients differ from the parameters in tree or shapes.
-      TypeError: `num_tokens` is missing; an argument has the wrong type; or the
-        parameters are an NNX model, and a variable is not an `nnx.Param` or is in two
-        places.
+        not finite; in a `shard_map` with checked types, `num_tokens` differs by device
+        while a gradient does not; or the gradients differ from the parameters in tree
+        or shapes.
+      TypeError: `num_tokens` is missing; an argument has the wrong type; a
+        transformation of `inner` refuses `num_tokens` or `value` while another uses it;
+        a parameter is not an array; or the parameters are an NNX model, and a variable
+        is not an `nnx.Param` or is in two places.
 
     Example:
       Two micro-batches, of 1 and of 3 tokens:
@@ -116,12 +123,16 @@ def token_accumulation(
       -3.0
     """
     if removed:
+        instead = (
+            " In place of axis_name, sum gradients and num_tokens over the devices "
+            "with jax.lax.psum before update; in a shard_map, the gradients with "
+            "respect to jax.lax.pcast(params, axis, to='varying'), because JAX itself "
+            "sums those of parameters that devices share. Or use a step with mesh and "
+            "data_axes."
+        )
         raise TypeError(
-            f"token_accumulation() has no keywords {sorted(removed)}. In place of "
-            "axis_name, sum gradients and num_tokens over the devices with "
-            "jax.lax.psum before update; in a shard_map, the gradients with respect to "
-            "jax.lax.pcast(params, axis, to='varying'), because JAX itself sums those "
-            "of parameters that devices share. Or use a step with mesh and data_axes."
+            f"token_accumulation() has no keywords {sorted(removed)}."
+            + instead * ("axis_name" in removed)
         )
     schedule = make_schedule(every_k_schedule, every_n_tokens)
     accumulation = make_accumulation(
@@ -153,6 +164,7 @@ class Transformation:
     ) -> tuple[optax.Updates, TokenAccumulationState]:
         """See `token_accumulation`."""
         accumulation = self.accumulation
+        num_tokens = check_num_tokens(num_tokens, updates, extra_args)
         state = accumulation.add(updates, state, params, num_tokens, value).state
         mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)
         if value is not None:

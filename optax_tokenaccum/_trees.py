@@ -202,21 +202,11 @@ def check_same_tree(got: Tree, expected: Tree, rule: str) -> None:
     )
 
 
-def as_num_tokens(num_tokens: ArrayLike | None, dtype: DType) -> jax.Array:
+def as_num_tokens(num_tokens: Leaf, dtype: DType) -> jax.Array:
     """The weight of a micro-batch as a scalar of `dtype`.
 
     A traced one is -1 if it is negative or not finite; a known one is checked.
     """
-    if num_tokens is None:
-        raise TypeError(
-            "update() needs num_tokens, the number of loss tokens (or the sum of "
-            "weights) behind these gradients: got None. Write optimizer.update(grads, "
-            "state, params, num_tokens=n). If you did, something in between dropped "
-            "it: a wrapper that is a plain optax.GradientTransformation (use "
-            "GradientTransformationExtraArgs), optax.chain or the like around a "
-            "MultiSteps (give it MultiSteps(...).gradient_transformation()), or flax's "
-            "linen TrainState (use optax_tokenaccum.linen.TrainState)."
-        )
     if is_concrete(num_tokens):
         # Use NumPy: inside a trace, jnp would trace the comparison of a known array.
         with np.errstate(over="ignore", invalid="ignore"):

@@ -39,6 +39,7 @@ def pages(search: quickjs.Context, query: str) -> list[str]:
         ("GRPO", "docs/reinforcement_learning"),
         ("KL", "docs/several_losses"),
         ("MultiSteps", "docs/fix_your_loop"),
+        ("pmap", "docs/fix_your_loop"),
         ("Keras", "docs/trainers"),
         ("Orbax", "docs/training_loop"),
         ("Equinox", "docs/trainers"),

@@ -31,6 +31,7 @@ skips = {"should_skip_update_fn": optax.skip_not_finite}
 ours, theirs = token_accumulation(sgd, 2), optax.MultiSteps(sgd, 2)
 state, old = ours.init(params), theirs.init(params)
 update = jax.jit(ours.update)
+slow, both = optax.lookahead(ours, 5, 0.5), optax.LookaheadParams(params, params)
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -92,6 +93,16 @@ def with_rows(new_rows: Any) -> Any:
 
     step = stateful(with_state)
     return step(step.init(params, {"rows": 0}), batch)
+
+
+def member(update: Any) -> Any:
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)
+
+
+strict = member(lambda updates, state, params=None, *, rho=1.0: (updates, state))
+by_tokens = member(lambda u, state, params=None, *, num_tokens: (u, state))
+by_value = member(lambda u, state, params=None, *, value=None, **_: (u, state))
+wrong = member(lambda u, state, params=None, **extra: by_tokens.update(u, **extra))
 
 
 def two_bools(*_: Any) -> Any:
@@ -179,7 +190,8 @@ def twice() -> None:
 # Mistakes, and below them what they raise; "…" stands for any text.
 ERRORS = """
     updated(token_accumulation(token_accumulation(sgd, 2), 2))
-    make_train_step(loss_fn, optax.MultiSteps(sgd, 2), 2).init(params)
+    make_train_step(loss_fn, optax.MultiSteps(sgd, 2), 2)
+    make_window_step(loss_fn, optax.MultiSteps(sgd, 2).gradient_transformation())
     MultiSteps(optax.chain(optax.clip(1.0), MultiSteps(sgd,
         2).gradient_transformation()), 2).init(params)
       ValueError: The inner optimizer already accumulates: a micro-batch would be
@@ -217,6 +229,10 @@ ERRORS = """
       dicts: restore it into optax.MultiSteps(...).init(params).
     from_multi_steps_state(ours, optax.MultiSteps(adam, 2).init(params), params)
       ValueError: The old inner state must be one of tx's inner optimizer …: at [0]….
+    from_multi_steps_state(ours, trained_by(theirs).opt_state, nnx.state(model))
+      TypeError: The old state must hold arrays: got the variables of an nnx.Optimizer.
+      Give nnx.pure(optimizer.opt_state) as the state and nnx.pure(nnx.state(model,
+      nnx.Param)) as the parameters; newer Flax calls it nnx.as_pure.
     from_multi_steps_state(sgd, old, params)
       ValueError: tx must accumulate with optax_tokenaccum: its state holds no ….
     token_accumulation(sgd, 0)
@@ -229,6 +245,16 @@ ERRORS = """
     accumulate_over_window(jax.grad(loss_fn, has_aux=True))(params, window)
     token_accumulation(sgd, 2, should_skip_update_fn=True)
       TypeError: …_fn must …: got …
+    updated(token_accumulation(optax.chain(by_tokens, strict), 2))
+    train(tx=optax.chain(strict, optax.masked(by_tokens, True)))
+    train(tx=optax.chain(optax.apply_if_finite(strict, 2), by_value))
+      TypeError: All transformations of a chain must accept …, because one of them uses
+      it: got one that does not, <lambda>() got an unexpected keyword argument '…'. Put
+      in its place one that drops it: optax.GradientTransformationExtraArgs(tx.init,
+      lambda updates, state, params=None, *, …=None, **extra: tx.update(updates, state,
+      params, **extra)).
+    updated(token_accumulation(wrong, 2))
+      TypeError: <lambda>() missing 1 required positional argument: 'state'
     MultiSteps(sgd, 2, accumulator_dtype=jnp.int32)
       ValueError: accumulator_dtype must be a floating dtype, …: got int32.
     accumulate_over_window(loss_fn, gradients="total")
@@ -239,6 +265,16 @@ ERRORS = """
       TypeError: MultiSteps needs every_k_schedule: got None.
     token_accumulation(sgd, 2, axis_name="data")
       TypeError: token_accumulation() has no keywords ['axis_name']. In place of ….
+    token_accumulation(sgd, 2, every_n_token=8)
+      TypeError: token_accumulation() has no keywords ['every_n_token'].
+    MultiSteps(sgd, 2).close_window(state, params)
+    MultiSteps(sgd, 2)._every_k_schedule
+      AttributeError: optax_tokenaccum.MultiSteps has no attribute …. To close a window,
+      write optax_tokenaccum.close_window(optimizer, state, params); keep
+      every_k_schedule in a variable of your own.
+    ours.init({"w": params["w"], "act": jnp.tanh})
+    MultiSteps(sgd, 2).init({"act": "relu"})
+      TypeError: Parameters must be arrays or numbers: at ['act'] got …. Keep other ….
     token_accumulation(sgd, 2).init({"_overwrite_with_gradient": 1.0})
       ValueError: Scales of 8-bit floats cannot be summed: …
     train_step.init({"w": params, "key": jax.random.key(0)})
@@ -249,8 +285,14 @@ ERRORS = """
       ValueError: tx must accumulate, or num_tokens would be dropped: got a state ….
     update(params, state, params)
     applied_by_flax(tx=ours).apply_gradients(grads=params, num_tokens=1)
-      TypeError: update() needs num_tokens, …. If you did, something in between …, or
-      flax's linen TrainState (use optax_tokenaccum.linen.TrainState).
+      TypeError: update() needs num_tokens, …: got None. Write … If you did, something
+      in between …; or flax's linen TrainState (use optax_tokenaccum.linen.TrainState).
+    update(params, state, params, n_tokens=8)
+      TypeError: …: got None next to the keywords ['n_tokens']. Write …
+    slow.update(both, slow.init(both), both)
+      TypeError: … a wrapper whose update has three arguments, such as
+      optax.lookahead(tx, 5, 0.5) (build it where n is known, as
+      optax.lookahead(with_num_tokens(tx, n), 5, 0.5)); …
     update(params, state, params, num_tokens=mask)
       TypeError: num_tokens must be a real scalar, one number for the whole micro-batch
       such as mask.sum(): got bool of shape (2, 3).

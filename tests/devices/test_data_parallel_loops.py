@@ -1,0 +1,108 @@
+"""A loop of one's own over devices: README's lines are exact, a mean of means is not.
+
+The loss is divided by a device's own tokens. Device 2 has none in micro-batch 0.
+"""
+
+import functools
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import RTOL, relative_error
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_tokenaccum
+from optax_tokenaccum._trees import as_varying
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+[BLOCK] = re.findall(r"^@@ in pmap .*?```", README, re.DOTALL | re.MULTILINE)
+LINES = {sign: re.findall(rf"^\{sign}(.*\n)", BLOCK, re.MULTILINE) for sign in "-+"}
+N, AXIS = 4, "devices"
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, N, 3, 2)).astype(np.float32)
+MASK = np.arange(3) < np.array([[1, 3, 0, 2], [3, 1, 2, 1]])[..., None]
+ALL = {"x": X.reshape(-1, 2), "mask": MASK.ravel()}
+PARAMS = {"w": jnp.ones(2)}
+OPTIMIZER = optax_tokenaccum.MultiSteps(optax.sgd(1.0), 2)
+
+
+def mean_loss(params: Any, batch: Any) -> jax.Array:
+    n = jnp.sum(batch["mask"])
+    losses = (batch["x"] @ params["w"] - 1) ** 2
+    return jnp.sum(losses * batch["mask"]) / jnp.where(n > 0, n, 1)
+
+
+EXACT = jax.tree.map(jnp.subtract, PARAMS, jax.grad(mean_loss)(PARAMS, ALL))
+
+
+def loop(sign: str, params: Any, opt_state: Any, batch: Any) -> Any:
+    """Add a micro-batch with README's lines; those for optax get our own count."""
+    each = jax.tree.map(lambda x: as_varying(x, [AXIS]), params)
+    grads = jax.grad(mean_loss)(each, batch)
+    names = dict(globals(), grads=grads, params=params, opt_state=opt_state)
+    names |= {"n": jnp.sum(batch["mask"]), "optimizer": OPTIMIZER}
+    exec(textwrap.dedent("".join(LINES[sign])), names)
+    if sign == "-":
+        update = OPTIMIZER.update
+        names["updates"], names["opt_state"] = update(
+            names["grads"], opt_state, params, num_tokens=names["n"]
+        )
+    return optax.apply_updates(params, names["updates"]), names["opt_state"]
+
+
+def in_pmap(sign: str) -> list[Any]:
+    """The parameters of each device."""
+    step = jax.pmap(
+        functools.partial(loop, sign), axis_name=AXIS, devices=jax.devices()[:N]
+    )
+    start = PARAMS, OPTIMIZER.init(PARAMS)
+    carry = jax.tree.map(lambda x: jnp.stack([x] * N), start)
+    for x, mask in zip(X, MASK, strict=True):
+        carry = step(*carry, {"x": x, "mask": mask})
+    return [{"w": x} for x in carry[0]["w"]]
+
+
+def in_shard_map(sign: str, check_vma: bool) -> list[Any]:
+    mesh = jax.make_mesh((N,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:N])
+    specs = {"in_specs": (P(), P(), P(AXIS)), "out_specs": P()}
+    step = jax.jit(
+        jax.shard_map(
+            functools.partial(loop, sign), mesh=mesh, check_vma=check_vma, **specs
+        )
+    )
+    carry = PARAMS, OPTIMIZER.init(PARAMS)
+    for x, mask in zip(X, MASK, strict=True):
+        carry = step(*carry, {"x": x.reshape(-1, 2), "mask": mask.ravel()})
+    return [{"w": shard.data} for shard in carry[0]["w"].addressable_shards]
+
+
+WITHOUT_TYPES = {
+    "pmap": in_pmap,
+    "shard_map": functools.partial(in_shard_map, check_vma=False),
+}
+WITH_TYPES = functools.partial(in_shard_map, check_vma=True)
+
+
+@pytest.mark.parametrize("run", [*WITHOUT_TYPES.values(), WITH_TYPES])
+def test_readme_gives_every_device_the_update_of_all_tokens(run: Any):
+    for params in run("+"):
+        assert relative_error(params, EXACT) < RTOL["float32"]
+
+
+@pytest.mark.parametrize("run", WITHOUT_TYPES.values(), ids=WITHOUT_TYPES)
+def test_a_mean_over_devices_with_their_own_counts_makes_replicas_differ(run: Any):
+    first, *others = run("-")
+    assert relative_error(first, EXACT) > 0.1
+    assert all(relative_error(params, first) > 0.1 for params in others)
+
+
+def test_where_types_are_checked_it_raises_and_says_psum():
+    with pytest.raises(ValueError, match=r"along \['devices'\].*jax\.lax\.psum\(n"):
+        WITH_TYPES("-")
