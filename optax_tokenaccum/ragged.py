@@ -176,13 +176,14 @@ def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         )
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"lengths must be integers: got {tokens.dtype}.")
-    empty = np.flatnonzero(tokens < 1)
-    if empty.size:
+    as_int64 = tokens.astype(np.int64)
+    wrong = np.flatnonzero(as_int64 < 1)
+    if wrong.size:
         raise ValueError(
-            f"Every length must be at least 1: got {tokens[empty[0]]} at index "
-            f"{empty[0]}. Leave such sequences out."
+            f"Every length must be at least 1, in int64: got {tokens[wrong[0]]} at "
+            f"index {wrong[0]}. Leave such sequences out."
         )
-    return tokens.astype(np.int64)
+    return as_int64
 
 
 def _shapes_of(

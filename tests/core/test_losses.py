@@ -26,7 +26,7 @@ IGNORED = np.where(np.arange(5) % 2 == 0, LABELS, -100)
     [
         (None, LABELS, np.ones((3, 5))),
         (MASK, LABELS, MASK),
-        (np.where(MASK, 1.5, -2.0), LABELS, 1.5 * MASK),
+        (1.5 * MASK, LABELS, 1.5 * MASK),
         (MASK, IGNORED, MASK & (IGNORED != -100)),
         (0 * MASK, LABELS, 0 * MASK),
     ],
@@ -59,6 +59,49 @@ def test_label_outside_the_vocabulary_is_loud_where_it_counts():
         labels = LABELS.copy()
         labels[1, 1] = label
         assert np.isnan(softmax_cross_entropy_sum(LOGITS, labels)[0])
+
+
+@pytest.mark.parametrize("weight", [-2.0, np.nan])
+def test_a_weight_that_is_not_a_weight_is_loud_where_it_counts(weight: float):
+    weights = np.where(MASK, np.float32(1.5), 0)
+    weights[1, 1] = weight
+    for rows in (slice(None), ([1], [1])):  # alone, it is no micro-batch without tokens
+        loss_sum, num_tokens = softmax_cross_entropy_sum(
+            LOGITS[rows], LABELS[rows], weights[rows]
+        )
+        assert np.isnan(loss_sum) and num_tokens > 0
+    labels = LABELS.copy()
+    labels[1, 1] = -100  # not counted, whatever its weight
+    found = softmax_cross_entropy_sum(LOGITS, labels, weights, ignore_index=-100)
+    expected = 1.5 * np.sum(LOSSES, where=MASK & (labels != -100))
+    np.testing.assert_allclose(found, (expected, 1.5 * 6), rtol=1e-6)
+
+
+INTEGERS = "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
+
+
+@pytest.mark.parametrize("function", [IN_JIT, jax.jit(softmax_cross_entropy_sum)])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_labels_of_every_dtype_mean_what_they_say(dtype: str, function: Any):
+    most = np.iinfo(dtype).max
+    with jax.enable_x64(dtype in ("int64", "uint64")):
+        for vocabulary in (200, 66_000):
+            last = min(vocabulary - 1, most)
+            # -100 and -1 would be 156, 65436, 255 and 65535 in unsigned dtypes.
+            held = np.array([3, 156, 255, 65_436, 65_535, last, last - 3])
+            labels = held[held <= last].astype(dtype)
+            logits = np.resize(np.arange(5.0), (len(labels), vocabulary))
+            own = logits[np.arange(len(labels)), labels.astype(int)]
+            losses = np.log(np.exp(logits).sum(1)) - own
+            for ignore_index in (-100, -1, last - 3):
+                counts = labels.astype(object) != ignore_index
+                found = function(logits, labels, ignore_index=ignore_index)
+                expected = losses[counts].sum(), counts.sum()
+                np.testing.assert_allclose(found, expected, rtol=1e-6)
+                labels[0] = most
+                loss_sum, _ = function(logits, labels, ignore_index=ignore_index)
+                assert np.isnan(loss_sum) == (most >= vocabulary)
+                labels[0] = 3
 
 
 def test_computed_in_float32_whatever_the_logits():

@@ -126,8 +126,10 @@ def test_sequences_without_tokens_and_padding(reduction: str):
         assert float(found[1]) == count
         # Segment 0 is padding even under the mask.
         batch["losses"] = np.nan_to_num(batch["losses"], nan=1e3)
-        masked = batch | {"mask": batch["mask"] | (batch["segment_ids"] == 0)}
-        assert reduce(masked, reduction, count_empty=count_empty) == found
+        for weight in (1, -1):
+            weights = np.where(batch["segment_ids"] == 0, weight, batch["mask"])
+            masked = batch | {"mask": weights}
+            assert reduce(masked, reduction, count_empty=count_empty) == found
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -135,18 +137,31 @@ def test_weights_and_gradients(reduction: str):
     """The derivative by a loss is its weight; none flows to padding."""
     batch = rows_of(sequences_of(1), LENGTH, 12)
     weights = batch["mask"] * np.linspace(0.25, 2, LENGTH, dtype=np.float32)
-    weights[1, 0] = -1.0
 
     def loss_sum(losses: Any) -> Any:
         return reduce({"losses": losses, "mask": weights}, reduction)[0]
 
     gradient = np.asarray(jax.grad(loss_sum)(batch["losses"]))
-    positive = np.maximum(weights, 0)
     divisor = {
-        "seq-mean-token-mean": np.maximum(positive.sum(1, keepdims=True), 1e-9),
+        "seq-mean-token-mean": np.maximum(weights.sum(1, keepdims=True), 1e-9),
         "seq-mean-token-sum-norm": MAX_LENGTH,
     }.get(reduction, 1)
-    np.testing.assert_allclose(gradient, positive / divisor, rtol=1e-6)
+    np.testing.assert_allclose(gradient, weights / divisor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_weight_that_is_not_a_weight_is_loud(layout: str, reduction: str):
+    batch = LAYOUTS[layout](sequences_of(1), LENGTH, 12)
+    batch["mask"] = batch["mask"].astype(np.float32)
+    for row, weight in ((0, -1.0), (3, -1.0), (0, np.nan)):  # row 3 has no tokens
+        weights = batch["mask"].copy()
+        weights[row, 0] = weight
+        alone = np.zeros_like(weights)  # it is no micro-batch without tokens
+        alone[row, 0] = weight
+        for mask in (weights, alone):
+            loss_sum, count = reduce(batch | {"mask": mask}, reduction)
+            assert np.isnan(loss_sum) and count > 0
 
 
 def test_a_wider_result_for_wider_losses():

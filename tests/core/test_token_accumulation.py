@@ -95,6 +95,8 @@ def test_inner_runs_once_a_window_on_its_means(gradients: Any):
         ({"every_n_tokens": lambda i: 10 + i}, [4, 5, 1, 12, 9, 0, 3], "0011001"),
         ({"every_k_schedule": sys.maxsize}, [1e9] * 3, "000"),
         ({"every_n_tokens": 10**12}, [1e9] * 3, "000"),
+        ({"every_k_schedule": lambda i: np.int64(2**40)}, [1e9] * 3, "000"),
+        ({"every_n_tokens": lambda i: np.uint64(2**63)}, [1e9] * 3, "000"),
     ],
 )
 def test_windows_close_as_scheduled(schedule: Any, counts: Any, expected: str):

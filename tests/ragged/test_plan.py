@@ -75,13 +75,14 @@ plan = functools.partial(plan_window, max_tokens=64)
         (ValueError, r"got shape \(1, 2\)", lambda: plan([[3, 4]])),
         (ValueError, "got 0 at index 2", lambda: plan([3, 1, 0])),
         (ValueError, "one of 65 tokens at index 1", lambda: plan([3, 65])),
+        (ValueError, f"got {2**63} at index 1", lambda: plan(np.uint64([3, 2**63]))),
         (TypeError, "must be integers", lambda: plan([1.5])),
         (ValueError, "max_tokens", lambda: plan_window([1], max_tokens=0)),
         (ValueError, "room for batch_multiple", lambda: plan([1], batch_multiple=65)),
         (ValueError, "got -1 at index 0", lambda: choose_length_buckets([-1], 2)),
         (ValueError, "n must be", lambda: choose_length_buckets([1], 0)),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
     with pytest.raises(error, match=message):
