@@ -159,7 +159,7 @@ def held(programs: Programs) -> dict[str, str]:
     parts = {
         "parameters": size_in_bytes(params),
         "moments": size_in_bytes(opt_state.inner_opt_state),
-        "sums": size_in_bytes(opt_state.acc_grads),
+        "sums": size_in_bytes(opt_state.grad_sums),
     }
     try:
         analyses: list[Any] = [x.compile().memory_analysis() for x in programs[1:]]

@@ -219,7 +219,7 @@ def train_step(workload: Workload, inner: Optimizer, k: int, **options: Any) -> 
     def lower(state: Any, window: Window) -> Any:
         batch = window.micro_batches[0]
         accumulate = step.accumulate.lower(state, batch, frozen=workload.frozen)
-        held = size_in_bytes(state.opt_state.acc_grads)
+        held = size_in_bytes(state.opt_state.grad_sums)
         return {
             "accumulate": Program(accumulate, held),
             "close": Program(step.close_window.lower(state), held),
@@ -332,7 +332,10 @@ def one_program(
     def lower(state: Any, window: Window) -> Any:
         batch = batches_of(window, batches)[0]
         lowered = jitted.lower(*state, batch, workload.frozen)
-        held = size_in_bytes(state[1].acc_grads) if holds_sums else 0
+        held = 0
+        if holds_sums:  # optax holds means
+            name = "grad_sums" if hasattr(state[1], "grad_sums") else "acc_grads"
+            held = size_in_bytes(getattr(state[1], name))
         return {"step": Program(lowered, held)}
 
     return Loop(lambda params: owned((params, init(params))), run, lower)

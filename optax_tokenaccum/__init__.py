@@ -16,6 +16,7 @@ from optax_tokenaccum._transformation import (
     close_window,
     has_updated,
     token_accumulation,
+    window_gradient,
 )
 from optax_tokenaccum._whole_gradients import whole_gradients
 from optax_tokenaccum._window import (
@@ -52,6 +53,7 @@ __all__ = [
     "split_batch",
     "token_accumulation",
     "whole_gradients",
+    "window_gradient",
     "window_value_and_grad",
     "with_num_tokens",
 ]

@@ -100,7 +100,7 @@ class Accumulation:
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
             inner_opt_state=inner_opt_state,
-            acc_grads=sums,
+            grad_sums=sums,
             acc_tokens=zero,
             acc_value=zero,
             has_updated=jnp.zeros((), jnp.bool_),
@@ -136,7 +136,7 @@ class Accumulation:
         check_state(state, TokenAccumulationState)
         trees.check_same_tree(
             gradients,
-            state.acc_grads,
+            state.grad_sums,
             "Gradients must have the tree and shapes of the parameters given to init",
         )
         dtype = state.acc_tokens.dtype
@@ -154,7 +154,7 @@ class Accumulation:
             x = counted(self._weighted(wide, n), n)
             return add(total, zero_unless(~skipped, x))
 
-        sums = jax.tree.map(add_leaf, state.acc_grads, gradients)
+        sums = jax.tree.map(add_leaf, state.grad_sums, gradients)
         weighted = self._weighted(jnp.asarray(value), n)
         return self._added(state, sums, n, weighted, skipped, skip_state)
 
@@ -172,7 +172,7 @@ class Accumulation:
         `total` gives the gradients over all devices, for `should_skip_update_fn`. For
         `is_spread`, see `add_gradients`.
         """
-        sums, structure = jax.tree.flatten(state.acc_grads)
+        sums, structure = jax.tree.flatten(state.grad_sums)
         leaves = jax.tree.leaves(params)
         skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
         if self.should_skip_update_fn is None:
@@ -259,7 +259,7 @@ class Accumulation:
 
         new = state._replace(
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
-            acc_grads=sums,
+            grad_sums=sums,
             acc_tokens=add_number(state.acc_tokens, jnp.maximum(num_tokens, 0)),
             acc_value=add_number(state.acc_value, counted(value, num_tokens)),
             has_updated=jnp.zeros_like(state.has_updated),
@@ -285,11 +285,11 @@ class Accumulation:
         Returns the result, `otherwise` without an update, and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
-        in_place = can_overwrite(state.acc_grads)
+        in_place = can_overwrite(state.grad_sums)
 
         def run(given: tuple[Gradients, T, OptState]) -> tuple[Gradients, T, OptState]:
             sums, *held = given
-            whole = state._replace(acc_grads=total(sums))
+            whole = state._replace(grad_sums=total(sums))
             if in_place and trees.are_wide(sums):
                 # A TPU would store gradients that are narrower than their sums, unless
                 # it casts them where the update reads them.
@@ -306,7 +306,7 @@ class Accumulation:
             zeros = zeros_after(sums, (result, inner_opt_state))
             return zeros, result, inner_opt_state
 
-        carry = state.acc_grads, otherwise, state.inner_opt_state
+        carry = state.grad_sums, otherwise, state.inner_opt_state
         run_if = at_most_once if in_place else in_conditional
         sums, result, inner_opt_state = run_if(due, run, carry)
         # A window without tokens may hold sums: of losses that are real.
@@ -330,7 +330,7 @@ class Accumulation:
             mini_step=zero_if_closed(state.mini_step),
             gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
             inner_opt_state=inner_opt_state,
-            acc_grads=sums,
+            grad_sums=sums,
             acc_tokens=zero_if_closed(state.acc_tokens),
             acc_value=zero_if_closed(state.acc_value),
             has_updated=jnp.asarray(due),
@@ -356,7 +356,7 @@ class Accumulation:
             # first, and then stores the divided gradient for its several readers.
             return trees.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
 
-        return jax.tree.map(of_leaf, state.acc_grads, like)
+        return jax.tree.map(of_leaf, state.grad_sums, like)
 
     def window_gradient_in_place(
         self, state: TokenAccumulationState, like: Gradients
@@ -365,7 +365,7 @@ class Accumulation:
 
         In sums that are narrower than float32 the quotient would be rounded twice.
         """
-        if CAN_ADD_IN_PLACE and trees.are_wide(state.acc_grads):
+        if CAN_ADD_IN_PLACE and trees.are_wide(state.grad_sums):
             return trees.cast_like(self._quotients(state), like)
         return self.window_gradient(state, like)
 
@@ -373,9 +373,9 @@ class Accumulation:
         """The gradient of a window in the dtypes and memory of the sums."""
 
         def divide(acc: Gradients) -> Gradients:
-            return self.window_gradient(state._replace(acc_grads=acc), like=acc)
+            return self.window_gradient(state._replace(grad_sums=acc), like=acc)
 
-        return at_most_once(state.mini_step > 0, divide, state.acc_grads)
+        return at_most_once(state.mini_step > 0, divide, state.grad_sums)
 
     def _norm(self, state: TokenAccumulationState) -> jax.Array:
         """Global norm of the gradient of a window with tokens.
@@ -383,7 +383,7 @@ class Accumulation:
         Divided after the norm: where the divided gradient has a second reader, XLA
         stores all of it.
         """
-        norm = norm_of(state.acc_grads, state.acc_value.dtype)
+        norm = norm_of(state.grad_sums, state.acc_value.dtype)
         return trees.divide(norm, self._divisor(state))
 
     def _divisor(self, state: TokenAccumulationState) -> jax.Array:

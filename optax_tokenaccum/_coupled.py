@@ -158,7 +158,7 @@ def of_model_state(
         window = _window.run_window(
             loss, accumulation, Devices(), given, params, model_state, num_micro_batches
         )
-        grads = trees.cast_like(window.opt_state.acc_grads, params)
+        grads = trees.cast_like(window.opt_state.grad_sums, params)
         return (values, window.model_state), grads
 
     return value_and_grad

@@ -168,16 +168,16 @@ def add_micro_batch(
             loss_sum, (_, rest) = traced.of_twins(twins, n)
             return loss_sum, (n, rest)
 
-    flat, are_spread, stack = devices.flat(opt_state.acc_grads, params, shardings)
+    flat, are_spread, stack = devices.flat(opt_state.grad_sums, params, shardings)
     added = accumulation.add_loss(
         of_twins,
-        opt_state._replace(acc_grads=flat),
+        opt_state._replace(grad_sums=flat),
         params,
         are_spread,
         total=lambda gradients: devices.total(stack(gradients), shardings),
     )
     aux, changed = added.aux
-    opt_state = added.state._replace(acc_grads=stack(added.state.acc_grads))
+    opt_state = added.state._replace(grad_sums=stack(added.state.grad_sums))
     leaves, structure = jax.tree.flatten(model_state)
     for i, new in changed.items():
         new = new if new.dtype == leaves[i].dtype else new.astype(leaves[i].dtype)

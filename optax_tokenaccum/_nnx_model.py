@@ -200,8 +200,8 @@ def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepSta
         x = settled(x, taken)  # before it moves: `device_put` may share its buffer
         return put(x, new) if is_free and new is not None else x
 
-    sums = jax.tree.map(sum_of, opt_state.acc_grads, like.opt_state.acc_grads)
-    state = state._replace(opt_state=opt_state._replace(acc_grads=sums))
+    sums = jax.tree.map(sum_of, opt_state.grad_sums, like.opt_state.grad_sums)
+    state = state._replace(opt_state=opt_state._replace(grad_sums=sums))
     rule = (
         "The optimizer must be of this model, nnx.Optimizer(model, tx, wrt=...), and "
         "its open window laid out for the devices of this step (call close_window of "

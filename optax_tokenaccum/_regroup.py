@@ -29,6 +29,9 @@ def regroup_sums(state: Tree, like: T) -> T:
 
     A window step has no open window between calls: its arrays only change their place.
 
+    Checkpoints of 0.3 and 0.4, in which `grad_sums` is `acc_grads`, are taken over too:
+    restore them without a target, and give this function the dictionary.
+
     Args:
       state: the state that was saved, or the dictionary that a checkpoint makes of it,
         in the shapes that it was saved with. Leaves are found by their names.
@@ -65,10 +68,15 @@ def regroup_sums(state: Tree, like: T) -> T:
             f"{type(like).__name__}."
         )
     saved, wanted = _by_name(state), _by_name(like)
+    # Before 0.5, the sums had the name of optax's running mean.
+    saved = {
+        tuple("grad_sums" if x == "acc_grads" else x for x in name): leaf
+        for name, leaf in saved.items()
+    }
     for name in saved.keys() & wanted.keys():
-        if "acc_grads" in name:
+        if "grad_sums" in name:
             acc = _regrouped(saved[name], wanted[name])
-            counter = (*name[: name.index("acc_grads")], "mini_step")
+            counter = (*name[: name.index("grad_sums")], "mini_step")
             [count] = [x for n, x in saved.items() if n[: len(counter)] == counter]
             # Before 0.5, sums were not emptied at the end of a window.
             saved[name] = zero_unless(count > 0, acc)

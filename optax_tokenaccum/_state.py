@@ -33,13 +33,14 @@ class TokenAccumulationState(NamedTuple):
     exception: if the optimizer has state whose shape matches no parameter, your own
     `jax.jit` over several devices needs `out_shardings` to keep the placement.
 
-    Between windows, the three `acc_*` fields are zeros.
+    Between windows, `grad_sums`, `acc_tokens` and `acc_value` are zeros. The token mean
+    of the open window is `window_gradient(state)`.
 
     Attributes:
       mini_step: micro-batches accumulated so far in the open window.
       gradient_step: windows closed by an update so far.
       inner_opt_state: the state of the inner optimizer.
-      acc_grads: sum of the window's gradients, with the tree and shapes of the
+      grad_sums: sum of the window's gradients, with the tree and shapes of the
         parameters. Where each device keeps a separate sum, a leading axis of devices
         is added. In a window step, which has no open window between calls, `()`.
       acc_tokens: sum of the window's `num_tokens`.
@@ -55,18 +56,26 @@ class TokenAccumulationState(NamedTuple):
       >>> state = optimizer.init(jnp.zeros(()))
       >>> grad_of_sum = jnp.asarray(8.0)
       >>> _, state = optimizer.update(grad_of_sum, state, num_tokens=3)
-      >>> print(state.mini_step, state.gradient_step, state.acc_grads, state.acc_tokens)
+      >>> print(state.mini_step, state.gradient_step, state.grad_sums, state.acc_tokens)
       1 0 8.0 3.0
     """
 
     mini_step: jax.Array  # shape=(), dtype=int32
     gradient_step: jax.Array  # shape=(), dtype=int32
     inner_opt_state: OptState
-    acc_grads: Gradients  # dtype=float32, or the parameter's if wider
+    grad_sums: Gradients  # dtype=float32, or the parameter's if wider
     acc_tokens: jax.Array  # shape=(), dtype=float32, or a parameter's if wider
     acc_value: jax.Array  # shape=(), dtype=acc_tokens.dtype
     has_updated: jax.Array  # shape=(), dtype=bool
     skip_state: Tree = ()
+
+    @property
+    def acc_grads(self) -> Gradients:
+        raise AttributeError(
+            "TokenAccumulationState has no acc_grads: in optax, that is a running mean, "
+            "and here are sums, in grad_sums. The token mean of the open window so far "
+            "is optax_tokenaccum.window_gradient(state)."
+        )
 
 
 class StepState(NamedTuple, Generic[P]):
@@ -76,7 +85,7 @@ class StepState(NamedTuple, Generic[P]):
       params: the parameters.
       opt_state: the open window, the number of updates, and the inner optimizer's
         state, `opt_state.inner_opt_state`. In a window step, which has no open window
-        between calls, `acc_grads` is `()`.
+        between calls, `grad_sums` is `()`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -145,7 +154,7 @@ class StepMetrics(NamedTuple):
 
 def has_sums(opt_state: TokenAccumulationState) -> bool:
     """Whether a window may be open: not in a window step."""
-    return not isinstance(opt_state.acc_grads, tuple) or opt_state.acc_grads != ()
+    return not isinstance(opt_state.grad_sums, tuple) or opt_state.grad_sums != ()
 
 
 def model_state_of(state: AnyStepState) -> ModelState:

@@ -266,7 +266,7 @@ class Step(abc.ABC):
             if acc.shape != expected and p.shape in (acc.shape, acc.shape[1:]):
                 raise ValueError(
                     "The sums of the open window must be laid out for this step's "
-                    f"devices: expected shape {expected} in acc_grads, got "
+                    f"devices: expected shape {expected} in grad_sums, got "
                     f"{acc.shape}. Take over the state of a run on others with "
                     "regroup_sums(state, step.init(params))."
                 )

@@ -62,7 +62,7 @@ class Accumulate(Program["TrainStep"]):
         self, shardings: Shardings, state: S, params: Params, micro_batch: MicroBatch
     ) -> tuple[S, StepMetrics, Aux]:
         step, opt_state = self.step, state.opt_state
-        step._check_sums(opt_state.acc_grads, params)
+        step._check_sums(opt_state.grad_sums, params)
         opt_state, model_state, skipped, aux = add_micro_batch(
             step.loss,
             step.accumulation,
@@ -95,7 +95,7 @@ class Close(Program["TrainStep"]):
     def body(
         self, shardings: Shardings, state: S, _: tuple[()]
     ) -> tuple[S, StepMetrics, None]:
-        self.step._check_sums(state.opt_state.acc_grads, state.params)
+        self.step._check_sums(state.opt_state.grad_sums, state.params)
         closes = state.opt_state.mini_step > 0
         state, metrics = self.step._update(shardings, closes, state)
         return state, metrics, None
@@ -169,21 +169,21 @@ class TrainStep(Step):
         """
         opt_state, counter = state.opt_state, state.opt_state.mini_step
         if not is_concrete(counter):
-            sums = emptied(counter == 0, opt_state.acc_grads)
+            sums = emptied(counter == 0, opt_state.grad_sums)
         elif self.seen.get(counter) is not None:
             return state
         elif count := int(counter):  # the device is read once
             self.seen.remember(counter, Seen(count))
             return state
         else:
-            sums = opt_state.acc_grads
+            sums = opt_state.grad_sums
             for x in jax.tree.leaves(sums):
                 if self.donate and isinstance(x, jax.Array):
                     x.delete()
             sums = jax.tree.map(jnp.zeros_like, sums)
             counter = jnp.zeros_like(counter)
             self.seen.remember(counter, Seen(0))
-        opt_state = opt_state._replace(acc_grads=sums, mini_step=counter)
+        opt_state = opt_state._replace(grad_sums=sums, mini_step=counter)
         return state._replace(opt_state=opt_state)
 
     def __call__(

@@ -20,12 +20,13 @@ from optax_tokenaccum._accumulation import (
 from optax_tokenaccum._backward import at_most_once, can_overwrite
 from optax_tokenaccum._checks import check_inner_state, check_num_tokens
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
-from optax_tokenaccum._state import TokenAccumulationState
+from optax_tokenaccum._state import TokenAccumulationState, has_sums
 from optax_tokenaccum._trees import (
     DType,
     Gradients,
     Leaf,
     OptState,
+    Params,
     T,
     TracedBool,
     Tree,
@@ -198,13 +199,86 @@ def has_updated(state: optax.OptState) -> jax.Array:
       False
       True
     """
+    return _accumulation_in(state, "has_updated").has_updated
+
+
+def window_gradient(state: Tree, params: Params = None) -> Gradients:
+    r"""The token mean of the open window's gradients so far, :math:`\sum g / \sum n`.
+
+    It is what the inner optimizer would receive if the window closed now; zeros without
+    tokens. To log its norm, or in place of `acc_grads` of `optax.MultiSteps`.
+
+    Args:
+      state: any optimizer state that holds exactly one accumulation, at any depth: of
+        `token_accumulation`, a `chain`, an `nnx.Optimizer`, a `TrainState`, or the
+        state of a train step.
+      params: the parameters, if each device keeps its own sums (`reduce_every="window"`
+        over several devices) and `state` does not hold the parameters, as that of a
+        train step does.
+
+    Returns:
+      A tree like the parameters, in the dtypes of the sums: float32 or wider.
+
+    Raises:
+      ValueError: `state` holds no accumulation, or several, or that of a window step,
+        which has no open window between calls; or `params` is needed.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import token_accumulation, window_gradient
+      >>> optimizer = token_accumulation(optax.sgd(1.0), 3)
+      >>> state = optimizer.init(jnp.zeros(()))
+      >>> for grad_of_sum, n in [(8.0, 1), (4.0, 3)]:
+      ...     _, state = optimizer.update(jnp.asarray(grad_of_sum), state, num_tokens=n)
+      >>> print(window_gradient(state))
+      3.0
+    """
+    found = _accumulation_in(state, "window_gradient")
+    if not has_sums(found):
+        raise ValueError(
+            "window_gradient needs the state of an accumulation whose window may be "
+            "open: got that of a window step, which keeps no sums between calls."
+        )
+    params = getattr(state, "params", params)
+    sums, structure = jax.tree.flatten(found.grad_sums)
+    if params is not None:
+        ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
+        pairs = zip(sums, ranks, strict=True)
+        sums = [x.sum(0) if x.ndim > rank else x for x, rank in pairs]
+    elif _may_be_of_devices(sums):
+        raise ValueError(
+            "window_gradient needs the parameters, to tell sums of each device from sums "
+            f"of one: got sums whose first axis is spread over {sums[0].shape[0]} "
+            "devices. Give it the state of the step, or window_gradient(state, params)."
+        )
+    tokens = jnp.where(found.mini_step > 0, found.acc_tokens, 0)
+    means = [trees.divide(x, jnp.where(tokens > 0, tokens, jnp.inf)) for x in sums]
+    return structure.unflatten(means)
+
+
+def _may_be_of_devices(sums: list[jax.Array]) -> bool:
+    """Whether the first axis of all sums has an element for each device along it."""
+
+    def is_of_devices(x: jax.Array) -> bool:
+        sharding = trees.sharding_of(x)
+        return bool(
+            sharding
+            and x.ndim
+            and x.shape[0] > 1
+            and sharding.shard_shape(x.shape)[0] == 1
+        )
+
+    return bool(sums) and all(map(is_of_devices, sums))
+
+
+def _accumulation_in(state: Tree, name: str) -> TokenAccumulationState:
     found = trees.nodes_of(TokenAccumulationState, state)
     if len(found) != 1:
         raise ValueError(
-            "has_updated needs a state that holds exactly one TokenAccumulationState: "
+            f"{name} needs a state that holds exactly one TokenAccumulationState: "
             f"got {len(found)} in a {type(state).__name__}."
         )
-    return found[0].has_updated
+    return found[0]
 
 
 def close_window(
@@ -268,11 +342,11 @@ def _close(
     closed. The zeros are made after it, where they fuse into the operations that read
     them: within it, a step of a model with six square layers took 2.5 times as long.
     """
-    inner, sums = accumulation.inner, state.acc_grads
+    inner, sums = accumulation.inner, state.grad_sums
     check_inner_state(inner, state.inner_opt_state, sums)
 
     def run(sums: Gradients, inner_opt_state: OptState) -> tuple[Gradients, OptState]:
-        gradient = accumulation.window_gradient(state._replace(acc_grads=sums), like)
+        gradient = accumulation.window_gradient(state._replace(grad_sums=sums), like)
         own = {"grad": gradient} if "grad" in extra_args else {}
         return inner.update(gradient, inner_opt_state, params, **(extra_args | own))
 

@@ -214,8 +214,8 @@ def run_window(
     (state, model_state, skipped), aux = for_each(
         add, carry, rows.batch, num_micro_batches, loss.has_aux
     )
-    sums = turned(state.acc_grads, moves, back=True)
-    state = state._replace(acc_grads=sums)
+    sums = turned(state.grad_sums, moves, back=True)
+    state = state._replace(grad_sums=sums)
     return Output(state, model_state, skipped, aux)
 
 

@@ -142,4 +142,4 @@ def test_updates_are_not_rounded_to_the_accumulators():
     updates, state = jax.jit(optimizer.update)(params, state, params, num_tokens=1)
     assert jnp.float32(0.1).astype(jnp.bfloat16) != jnp.float32(0.1)
     np.testing.assert_array_equal(updates, np.full(3, -0.1, np.float32))
-    assert state.acc_grads.dtype == jnp.bfloat16
+    assert state.grad_sums.dtype == jnp.bfloat16

@@ -53,7 +53,7 @@ def test_one_trace_and_in_place_and_through_scan(schedule: Any):
         for x in micro_batches:
             old = carry
             carry, _ = step(carry, x)
-            assert old[1].acc_grads["w"].is_deleted()
+            assert old[1].grad_sums["w"].is_deleted()
             assert helpers.signatures(carry[1]) == before
     assert len(compilations) == 1
     ((scanned, after), updated) = jax.lax.scan(step, (PARAMS, state), (SCALES, COUNTS))

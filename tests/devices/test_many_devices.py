@@ -69,7 +69,7 @@ def test_windows_are_exact_and_their_arrays_stay_where_they_are(
         where,
     )
     keeps = reduce_every == "no mesh" and "window" not in way
-    sums = state.opt_state.acc_grads if keeps else {}
+    sums = state.opt_state.grad_sums if keeps else {}
     for arrays in (state.params, sums):
         for name, x in arrays.items():
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim)

@@ -447,7 +447,7 @@ ERRORS = """
     opened_elsewhere()
       ValueError: The optimizer must be of this model, …, and its open window laid out
       for the devices of this step (call close_window of the step that began it, or
-      restore the checkpoint after step.init): at .opt_state.acc_grads['bias'] expected
+      restore the checkpoint after step.init): at .opt_state.grad_sums['bias'] expected
       shape …, got shape …
     with_an_old_clone()
       ValueError: The arrays of the model and its optimizer must not have been donated:

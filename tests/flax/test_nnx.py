@@ -312,16 +312,16 @@ def test_an_open_window_continues_on_other_devices(tmp_path: Any):
         saved = regroup_sums(checkpointer.restore(tmp_path / "state"), target)
     nnx.update((resumed.model, resumed.optimizer), saved)
     for run, devices in ((straight, 4), (resumed, 2)):
-        sums = held(run.optimizer.opt_state.acc_grads)
+        sums = held(run.optimizer.opt_state.grad_sums)
         assert [x.shape for x in sums] == [(devices, 1), (devices, 3, 1)]
         run.step.init(run.model, run.optimizer)  # keeps what there is
-        chex.assert_trees_all_equal(held(run.optimizer.opt_state.acc_grads), sums)
+        chex.assert_trees_all_equal(held(run.optimizer.opt_state.grad_sums), sums)
         run.window(rows[2:])
     both = [held(run.model) for run in (straight, resumed)]
     chex.assert_trees_all_close(*both, rtol=0.0, atol=1e-5)
     alone = make_train_step(sum_and_rows)
     alone.init(resumed.model, resumed.optimizer)
-    sums = held(resumed.optimizer.opt_state.acc_grads)
+    sums = held(resumed.optimizer.opt_state.grad_sums)
     assert [x.shape for x in sums] == [(1,), (3, 1)]
 
 

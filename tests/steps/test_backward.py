@@ -114,8 +114,8 @@ def test_sums_of_a_restored_state_are_overwritten(over: str, k: Any):
     step = make_train_step(loss_fn, KEEPS, k, **meshes.over(over))
     state, batches = jax.tree.map(jnp.copy, step.init(params_of())), window_of(0, 8)
     opt_state = state.opt_state
-    stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.acc_grads)
-    state = state._replace(opt_state=opt_state._replace(acc_grads=stale))
+    stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.grad_sums)
+    state = state._replace(opt_state=opt_state._replace(grad_sums=stale))
     got = run_step(step, state, batches)[0].opt_state.inner_opt_state
     expected = by_hand(loss_fn, params_of(), batches)
     chex.assert_trees_all_close(got, expected, rtol=1e-5)

@@ -94,6 +94,6 @@ def test_a_state_of_a_window_step_holds_numbers_and_no_sums():
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
     inner = ADAM.init(PARAMS)
     chex.assert_trees_all_equal(state.opt_state.inner_opt_state, inner)
-    assert jax.tree.leaves(state.opt_state.acc_grads) == []
+    assert jax.tree.leaves(state.opt_state.grad_sums) == []
     rest = state.opt_state._replace(inner_opt_state=())
     assert [x.shape for x in jax.tree.leaves(rest)] == [()] * 5

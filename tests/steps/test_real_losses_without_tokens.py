@@ -191,7 +191,7 @@ def test_a_window_without_tokens_closes_without_an_update(make: Any, over: str):
             if window is WITHOUT_ANY:
                 assert (metrics.updated, metrics.loss, metrics.num_tokens) == (0, 0, 0)
                 jax.tree.map(np.testing.assert_array_equal, state.params, begun.params)
-                for x in jax.tree.leaves(state.opt_state.acc_grads):
+                for x in jax.tree.leaves(state.opt_state.grad_sums):
                     assert not np.any(x)
         after.append(jax.tree.map(np.asarray, state.params))
     jax.tree.map(np.testing.assert_array_equal, *after)

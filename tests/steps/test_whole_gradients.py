@@ -126,7 +126,7 @@ def test_a_reason_is_given_exactly_where_memory_is_needed(
         hand = jax.jit(window_by_hand, donate_argnums=0), params, x
         ours = step, state, x
     else:
-        carry = params, state.opt_state.acc_grads, 0
+        carry = params, state.opt_state.grad_sums, 0
         hand = jax.jit(by_hand, donate_argnums=0), carry, x
         ours = step.accumulate, state, x
     saved = (temporaries(*hand) - temporaries(*ours)) / params["layers"].nbytes
