@@ -138,7 +138,7 @@ def by_tokens(updates: Any, state: Any, params: Any = None, *, num_tokens: Any) 
 
 
 def test_a_keyword_that_one_refuses_and_none_uses_leaves_the_other():
-    """SAM refuses `value` too; the other member gets the tokens it asks for."""
+    """This member refuses `value`, and is given the tokens of the window."""
     strict = optax.GradientTransformationExtraArgs(optax.identity().init, by_tokens)
     inner = optax.chain(strict, optax.scale(-1.0))
     got = accumulated(inner, 1)

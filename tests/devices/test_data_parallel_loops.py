@@ -30,7 +30,8 @@ X = RNG.normal(size=(2, N, 3, 2)).astype(np.float32)
 MASK = np.arange(3) < np.array([[1, 3, 0, 2], [3, 1, 2, 1]])[..., None]
 ALL = {"x": X.reshape(-1, 2), "mask": MASK.ravel()}
 PARAMS = {"w": jnp.ones(2)}
-OPTIMIZER = optax_tokenaccum.MultiSteps(optax.sgd(1.0), 2)
+# Closed by hand, after two micro-batches.
+OPTIMIZER = optax_tokenaccum.MultiSteps(optax.sgd(1.0), 3)
 
 
 def mean_loss(params: Any, batch: Any) -> jax.Array:
@@ -57,30 +58,35 @@ def loop(sign: str, params: Any, opt_state: Any, batch: Any) -> Any:
     return optax.apply_updates(params, names["updates"]), names["opt_state"]
 
 
+def close(params: Any, opt_state: Any) -> Any:
+    updates, _ = optax_tokenaccum.close_window(OPTIMIZER, opt_state, params)
+    return optax.apply_updates(params, updates)
+
+
 def in_pmap(sign: str) -> list[Any]:
     """The parameters of each device."""
-    step = jax.pmap(
-        functools.partial(loop, sign), axis_name=AXIS, devices=jax.devices()[:N]
-    )
+    over = functools.partial(jax.pmap, axis_name=AXIS, devices=jax.devices()[:N])
+    step = over(functools.partial(loop, sign))
     start = PARAMS, OPTIMIZER.init(PARAMS)
     carry = jax.tree.map(lambda x: jnp.stack([x] * N), start)
     for x, mask in zip(X, MASK, strict=True):
         carry = step(*carry, {"x": x, "mask": mask})
-    return [{"w": x} for x in carry[0]["w"]]
+    return [{"w": x} for x in over(close)(*carry)["w"]]
 
 
 def in_shard_map(sign: str, check_vma: bool) -> list[Any]:
     mesh = jax.make_mesh((N,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:N])
-    specs = {"in_specs": (P(), P(), P(AXIS)), "out_specs": P()}
-    step = jax.jit(
-        jax.shard_map(
-            functools.partial(loop, sign), mesh=mesh, check_vma=check_vma, **specs
-        )
-    )
+
+    def over(f: Any, *in_specs: P) -> Any:
+        specs = {"in_specs": in_specs, "out_specs": P()}
+        return jax.jit(jax.shard_map(f, mesh=mesh, check_vma=check_vma, **specs))
+
+    step = over(functools.partial(loop, sign), P(), P(), P(AXIS))
     carry = PARAMS, OPTIMIZER.init(PARAMS)
     for x, mask in zip(X, MASK, strict=True):
         carry = step(*carry, {"x": x.reshape(-1, 2), "mask": mask.ravel()})
-    return [{"w": shard.data} for shard in carry[0]["w"].addressable_shards]
+    shards = over(close, P(), P())(*carry)["w"].addressable_shards
+    return [{"w": shard.data} for shard in shards]
 
 
 WITHOUT_TYPES = {

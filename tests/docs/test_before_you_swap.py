@@ -346,6 +346,22 @@ def test_checkpoints_raise_the_errors_of_the_page_and_are_taken_over(tmp_path: P
     assert state.gradient_step == 2
 
 
+def test_flax_train_state_goes_on_with_the_number_of_updates():
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=THEIRS)
+    for batch in MICRO_BATCHES:
+        state = state.apply_gradients(grads=gradient(state.params, batch))
+    names = page() | {"before": state, "optimizer": OURS}
+    [line] = re.findall(r"^state = linen.*?\)$", CODE, re.MULTILINE | re.DOTALL)
+    exec(line, names)
+    state = names["state"]
+    assert state.step == 1
+    for batch, n in zip(MICRO_BATCHES, COUNTS, strict=True):
+        grads = gradient(state.params, batch)
+        state = state.apply_gradients(grads=grads, num_tokens=n)
+    assert state.step == 2
+    assert error(state.params, exactly_one_more()) < RTOL
+
+
 def test_with_nnx_the_optimizer_goes_on_and_back_again():
     assign, arrays, to_optax = map(page().get, ("assign", "arrays", "to_optax"))
 
