@@ -23,6 +23,7 @@ from optax_tokenaccum._backward import (
     twins_of,
 )
 from optax_tokenaccum._checks import (
+    ACCUMULATES,
     as_inner_optimizer,
     check_function,
     check_params,
@@ -78,10 +79,7 @@ class Accumulation:
         inner_opt_state = self.inner.init(params)
         accumulates = TokenAccumulationState, optax.MultiStepsState
         if trees.nodes_of(accumulates, inner_opt_state):
-            raise ValueError(
-                "The inner optimizer already accumulates: a micro-batch would be "
-                "counted by two windows. Pass the plain optimizer."
-            )
+            raise ValueError(ACCUMULATES)
         sums = self.zeros(params) if sums is None else sums
         return self.empty_window(params, sums, inner_opt_state)
 

@@ -96,7 +96,7 @@ def _by_name(tree: Tree) -> dict[tuple[str, ...], Leaf]:
 
 def _regrouped(acc: Leaf, like: Leaf) -> Leaf:
     """The sums in groups for other devices, which have an axis or none."""
-    rank = max(acc.ndim, like.ndim) - 1  # of the parameter, if the shapes differ
+    rank = max(jnp.ndim(acc), like.ndim) - 1  # of the parameter, if the shapes differ
     shape, expected = (x.shape[x.ndim - rank :] for x in (acc, like))
     if acc.shape == like.shape or shape != expected:
         return acc
@@ -116,10 +116,11 @@ def _regrouped(acc: Leaf, like: Leaf) -> Leaf:
 
 
 def _put(x: Leaf, like: Leaf) -> jax.Array:
+    dtype = jnp.result_type(like)
     if not isinstance(x, jax.Array):
-        x = np.asarray(x, like.dtype)
-    elif x.dtype != like.dtype or jax.typeof(x).weak_type:
-        x = jax.lax.convert_element_type(x, like.dtype)
+        x = np.asarray(x, dtype)
+    elif x.dtype != dtype or jax.typeof(x).weak_type:
+        x = jax.lax.convert_element_type(x, dtype)
     sharding = _sharding(like)
     if sharding is not None:
         return jax.device_put(x, sharding)

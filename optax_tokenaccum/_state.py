@@ -72,9 +72,9 @@ class TokenAccumulationState(NamedTuple):
     @property
     def acc_grads(self) -> Gradients:
         raise AttributeError(
-            "TokenAccumulationState has no acc_grads: in optax, that is a running mean, "
-            "and here are sums, in grad_sums. The token mean of the open window so far "
-            "is optax_tokenaccum.window_gradient(state)."
+            "TokenAccumulationState has no acc_grads, a running mean in optax. Write "
+            "optax_tokenaccum.window_gradient(state) for the token mean of the open "
+            "window so far; its sums are in grad_sums."
         )
 
 

@@ -247,11 +247,13 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
         sums = [x.sum(0) if x.ndim > rank else x for x, rank in pairs]
     elif _may_be_of_devices(sums):
         raise ValueError(
-            "window_gradient needs the parameters, to tell sums of each device from sums "
-            f"of one: got sums whose first axis is spread over {sums[0].shape[0]} "
+            "window_gradient needs the parameters, to tell sums of each device from "
+            f"sums of one: got sums whose first axis is spread over {sums[0].shape[0]} "
             "devices. Give it the state of the step, or window_gradient(state, params)."
         )
-    tokens = jnp.where(found.mini_step > 0, found.acc_tokens, 0)
+    # In an `nnx.Optimizer`, each is a variable.
+    [counter], [tokens] = map(jax.tree.leaves, (found.mini_step, found.acc_tokens))
+    tokens = jnp.where(counter > 0, tokens, 0)
     means = [trees.divide(x, jnp.where(tokens > 0, tokens, jnp.inf)) for x in sums]
     return structure.unflatten(means)
 
@@ -261,12 +263,9 @@ def _may_be_of_devices(sums: list[jax.Array]) -> bool:
 
     def is_of_devices(x: jax.Array) -> bool:
         sharding = trees.sharding_of(x)
-        return bool(
-            sharding
-            and x.ndim
-            and x.shape[0] > 1
-            and sharding.shard_shape(x.shape)[0] == 1
-        )
+        if sharding is None or x.shape[:1] in ((), (1,)):
+            return False
+        return sharding.shard_shape(x.shape)[0] == 1
 
     return bool(sums) and all(map(is_of_devices, sums))
 

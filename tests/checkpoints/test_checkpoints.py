@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import platforms
@@ -24,7 +23,6 @@ QUICK = {"train_step", "train_step_on_8_devices", "transformation", "linen", "nn
 def written(version: Path, name: str) -> Any:
     if name in ("train_step_on_8_devices", "train_step_fsdp"):
         platforms.require(devices=8)
-    kind = KINDS[name]
     with ocp.PyTreeCheckpointer() as checkpointer:
         structure = checkpointer.metadata(version).item_metadata.tree
         target = {name: dict(structure[name])}
@@ -32,15 +30,14 @@ def written(version: Path, name: str) -> Any:
         restore = ocp.args.PyTreeRestore(
             target, restore_args=as_arrays, partial_restore=True
         )
-        saved = checkpointer.restore(version, args=restore)[name]
-    return {"state": regroup_sums(saved["state"], kind.init()), "end": saved["end"]}
+        return checkpointer.restore(version, args=restore)[name]
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
 @pytest.mark.parametrize("name", [x if x in QUICK else slow(x) for x in KINDS])
 def test_the_window_is_finished_as_the_earlier_version_did(version: Path, name: str):
     kind, saved = KINDS[name], written(version, name)
-    state, end = jax.tree.map(jnp.copy, saved["state"]), saved["end"]
+    state, end = regroup_sums(saved["state"], kind.init()), saved["end"]
     # The open window moves the weights when it closes.
     assert np.abs(kind.weights(state) - end).max() > 1e-3
     resumed = kind.weights(after(kind, state, range(SAVED, STEPS)))
@@ -55,8 +52,7 @@ def test_the_window_is_finished_as_the_earlier_version_did(version: Path, name: 
 @pytest.mark.needs(devices=8)
 def test_the_window_goes_on_without_the_devices_that_began_it(version: Path):
     kind, saved = KINDS["train_step"], written(version, "train_step_on_8_devices")
-    held = jax.device_get(saved["state"])
-    assert held.opt_state.acc_grads["w"].shape == (8, 2, 3)
-    state = regroup_sums(held, kind.init())
+    assert saved["state"]["opt_state"]["acc_grads"]["w"].shape == (8, 2, 3)
+    state = regroup_sums(saved["state"], kind.init())
     resumed = kind.weights(after(kind, state, range(SAVED, STEPS)))
     np.testing.assert_allclose(resumed, saved["end"], rtol=1e-6)
