@@ -230,14 +230,19 @@ def unpack(
     )
     loss_sum: Leaf = None
     num_tokens: Leaf = None
-    aux = None
+    aux, hint = None, ""
     match has_aux, returned:
         case True, [loss_sum, [num_tokens, aux]]:
             pass
+        case False, [_, [_, _]] | [_, _, _]:
+            hint = (
+                " For (loss_sum, (num_tokens, aux)), pass has_aux=True; check_loss_fn "
+                "and audit take a loss_fn without aux."
+            )
         case False, [loss_sum, num_tokens]:
             pass
     if not jax.tree_util.all_leaves([num_tokens]):  # `None` and containers are none
-        raise TypeError(f"{rule}: got {describe(returned)}.")
+        raise TypeError(f"{rule}: got {describe(returned)}.{hint}")
     loss_sum = jnp.asarray(loss_sum)
     if loss_sum.shape != () or not jnp.issubdtype(loss_sum.dtype, jnp.floating):
         raise ValueError(

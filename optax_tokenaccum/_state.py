@@ -194,7 +194,8 @@ def require_step_state(
     if not (isinstance(state, kind) and isinstance(opt_state, TokenAccumulationState)):
         raise TypeError(
             f"The state must be the {kind.__name__} that step.init or the last call "
-            f"returned: got {got}. Restore a checkpoint with "
+            f"returned: got {got}. Begin with state = step.init(params), and write "
+            "state, metrics = step(state, batch). Restore a checkpoint with "
             "jax.eval_shape(step.init, params) as its target; take one that was "
             "restored without a target over with regroup_sums(state, "
             "step.init(params))."

@@ -187,6 +187,13 @@ def twice() -> None:
     step(state, batch)
 
 
+def unpacked_nowhere() -> None:
+    step = new_step()
+    state = step.init(params)
+    for _ in range(2):
+        state = step(state, batch)
+
+
 # Mistakes, and below them what they raise; "…" stands for any text.
 ERRORS = """
     updated(token_accumulation(token_accumulation(sgd, 2), 2))
@@ -325,10 +332,15 @@ ERRORS = """
     train_step(train_state._asdict(), batch)
     train_step.accumulate(train_state._asdict(), batch)
     window_step(window_state._asdict(), window)
+    train_step(params, batch)
       TypeError: The state must be the StepState that step.init or the last call
-      returned: got dict. Restore a checkpoint with jax.eval_shape(step.init, params) as
-      its target; take one that was restored without a target over with
+      returned: got dict. Begin with state = step.init(params), and write state, metrics
+      = step(state, batch). Restore a checkpoint with jax.eval_shape(step.init, params)
+      as its target; take one that was restored without a target over with
       regroup_sums(state, step.init(params)).
+    unpacked_nowhere()
+      TypeError: … got tuple. Begin with …, and write state, metrics = step(state,
+      batch). …
     with_rows(lambda s: {})
     with_rows(lambda s: {"rows": jnp.ones(2)})
     with_rows(lambda s: {"rows": 0.5})
@@ -347,11 +359,15 @@ ERRORS = """
       5.
     train(lambda params, x: jnp.sum(x))
     train(lambda params, x: (jnp.sum(x), None))
-    train(lambda params, x: (jnp.sum(x), (8, {})))
-    train_window(lambda params, x: (jnp.sum(x), 8, {}))
     train_window(lambda params, x: (x, 8))
       …Error: With has_aux=False, loss_fn must return (loss_sum, num_tokens), loss_sum
       summed over tokens, never divided: got …
+    train(lambda params, x: (jnp.sum(x), (8, {})))
+    train_window(lambda params, x: (jnp.sum(x), 8, {}))
+    check_loss_fn(lambda params, x: (jnp.sum(x), (8, {})), params, [batch])
+      TypeError: With has_aux=False, loss_fn must return (loss_sum, num_tokens), …: got
+      …. For (loss_sum, (num_tokens, aux)), pass has_aux=True; check_loss_fn and audit
+      take a loss_fn without aux.
     train(loss_fn, has_aux=True)
       TypeError: With has_aux=True, loss_fn must return (loss_sum, (num_tokens, aux)), …
     train(loss_fn, tx=optax.lbfgs())
@@ -364,6 +380,9 @@ ERRORS = """
       TypeError: …has_model_state=…: got …
     regroup_sums(make_train_step(loss_fn, adam).init(params), train_state)
       ValueError: The states must be of the same training: …
+    softmax_cross_entropy_sum(mask.astype(int), losses[..., None])
+      TypeError: labels, which follow logits, must be integers, class ids: got float32
+      of shape (2, 3, 1).
     reduce_loss(losses, mask, "seq-mean-token-sum-norm")
     reduce_loss(losses, mask, max_length=3)
       ValueError: max_length goes with reduction='seq-mean-token-sum-norm', which

@@ -247,6 +247,19 @@ def rows_of_pairs_that_are_cut_apart() -> None:
     assert float(loss) == 1 * 2 + 3 * 4
 
 
+@shows("a loss that is NaN while its gradient is finite")
+def a_loss_of_nan_with_a_finite_gradient() -> None:
+    def with_nan(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch)[0] + jnp.nan, jnp.sum(batch["mask"])
+
+    skip = {"should_skip_update_fn": optax.skip_not_finite}
+    step = make_train_step(with_nan, SGD, 1, **skip)
+    state, metrics = step(step.init(PARAMS), BATCH)
+    chex.assert_trees_all_equal(state.params, {"w": -jnp.ones(3)})
+    assert not metrics.skipped
+    assert jnp.isnan(metrics.loss)
+
+
 @shows("a traced count that is negative or not finite")
 def counts_that_are_not_finite_traced() -> None:
     optimizer = token_accumulation(SGD, 2)

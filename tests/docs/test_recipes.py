@@ -148,3 +148,18 @@ def test_several_losses_on_a_mesh():
     gradient, _ = jax.grad(names["loss_fn"], has_aux=True)(params, batch, totals=whole)
     moved = optax.tree.sub(params, state.params)
     assert helpers.relative_error(moved, gradient) < RTOL
+
+
+def test_a_rate_by_tokens_rounds_a_count_of_shares():
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "optax": optax}
+    code = code_of("optimizers.md", "def scale_by_tokens_seen")
+    exec(code.split("\ndecay")[0], names)
+    decay = names["scale_by_tokens_seen"](lambda tokens: tokens)
+    inner = optax.chain(optax.sgd(1.0), decay)
+    step = make_train_step(lambda p, x: (p * x, x), inner, 41)
+    state = step.init(jnp.zeros(()))
+    for _ in range(41):
+        state, metrics = step(state, jnp.float32(1 / 41))
+    assert metrics.updated
+    assert int(metrics.num_tokens) == 0  # which truncates 0.99999958
+    assert int(state.opt_state.inner_opt_state[1]["rest"]) == 1

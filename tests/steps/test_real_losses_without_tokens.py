@@ -145,7 +145,8 @@ def test_your_own_shard_map():
 
     def of_devices(params: Any, rows: Any) -> Any:
         def loss_fn(params: Any, batch: Any) -> Any:
-            return jax.lax.psum(focal_loss(params, batch), axis)
+            loss_sum, n = focal_loss(params, batch)
+            return jax.lax.psum(loss_sum, axis), jax.lax.psum(n, axis)
 
         return gradients.window_value_and_grad(loss_fn)(params, rows)[1]
 
