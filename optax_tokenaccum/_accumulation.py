@@ -304,11 +304,15 @@ class Accumulation:
             zeros = zeros_after(sums, (result, inner_opt_state))
             return zeros, result, inner_opt_state
 
-        carry = state.grad_sums, otherwise, state.inner_opt_state
-        run_if = at_most_once if in_place else in_conditional
-        sums, result, inner_opt_state = run_if(due, run, carry)
-        # A window without tokens may hold sums: of losses that are real.
-        sums = emptied(closes & jnp.logical_not(due), sums)
+        sums, held = state.grad_sums, (otherwise, state.inner_opt_state)
+        if in_place:
+            sums, *held = at_most_once(due, run, (sums, *held))
+            # A window without tokens may hold sums: of losses that are real.
+            sums = emptied(closes & jnp.logical_not(due), sums)
+        else:  # a conditional would copy the sums
+            held = in_conditional(due, lambda held: run((sums, *held))[1:], held)
+            sums = emptied(closes, sums)
+        result, inner_opt_state = held
         return result, self.closed(state, closes, due, sums, inner_opt_state)
 
     def closed(
