@@ -285,8 +285,7 @@ class Accumulation:
         due = closes if closes is False else closes & (state.acc_tokens > 0)
         in_place = can_overwrite(state.grad_sums)
 
-        def run(given: tuple[Gradients, T, OptState]) -> tuple[Gradients, T, OptState]:
-            sums, *held = given
+        def run(sums: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
             whole = state._replace(grad_sums=total(sums))
             if in_place and trees.are_wide(sums):
                 # A TPU would store gradients that are narrower than their sums, unless
@@ -299,18 +298,20 @@ class Accumulation:
                 gradient = self.window_gradient(whole, like)
                 norm = functools.partial(self._norm, whole)
             result, inner_opt_state = update(gradient, norm, *held)
-            inner_opt_state = trees.cast_like(inner_opt_state, state.inner_opt_state)
+            return result, trees.cast_like(inner_opt_state, state.inner_opt_state)
+
+        def run_and_empty(carry: tuple[Gradients, Tree]) -> tuple[Gradients, Tree]:
+            held = run(*carry)
             # Until the update has ended, their memory is free for what it computes.
-            zeros = zeros_after(sums, (result, inner_opt_state))
-            return zeros, result, inner_opt_state
+            return zeros_after(carry[0], held), held
 
         sums, held = state.grad_sums, (otherwise, state.inner_opt_state)
         if in_place:
-            sums, *held = at_most_once(due, run, (sums, *held))
+            sums, held = at_most_once(due, run_and_empty, (sums, held))
             # A window without tokens may hold sums: of losses that are real.
             sums = emptied(closes & jnp.logical_not(due), sums)
         else:  # a conditional would copy the sums
-            held = in_conditional(due, lambda held: run((sums, *held))[1:], held)
+            held = in_conditional(due, functools.partial(run, sums), held)
             sums = emptied(closes, sums)
         result, inner_opt_state = held
         return result, self.closed(state, closes, due, sums, inner_opt_state)

@@ -31,6 +31,7 @@ from optax_tokenaccum._trees import (
     are_wide,
     as_returned,
     at_least_float32,
+    is_concrete,
     is_float,
     named_leaves,
     zero_unless,
@@ -224,6 +225,8 @@ def _unless_mapped(
 
 def emptied(empties: TracedBool, sums: T) -> T:
     """Zeros if `empties`, in the memory of the sums, else the sums."""
+    if is_concrete(empties):
+        return zeros_after(sums) if empties else sums
     if can_overwrite(sums):
         return at_most_once(empties, zeros_after, sums)
     keeps = jnp.logical_not(empties)

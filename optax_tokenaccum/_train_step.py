@@ -96,8 +96,7 @@ class Close(Program["TrainStep"]):
         self, shardings: Shardings, state: S, _: tuple[()]
     ) -> tuple[S, StepMetrics, None]:
         self.step._check_sums(state.opt_state.grad_sums, state.params)
-        closes = state.opt_state.mini_step > 0
-        state, metrics = self.step._update(shardings, closes, state)
+        state, metrics = self.step._update(shardings, True, state)
         return state, metrics, None
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
@@ -168,22 +167,25 @@ class TrainStep(Step):
         restored state may hold anything. One that is traced is emptied in the program.
         """
         opt_state, counter = state.opt_state, state.opt_state.mini_step
+        sums = opt_state.grad_sums, opt_state.acc_tokens, opt_state.acc_value
         if not is_concrete(counter):
-            sums = emptied(counter == 0, opt_state.grad_sums)
+            sums = emptied(counter == 0, sums)
         elif self.seen.get(counter) is not None:
             return state
         elif count := int(counter):  # the device is read once
             self.seen.remember(counter, Seen(count))
             return state
         else:
-            sums = opt_state.grad_sums
             for x in jax.tree.leaves(sums):
                 if self.donate and isinstance(x, jax.Array):
                     x.delete()
             sums = jax.tree.map(jnp.zeros_like, sums)
             counter = jnp.zeros_like(counter)
             self.seen.remember(counter, Seen(0))
-        opt_state = opt_state._replace(grad_sums=sums, mini_step=counter)
+        grad_sums, tokens, value = sums
+        opt_state = opt_state._replace(
+            mini_step=counter, grad_sums=grad_sums, acc_tokens=tokens, acc_value=value
+        )
         return state._replace(opt_state=opt_state)
 
     def __call__(

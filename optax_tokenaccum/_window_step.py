@@ -64,8 +64,7 @@ class Window(Program["WindowStep"]):
         )
         window = window._replace(inner_opt_state=old.inner_opt_state)
         state = with_parts(state, window, model_state)
-        closes = window.mini_step > 0
-        state, metrics = step._update(shardings, closes, state)
+        state, metrics = step._update(shardings, True, state)
         new = state.opt_state
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),

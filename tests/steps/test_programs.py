@@ -164,10 +164,13 @@ def test_close_works_in_place():
     lowered = step.close_window.lower(step.init(new_params()))
     # A GPU aligns each of some ten scalars to 256 bytes.
     scalars = 1024 if jax.default_backend() == "cpu" else 4096
-    assert net_bytes(lowered) <= optimizer_alone() + scalars
+    # Below jax 0.11, the conditional reads a copy of the sums, which are emptied.
+    copies = 0 if _backward.CAN_ADD_IN_PLACE else len(jax.tree.leaves(new_params()))
+    needed = optimizer_alone() + scalars + copies * 4 * WIDTH**2
+    assert net_bytes(lowered) <= needed
     lines = lowered.compile().as_text().splitlines()
     matrix = f"f32[{WIDTH},{WIDTH}]"
-    assert not [line for line in lines if " copy(" in line and matrix in line]
+    assert sum(" copy(" in x and matrix in x for x in lines) <= copies
 
 
 def layers() -> Any:
