@@ -89,7 +89,7 @@ class Window:
     noise: np.ndarray  # norms of the gradients' rounding errors, [k]
     rtol: float  # the least relative error that is tolerated
     first: np.ndarray  # the gradient of the loop's first update, [parameters]
-    seconds: np.ndarray | None = None  # what its second may be, if there was one
+    second: np.ndarray | None = None  # of its second update, if there was one
 
     @property
     def right(self) -> np.ndarray:
@@ -127,10 +127,9 @@ class Window:
         found = {v: nearest(self.first, forms) for v, forms in self.forms().items()}
         exact, stepped = self.right @ self.gradients, np.inf
         found[Verdict.DISCARDED] = distance(self.first + exact, exact)
-        if self.seconds is not None and np.count_nonzero(self.tokens) > 1:
+        if self.second is not None and np.count_nonzero(self.tokens) > 1:
             i, j, *_ = map(self.forms_of_one, np.flatnonzero(self.tokens))
-            second = min(nearest(x, j) for x in self.seconds)
-            stepped = max(nearest(self.first, i), second)
+            stepped = max(nearest(self.first, i), nearest(self.second, j))
         return found | {Verdict.STEPPED_EVERY_MICRO_BATCH: stepped}
 
     def fits(self, form: np.ndarray) -> bool:
@@ -248,8 +247,7 @@ def audit(
             "A window must have tokens, and a gradient that is finite and not 0: got "
             f"{tokens.tolist()} tokens and a gradient of norm {size:.3g}."
         )
-    empty = int(np.sum(~gradients.any(1)))
-    first, seconds, drift, zeros = _read(run, model, micro_batches, size, empty)
+    first, second, drift, zeros = _read(run, model, micro_batches, size)
     # Times 0.75, numbers round in another way.
     scaled = gradients
     if not rtol:
@@ -258,18 +256,17 @@ def audit(
     noise = np.linalg.norm(scaled - gradients, axis=1)
     units = [float(jnp.finfo(x.dtype).eps) / 2 for x in model.trained]
     rtol = rtol or max(1e-4, *units, 4 * drift)
-    window = Window(tokens, gradients, noise, rtol, first, seconds)
+    window = Window(tokens, gradients, noise, rtol, first, second)
     verdict, explanation = _judge(window)
     if explanation == NOT_A_SUM and _is_of_devices(summed, micro_batches, window):
         explanation = OF_DEVICES
     doubt = _doubt(summed, micro_batches, window)
-    causes = [ON_ZEROS.format(zeros)] * (zeros > 0)
-    causes += [doubt] * (doubt in (NO_SUM, COUPLED))
-    if verdict is Verdict.EXACT and causes:
-        verdict, explanation = Verdict.UNKNOWN, " ".join(causes)
+    said = [ON_ZEROS.format(zeros)] if zeros and window.first.any() else []
+    if verdict is Verdict.EXACT and (said or doubt in (NO_SUM, COUPLED)):
+        verdict = Verdict.UNKNOWN
     else:
-        said = *causes[: zeros > 0], explanation, doubt
-        explanation = " ".join(filter(None, said))
+        said.append(explanation)
+    explanation = " ".join([*said, doubt]).rstrip()
     ends = np.cumsum([flat([x]).size for x in model.trained])[:-1]
     parts = [np.split(x, ends) for x in (first, exact, first - exact)]
     norms = [[float(np.linalg.norm(part)) for part in x] for x in parts]
@@ -322,7 +319,7 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
 
 
 def _read(
-    run: Run, model: Model, batches: list[Batch], exact: float, empty: int
+    run: Run, model: Model, batches: list[Batch], exact: float
 ) -> tuple[np.ndarray, np.ndarray | None, float, int]:
     """What two updates apply, how far parameters drift without, and zero updates."""
     # Rounding of such an update costs a unit of the gradient, not of the parameters.
@@ -333,32 +330,32 @@ def _read(
     scale = float(2.0 ** np.round(np.log2(margin * size / exact)))
     unit = 0.73 * exact / np.sqrt(start.size)  # what a gradient of zeros applies
 
-    def after(which: int) -> np.ndarray:
+    def after(which: int, of_zeros: float = 0.0) -> tuple[np.ndarray, float]:
+        """The parameters after a run, and how far they moved."""
         own = model.build(model.trained)
-        optimizer = _sgd_once(which, scale, unit)
-        return model.numbers(run(optimizer, own, copied(batches)))
+        optimizer = _sgd_once(which, scale, of_zeros)
+        found = model.numbers(run(optimizer, own, copied(batches)))
+        return found, float(np.linalg.norm(found - start) / size)
 
-    moved, still = (after(i) for i in progress((0, 1), "audit: run"))
-    drift = float(np.linalg.norm(still - start) / size)
-    if drift <= margin**0.3:
-        return (still - moved) / scale, None, drift, 0
-    first, second = (start - moved) / scale, (start - still) / scale
-    if np.linalg.norm(first) * scale <= margin**0.3 * size:
-        first = np.zeros_like(first)
-    if np.isfinite(second).all() and np.ptp(second) <= 0.1 * unit:
-        zeros = second.mean() / unit
-        if round(zeros) > 0 and abs(zeros - round(zeros)) < 0.1:
-            return first, None, 0.0, round(zeros)
-    # A second update, or NaN. Micro-batches without a gradient may be updates too.
-    return first, np.array([second, second - empty * unit]), 0.0, 0
+    (moved, _), (still, drift) = (
+        after(i, i * unit) for i in progress((0, 1), "audit: run")
+    )
+    zeros = 0
+    if not drift <= margin**0.3:  # by a second update, by zeros, or NaN
+        by_zeros = (start - still).min() / scale / unit  # of every parameter
+        still, drift = after(1)
+        if not drift <= margin**0.3:
+            return (start - moved) / scale, (start - still) / scale, 0.0, 0
+        zeros = round(by_zeros)
+    return (still - moved) / scale, None, drift, zeros
 
 
 def _sgd_once(
-    which: int, scale: float, unit: float
+    which: int, scale: float, of_zeros: float
 ) -> optax.GradientTransformationExtraArgs:
     """SGD in which only update number `which`, from 0, moves parameters.
 
-    Updates with zeros are not numbered. Next to the second, each moves them by `unit`.
+    Updates with zeros are not numbered; they apply `of_zeros`.
     """
 
     def update(
@@ -370,7 +367,6 @@ def _sgd_once(
 
         def step(g: jax.Array) -> jax.Array:
             wide = g.astype(common_dtype(g.dtype, jnp.float32))  # float16 overflows
-            of_zeros = unit if which else 0.0
             size = jnp.where(is_some, jnp.where(state == which, wide, 0), of_zeros)
             return (-scale * size).astype(g.dtype)
 
@@ -429,7 +425,7 @@ def _judge(window: Window) -> tuple[Verdict, str]:
         return Verdict.UNKNOWN, NOT_FINITE
     if candidates[stepped] <= STEP_RTOL:
         return stepped, EXPLANATIONS[stepped]
-    if window.seconds is not None:
+    if window.second is not None:
         return Verdict.UNKNOWN, "run takes several steps: make it one window, one step."
     if not window.first.any():
         return Verdict.DISCARDED, EXPLANATIONS[Verdict.DISCARDED]

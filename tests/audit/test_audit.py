@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import io
 import itertools
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 from optax_tokenaccum import AuditReport, Verdict, audit, make_train_step
-from optax_tokenaccum._audit_report import Parameter
+from optax_tokenaccum._audit_report import Parameter, progress
 from optax_tokenaccum.ragged import pad_micro_batch, plan_window
 
 OF_THEIR_OWN = [k for k, x in GALLERY.items() if x.verdict is not Verdict.UNKNOWN]
@@ -129,6 +132,9 @@ def test_a_micro_batch_without_tokens_has_no_weight_and_a_mean_of_it_is_named():
         report = audit(run, loss_fn, init_params(), micro_batches)
         assert report.verdict is verdict
     assert "the mean of a micro-batch without tokens is 0/0" in report.explanation
+    empty_first = [micro_batches.pop(2), *micro_batches]
+    report = audit(GALLERY["not wrapped"].run, loss_fn, init_params(), empty_first)
+    assert report.verdict is Verdict.STEPPED_EVERY_MICRO_BATCH
 
 
 N, PADDED = tokens_of(MICRO_BATCHES), MICRO_BATCHES[0]["mask"].size
@@ -474,3 +480,21 @@ def test_swapped_arguments_are_named():
 
 def mean_of_rows(batch: Any) -> Any:
     return jnp.mean(batch["x"]), len(batch["x"])
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+):
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", shown)
+    seconds = itertools.count(step=6)
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    assert [*progress("abcde", "audit: gradient")] == [*"abcde"]
+    lines = shown.getvalue().replace("\r", "\n").split("\n")
+    if is_terminal:
+        assert lines[3] == f"[{'#' * 8:20}] audit: gradient 3 of 5"
+        assert len(lines) == 7 and lines[-1] == "\033[K"  # the bar is removed
+    else:
+        assert lines == ["audit: gradient 2 of 5", "audit: gradient 4 of 5", ""]

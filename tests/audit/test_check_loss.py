@@ -286,6 +286,7 @@ def test_what_cannot_be_checked_says_so():
 
     report = check_loss_fn(loss_fn, PARAMS, [jnp.arange(6.0)])
     assert not report.passed and report.count_checked is None
+    assert str(report).startswith("UNSURE: ")
     assert "was not checked: it is the same without any leaf. Name the leaf" in (
         " ".join(str(report).split())
     )
