@@ -163,5 +163,5 @@ def test_errors_say_what_does_not_fit():
         softmax_cross_entropy_sum(LOGITS, LABELS[:, :4])
     with pytest.raises(ValueError, match=r"mask \(3,\) and labels \(3, 5\)"):
         softmax_cross_entropy_sum(LOGITS, LABELS, np.ones(3))
-    with pytest.raises(TypeError, match="labels must be integers"):
+    with pytest.raises(TypeError, match="labels, which follow logits, must be integers"):
         softmax_cross_entropy_sum(LOGITS, LABELS.astype(np.float32))
