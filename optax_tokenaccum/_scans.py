@@ -199,7 +199,7 @@ def as_array(constant: Leaf) -> Leaf:
     if isinstance(constant, jax.Array) or not hasattr(constant, "__array__"):
         return constant
     with jax.ensure_compile_time_eval():
-        return jnp.asarray(constant)
+        return jax.device_put(constant)
 
 
 def output_alone(
