@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._scans import TwinArrays, traced_with_reads
+from optax_tokenaccum._scans import TwinArrays, as_array, traced_with_reads
 from optax_tokenaccum._trees import (
     Aux,
     DType,
@@ -92,7 +92,7 @@ def add_gradients(
     """
     twins = twins_of(sums, jax.tree.leaves(params))
     closed, shapes, reads = traced_with_reads(loss, twins)
-    jaxpr, consts = closed.jaxpr, [*closed.consts]
+    jaxpr, consts = closed.jaxpr, [*map(as_array, closed.consts)]
     if hasattr(jaxpr, "with_consts"):  # newer jax, where it holds them
         jaxpr = jaxpr.with_consts([None] * len(consts))
     trace = LossTrace(jaxpr, shapes)

@@ -1,20 +1,18 @@
 """An NNX model and its optimizer, read as the state of a step, and written back."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Jaxpr, Literal, Var
 from jax.sharding import NamedSharding
-from jax.tree_util import PyTreeDef, keystr, tree_leaves_with_path
+from jax.tree_util import PyTreeDef
 
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import put
-from optax_tokenaccum._loss import LossFn
-from optax_tokenaccum._scans import functions_in, opened
+from optax_tokenaccum._loss import Keywords, LossFn, changed_paths
 from optax_tokenaccum._state import ModelStepState, settled
 from optax_tokenaccum._step import Step, shapes_of
 from optax_tokenaccum._trees import (
@@ -108,7 +106,7 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
         params, rest, batch = given
 
         def run(
-            params: Params, rest: ModelState
+            params: Params, rest: ModelState, kwargs: Mapping[str, Tree]
         ) -> tuple[Params, tuple[Tree, ModelState]]:
             # A copy of the model, whose variables belong to the current trace.
             states = nnx_static.states_of(params, rest)
@@ -120,8 +118,11 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
             check_same_tree(rest_after, rest, rule)
             return after, (returned, rest_after)
 
-        after, returned = run(params, rest)
-        changed = _changed(lambda x: run(x, rest)[0], params, after)
+        def again(params: Params, rest: ModelState) -> Any:
+            return run(params, rest, jax.tree.map(lambda x: x, Keywords(kwargs)))
+
+        after, returned = run(params, rest, kwargs)
+        changed = changed_paths(lambda x: again(x, rest)[0], params, after)
         if changed:
             raise ValueError(
                 f"{name} must not assign parameters, which only a closing window "
@@ -133,7 +134,7 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
             _, state = nnx_static.states_of(params, rest)
             variables = {"/".join(map(str, p)): x for p, x in nnx.to_flat_state(state)}
             keys = {p for p, x in variables.items() if isinstance(x, nnx.RngState)}
-            changed = _changed(lambda x: run(params, x)[1][1], rest, returned[1])
+            changed = changed_paths(lambda x: again(params, x)[1][1], rest, returned[1])
             if names := [x for x in changed if x not in keys]:
                 raise ValueError(
                     f"{name} runs twice, and must change no variables of the model but "
@@ -143,35 +144,6 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
         return returned
 
     return of_parts
-
-
-def _changed(f: Callable[[Tree], Tree], given: Tree, returned: Tree) -> list[str]:
-    """The paths of what `f` changes; `returned` is what it returned for `given`.
-
-    nnx.remat and nnx.jit write everything back, mostly as it was.
-    """
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
-    if all(x is y for x, y in pairs):
-        return []
-    paths = [path for path, _ in tree_leaves_with_path(given)]
-    sources = _sources(jax.make_jaxpr(f)(given).jaxpr, [*range(len(paths))])
-    changed = [path for i, path in enumerate(paths) if sources[i] != i]
-    return [keystr(path, simple=True, separator="/") for path in changed]
-
-
-def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
-    """Which of the inputs each output is, through calls and loops."""
-    sources = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def source(x: Var | Literal) -> int | None:
-        return None if isinstance(x, Literal) else sources.get(x)
-
-    for eqn in jaxpr.eqns:
-        called = [*map(opened, functions_in(eqn))]
-        if len(called) == 1 and len(called[0].invars) == len(eqn.invars):
-            outputs = _sources(called[0], [*map(source, eqn.invars)])
-            sources.update(zip(eqn.outvars, outputs, strict=False))
-    return [*map(source, jaxpr.outvars)]
 
 
 def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepState:

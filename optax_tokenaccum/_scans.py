@@ -191,6 +191,17 @@ class Traced:
         return self.structure.unflatten(map(given.stand_in, outputs))
 
 
+def as_array(constant: Leaf) -> Leaf:
+    """A constant of a trace, of which JAX may have made a NumPy array.
+
+    A backward rule may index it with a traced number, which NumPy cannot.
+    """
+    if isinstance(constant, jax.Array) or not hasattr(constant, "__array__"):
+        return constant
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(constant)
+
+
 def output_alone(
     jaxpr: Jaxpr, consts: Sequence[Leaf], inputs: Sequence[Leaf], output: int
 ) -> Alone:
@@ -236,7 +247,8 @@ def _evaluate(
 ) -> list[Leaf | Parameter]:
     """The outputs of a traced function."""
     jaxpr = opened(traced)
-    values: dict[Atom, Leaf] = dict(zip(jaxpr.constvars, consts, strict=True))
+    constants = zip(jaxpr.constvars, map(as_array, consts), strict=True)
+    values: dict[Atom, Leaf] = dict(constants)
     values |= zip(jaxpr.invars, inputs, strict=True)
     differentiable: dict[Atom, Leaf] = {}
 
@@ -405,6 +417,8 @@ def _read_by(eqn: JaxprEqn, position: int, x: Parameter) -> int | str:
         return eqn.primitive.name
     if position < carry_of(eqn)[1]:
         return "a loop that is given all of it"
+    if eqn.params["length"] == 0:  # `with_refs` would take a slice of no layers
+        return "scan over no layers"
     if eqn.params["unroll"] >= eqn.params["length"] > 1:
         return "unrolled scan"
     return x.axes[0]

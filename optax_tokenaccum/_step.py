@@ -31,6 +31,7 @@ from optax_tokenaccum._state import (
     StepMetrics,
     StepState,
     TokenAccumulationState,
+    apart,
     completed,
     home,
     key_array,
@@ -100,7 +101,10 @@ class Program(abc.ABC, Generic[StepT]):
         traced = self.arguments(*args, **kwargs)
         state = self.step.prepared(state)
         jitted = self._at(state)
-        donated, metrics, aux = jitted(*self.split(state), *traced)
+        donated, kept = self.split(state)
+        if self.step.donate:
+            traced = apart(traced, donated)
+        donated, metrics, aux = jitted(donated, kept, *traced)
         new = completed(donated, state)
         self.after(state, new)
         self._known.remember(key_array(new), (_model_structure(state), jitted))

@@ -206,7 +206,7 @@ class TrainStep(Step):
           rng: one key for the whole run. `loss_fn` receives it as `rng`, folded with
             `gradient_step` and `mini_step`.
           **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
-            numbers are traced; bools, strings and functions are static.
+            numbers are traced; bools, strings, dtypes and functions are static.
 
         Raises:
           ValueError: the step has no schedule; or, with a mesh, the arrays of the batch

@@ -18,6 +18,7 @@ from flax import nnx
 from helpers import SKIPS, numbers_of, slow
 from jax.sharding import Mesh
 
+import optax_tokenaccum
 from optax_tokenaccum import regroup_sums, softmax_cross_entropy_sum, token_accumulation
 from optax_tokenaccum.nnx import (
     coupled_value_and_grad,
@@ -345,6 +346,75 @@ def test_an_array_in_no_variable_may_be_shared_by_models():
     run.model.table = shared
     run.window([ROWS])
     assert not shared.is_deleted() and run.model.table[0] == 0
+
+
+def test_the_model_may_be_its_own_teacher():
+    """Its arrays are donated in the same call, and `nnx.jit` writes them back."""
+    apply = nnx.jit(lambda model, x: model(x))
+
+    def distilled(model: Any, x: Any, teacher: Any) -> Any:
+        return jnp.sum(model(x) * apply(teacher, x)), len(x)
+
+    models = [linear().model for _ in range(3)]
+    for model, teacher in ((models[0], models[0]), models[1:]):
+        run = Run("window", model, distilled)
+        run.step(model, run.optimizer, ROWS[None], teacher=teacher)
+    chex.assert_trees_all_close(held(models[0]), held(models[1]), rtol=1e-6)
+    assert helpers.relative_error(held(models[0]), held(models[2])) > 1e-3
+
+
+class Noisy(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(WIDTH))
+        self.dropout = nnx.Dropout(0.5)
+
+
+KEYWORDS = {
+    "rngs/default/count": lambda: {"rngs": nnx.Rngs(0)},
+    "metrics/loss/count": lambda: {
+        "metrics": nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+    },
+    "teacher/norm/mean": lambda: {"teacher": Block(nnx.Rngs(0))},
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_what_would_be_lost_raises(name: str):
+    """Keys, metrics and statistics in keywords would be as before in every call."""
+
+    def summary(
+        model: Any, x: Any, rngs: Any = None, metrics: Any = None, teacher=None
+    ):
+        y = model.w[...] * x
+        if rngs:
+            y = model.dropout(y, rngs=rngs)
+        if metrics:
+            metrics.update(loss=jnp.sum(y))
+        return teacher(y) if teacher else y
+
+    def with_count(model: Any, x: Any, rngs=None, metrics=None, teacher=None) -> Any:
+        return jnp.sum(summary(model, x, rngs, metrics, teacher)), 1.0
+
+    def of_weights(w: Any, *args: Any, **kwargs: Any) -> Any:
+        model = Noisy()
+        model.w[...] = w
+        return with_count(model, *args, **kwargs)
+
+    x, model, w = jnp.ones((2, WIDTH)), Noisy(), jnp.ones(WIDTH)
+    coupled = coupled_value_and_grad(summary, jnp.sum)
+    core = optax_tokenaccum.make_train_step(of_weights, SGD, 2)
+    steps = Run("two programs", model, with_count)
+    windows = Run("window", model, nnx.remat(with_count))
+    calls = [
+        lambda **kw: steps.step(model, steps.optimizer, x, **kw),
+        lambda **kw: windows.step(model, windows.optimizer, x[None], **kw),
+        lambda **kw: window_value_and_grad(with_count)(model, x[None], **kw),
+        lambda **kw: coupled(model, x[None], **kw),
+        lambda **kw: core(core.init(w), x, **kw),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"a keyword .* a change at {name}"):
+            call(**KEYWORDS[name]())
 
 
 def test_inside_of_nnx_jit_and_between_evaluations():

@@ -162,6 +162,19 @@ tripled_vjp.defvjp(
 )
 
 
+@jax.custom_vjp
+def doubled_vjp(x: jax.Array, factors: jax.Array) -> jax.Array:
+    return x * factors[0]
+
+
+def _doubled_backward(factors: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+    index = 1 + jnp.sum(0 * g).astype(int)  # which no NumPy array can take
+    return g * factors[index], None
+
+
+doubled_vjp.defvjp(lambda x, factors: (x * factors[0], factors), _doubled_backward)
+
+
 def chosen(x: Any, w: Any) -> Any:
     either = lambda: jnp.tanh(x @ w), lambda: x * w[0]  # noqa: E731
     return jax.lax.cond(x[0, 0] > 0, *either), None
@@ -184,6 +197,9 @@ NETWORKS = {
         prevent_cse=(True, False),  # of each argument
     ),
     "custom_vjp": scan(lambda x, w: (jnp.tanh(tripled_vjp(x, w)), None)),
+    "constant of a backward rule": lambda params, x: doubled_vjp(
+        x @ params["layers"][0], jnp.array([1.0, 2.0])
+    ),
     "cond": scan(chosen),
     "own mutable array": with_own_array,
 }
@@ -192,6 +208,13 @@ NETWORKS = {
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_networks(network: Any):
     check(value_and_grad, loss_through(network))
+
+
+@pytest.mark.parametrize("way", [value_and_grad, train_step, window_step])
+def test_no_layers(way: Any):
+    params = params_of()
+    params["layers"] = params["layers"][:0]
+    check(way, window_gradients.loss_fn, params)
 
 
 def test_complex_layers_that_are_a_constant_of_their_scan_too():

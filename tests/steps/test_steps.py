@@ -186,9 +186,17 @@ class ScaledLoss:
     scale: np.ndarray
 
     def __call__(
-        self, params: Any, batch: Any, *, frozen: Any, train: bool, mode: Any
+        self,
+        params: Any,
+        batch: Any,
+        *,
+        frozen: Any,
+        train: bool,
+        mode: Any,
+        dtype: Any,
     ) -> Any:
         assert train is True and mode["name"] == "sum" and mode["act"] is jnp.tanh
+        assert dtype is jnp.bfloat16
         weights = self.scale * params["w"] * frozen["w"]
         return jnp.sum(weights) * batch["x"], batch["n"]
 
@@ -199,7 +207,8 @@ def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
     loss_fn = ScaledLoss(np.asarray([1.0, 4.0], np.float32))
     step = new_step.__wrapped__(way, 2, loss_fn)
     state = step.init(PARAMS)
-    options: Any = {"train": True, "mode": {"name": np.str_("sum"), "act": jnp.tanh}}
+    mode = {"name": np.str_("sum"), "act": jnp.tanh}
+    options: Any = {"train": True, "mode": mode, "dtype": jnp.bfloat16}
     with helpers.count_compilations() as compilations:
         for scale in (1.0, 2.0):
             before = np.asarray(state.params["w"])
@@ -210,6 +219,24 @@ def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
             expected = before - np.asarray([scale, 2.0])
             np.testing.assert_array_equal(state.params["w"], expected)
     assert len(compilations) == (2 if way == "two programs" else 1)
+
+
+@pytest.mark.parametrize("way", ["two programs", "one program", "window"])
+def test_arrays_of_the_state_may_be_keywords(way: str):
+    """They are donated in the same call, except the parameters of two programs."""
+
+    def distilled(params: Any, batch: Any, *, teacher: Any, updates: Any) -> Any:
+        scale = batch["x"] * (1 + updates)
+        return jnp.sum(params["w"] * teacher["w"]) * scale, batch["n"]
+
+    step = new_step.__wrapped__(way, 2, distilled)
+    state, expected = step.init(PARAMS), np.asarray(PARAMS["w"])
+    for i in range(3):
+        for call in calls(way, FIRST, SECOND):
+            count = state.opt_state.gradient_step
+            state, _ = step(state, call, teacher=state.params, updates=count)
+        expected = expected - 9.2 * (1 + i) * expected
+        np.testing.assert_allclose(state.params["w"], expected, rtol=1e-5)
 
 
 def test_inside_an_outer_jit_and_scan_it_is_one_program():
