@@ -164,7 +164,8 @@ class Place:
 
         Without a constraint, XLA may gather activations instead of parameters.
         """
-        make, made = partial(make, rows=8 if self.layout else 1), []
+        rows = make.keywords.get("rows", 8 if self.layout else 1)
+        make, made = partial(make, rows=rows), []
         if constrains:
             rows = NamedSharding(self.mesh, P("data"))
             spread = partial(jax.lax.with_sharding_constraint, shardings=rows)

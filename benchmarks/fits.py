@@ -2,12 +2,20 @@
 
     pip install libtpu && python -m benchmarks.fits
 
-Prints the table of docs/fit.md. Nothing runs. The memory is that of programs for 16
-chips of a TPU v5e. What is sent is that of programs for as many devices of a CPU,
+Prints the first table of docs/fit.md. Nothing runs. The memory is that of programs for
+16 chips of a TPU v5e. What is sent is that of programs for as many devices of a CPU,
 because a program that does not fit on a TPU does not compile for it.
+
+    python -m benchmarks.fits words
+
+prints the second one: what a train step with SGD holds for large vocabularies, on each
+chip of `benchmarks.chips` whose packages are installed.
 """
 
+import bisect
 import functools
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +27,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import chips, report
+from benchmarks import ahead, chips, report
 from benchmarks.compiled_text import bytes_sent
+from benchmarks.measure import say
 from benchmarks.ways import size_in_bytes
+from benchmarks.workloads import stacked_layers
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
 
@@ -61,6 +71,11 @@ LAYOUTS = {
     "FSDP, tensor parallel": Layout((4, 4), "micro_batch", True, True),
 }
 DOES_NOT_FIT = {"temporaries": "does not compile", "in all": ""}
+# For `words`: width and layers, 0.5 billion parameters without embedding and head; the
+# bytes of a chip that a step may use; numbers of rows to try, of 1,024 tokens.
+DECODER, WORDS = (1536, 24), (32_000, 128_000, 256_000)
+LIMITS = {"H200": 80e9, "v5e": 15 * 2**30}
+ROWS_TO_TRY = [n * 2**i for i in range(8) for n in (4, 5, 6, 7)]
 # How every parameter is spread. The first axis of the layers' is that of the stack.
 COLUMNS, ROWS = P(None, "data", "model"), P(None, "model", "data")
 SPECS = {
@@ -177,8 +192,64 @@ def sent(programs: Programs) -> list[int]:
     return [bytes_sent(x.compile().as_text() or "") for x in programs[1:]]
 
 
+def large_vocabularies() -> report.Rows:
+    """What a chip holds in an open micro-batch, with and without all logits."""
+    rows: report.Rows = []
+    for name, limit in LIMITS.items():
+        if missing := chips.CHIPS[name].missing():
+            say(f"fits: {name} skipped: pip install {' '.join(missing)}")
+            continue
+        chip = ahead.Place(chips.CHIPS[name].devices(), None)
+        for words in WORDS:
+            row: dict[str, Any] = {"chip": name, "words": words}
+            for loss, chunked in {"all logits": False, "chunks": True}.items():
+                say(f"fits: {name}, {words} words, {loss}")
+                held = functools.cache(functools.partial(_held, chip, words, chunked))
+                row[f"{loss}, MB"] = round(held(4)[0] / 1e6)
+                fits = bisect.bisect_right(ROWS_TO_TRY, limit, key=lambda n: held(n)[1])
+                row[f"{loss}, rows"] = ROWS_TO_TRY[fits - 1] if fits else 0
+            rows.append(row)
+    return rows
+
+
+def _held(
+    place: ahead.Place, words: int, chunked: bool, rows: int
+) -> tuple[float, float]:
+    """The bytes of temporaries, and of all that a chip holds."""
+    make = functools.partial(
+        stacked_layers,
+        *DECODER,
+        rows=rows,
+        length=1024,
+        vocabulary=words,
+        tied=False,
+        chunked=chunked,
+        dtype=jnp.bfloat16,
+    )
+    workload = place.workload(make, False)
+    step = make_train_step(
+        lambda params, batch: workload.loss_fn(params, batch, {}), ahead.SGD, 4
+    )
+    state = step.init(workload.params)
+    batch = place.window(workload, 1).micro_batches[0]
+    try:
+        program = step.accumulate.lower(state, batch).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return math.inf, math.inf
+    memory: Any = program.memory_analysis()
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    made += memory.argument_size_in_bytes + memory.generated_code_size_in_bytes
+    return memory.temp_size_in_bytes, made + memory.temp_size_in_bytes
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints a table."""
+    if sys.argv[1:] == ["words"]:
+        chips.prepare()
+        print(report.table(large_vocabularies()))
+        return
     chips.prepare()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 16)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import model as transformer
 import numpy as np
 
-from optax_tokenaccum import softmax_cross_entropy_sum
+from optax_tokenaccum import linear_cross_entropy_sum, softmax_cross_entropy_sum
 
 
 class Workload(NamedTuple):
@@ -85,6 +85,7 @@ def stacked_layers(
     dtype: Any = jnp.float32,
     stored: Any = jnp.float32,
     tied: bool = True,
+    chunked: bool = False,
     axis: int = 0,
     scanned: bool = True,
     rank: int = 0,
@@ -102,6 +103,7 @@ def stacked_layers(
         the backward pass.
       stored: the dtype of the parameters.
       tied: whether the embedding also predicts.
+      chunked: whether the logits of a chunk of tokens exist at a time.
       axis: along which the layers are stacked.
       scanned: whether they are stacked; otherwise, every layer has arrays of its own.
       rank: of the adapters that are trained instead of the layers, if not 0.
@@ -148,8 +150,10 @@ def stacked_layers(
                 x, _ = body(x, {name: own[i] for name, own in weights.items()})
         if vocabulary:
             head = params["embedding"].T if tied else params["head"]
-            logits = x @ head.astype(dtype)
-            return softmax_cross_entropy_sum(logits, batch["x"], batch["mask"])
+            head, labels, mask = head.astype(dtype), batch["x"], batch["mask"]
+            if chunked:
+                return linear_cross_entropy_sum(x, head, labels, mask)
+            return softmax_cross_entropy_sum(x @ head, labels, mask)
         per_token = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
         return jnp.sum(jnp.where(batch["mask"], per_token, 0)), jnp.sum(batch["mask"])
 

@@ -6,7 +6,11 @@ from optax_tokenaccum._audit import audit
 from optax_tokenaccum._audit_report import AuditReport, Verdict
 from optax_tokenaccum._check_loss_fn import LossReport, check_loss_fn
 from optax_tokenaccum._coupled import coupled_value_and_grad
-from optax_tokenaccum._losses import reduce_loss, softmax_cross_entropy_sum
+from optax_tokenaccum._losses import (
+    linear_cross_entropy_sum,
+    reduce_loss,
+    softmax_cross_entropy_sum,
+)
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._regroup import regroup_sums
 from optax_tokenaccum._split_batch import split_batch
@@ -45,6 +49,7 @@ __all__ = [
     "coupled_value_and_grad",
     "from_multi_steps_state",
     "has_updated",
+    "linear_cross_entropy_sum",
     "make_train_step",
     "make_window_step",
     "reduce_loss",

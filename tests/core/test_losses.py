@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 from optax_tokenaccum import softmax_cross_entropy_sum, window_value_and_grad
 
@@ -104,6 +108,28 @@ def test_labels_of_every_dtype_mean_what_they_say(dtype: str, function: Any):
                 labels[0] = 3
 
 
+def test_logits_spread_over_the_vocabulary_on_an_explicit_mesh():
+    logits, labels = np.tile(LOGITS, (2, 1, 8)), np.tile(LABELS + 7, (2, 1))
+    mesh = make_mesh((2, 4), "explicit")
+    spread = (
+        jax.device_put(logits, NamedSharding(mesh, P("data", None, "model"))),
+        jax.device_put(labels, NamedSharding(mesh, P("data", None))),
+    )
+    function = jax.jit(jax.value_and_grad(softmax_cross_entropy_sum, has_aux=True))
+    with jax.set_mesh(mesh):
+        found = function(*spread)
+    chex.assert_trees_all_close(found, function(logits, labels), rtol=1e-6)
+
+
+def test_a_small_loss_next_to_large_logits():
+    logits = np.float32([[40, 28, 20]])
+    loss_sum, _ = softmax_cross_entropy_sum(logits, np.array([0]))
+    expected = np.log1p(np.exp(-12.0) + np.exp(-20.0))
+    np.testing.assert_allclose(loss_sum, expected, rtol=0.02)
+    naive = jax.nn.logsumexp(logits) - logits[0, 0]
+    assert abs(float(naive) / expected - 1) > 0.1
+
+
 def test_computed_in_float32_whatever_the_logits():
     logits = jnp.zeros((1, 4096, 64), jnp.bfloat16)
     loss_sum, num_tokens = IN_JIT(logits, jnp.zeros((1, 4096), int))
@@ -163,5 +189,7 @@ def test_errors_say_what_does_not_fit():
         softmax_cross_entropy_sum(LOGITS, LABELS[:, :4])
     with pytest.raises(ValueError, match=r"mask \(3,\) and labels \(3, 5\)"):
         softmax_cross_entropy_sum(LOGITS, LABELS, np.ones(3))
-    with pytest.raises(TypeError, match="labels, which follow logits, must be integers"):
+    with pytest.raises(
+        TypeError, match="labels, which follow logits, must be integers"
+    ):
         softmax_cross_entropy_sum(LOGITS, LABELS.astype(np.float32))
