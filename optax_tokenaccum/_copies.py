@@ -64,7 +64,7 @@ def of_copies(
         traced = Traced(loss, params, *args)
         _check_names(traced, loss, names, params, args)
         if devices.size > 1:
-            _check_sums(traced, rows.is_whole, devices.size, params, args)
+            _check_sums(traced, loss, rows.is_whole, devices.size, params, args)
         n = traced.alone(1).value()
         own = [
             twin if twin is None else twin.reshape(p.shape)
@@ -132,13 +132,14 @@ def _check_names(
 
 def _check_sums(
     traced: Traced,
+    loss: LossOfRows,
     is_whole: tuple[bool, ...],
     size: int,
     params: Params,
     args: tuple[Any, ...],
 ) -> None:
     """Raises `ValueError` unless counts can be added up, and states be unified."""
-    model_state, _, rng, loss_kwargs = args
+    model_state, batch, rng, loss_kwargs = args
     # Of each input of the loss, whether devices have different values.
     own = [
         *(False for _ in jax.tree.leaves(params)),
@@ -165,15 +166,39 @@ def _check_sums(
         )
     shapes = traced.structure.unflatten(range(traced.structure.num_leaves))
     _, (_, (_, changed)) = shapes
-    names = [path for path, _ in named_leaves(model_state)]
+    names = [path.removeprefix(".") for path, _ in named_leaves(model_state)]
+    leaves, structure = jax.tree.flatten(batch)
+    sizes = {len(x) for x, whole in zip(leaves, is_whole, strict=True) if not whole}
+    sizes |= {size * rows for rows in sizes}  # of axes that may be of rows
+    times = 3 if size == 2 else 2  # as many rows as no such axis has
+
+    def with_more_rows(params: Params, model_state: Tree, *others: Any) -> Any:
+        more = [
+            x if whole else jnp.concatenate([x] * times)
+            for x, whole in zip(leaves, is_whole, strict=True)
+        ]
+        return loss(params, model_state, structure.unflatten(more), *others)
+
     for i, output in changed.items():
-        kind = traced.closed.out_avals[output].dtype
+        out = traced.closed.out_avals[output]
+        kind, shape = out.dtype, out.shape
         cannot_mean = jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_
         if cannot_mean and True in needs(output):
             raise ValueError(
-                f"{names[i].removeprefix('.')} must be the same on all devices, "
+                f"{names[i]} must be the same on all devices, "
                 "because the model has only one: got a value that depends on the rows "
                 "of the batch, which differ from device to device, and no mean of it "
                 "can be taken. Return it as aux, or use "
                 'reduce_every="micro_batch", where loss_fn sees all rows.'
             )
+        if not sizes.isdisjoint(shape) and True in needs(output):
+            try:
+                jax.eval_shape(with_more_rows, params, model_state, rng, loss_kwargs)
+            except Exception as error:
+                raise ValueError(
+                    f"{names[i]} must not have an axis of rows, because the model has "
+                    "only one value, the mean of those of all devices: got shape "
+                    f"{shape}, and an error if a device has {times} times as many "
+                    'rows. Use reduce_every="micro_batch", where loss_fn sees all '
+                    "rows; or return it as aux, and give it back with the next batch."
+                ) from error

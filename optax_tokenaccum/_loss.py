@@ -1,29 +1,20 @@
 """What a `loss_fn` is: its arguments and results, the model's state, keys."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
-from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation
 from optax_tokenaccum._copies import of_copies
 from optax_tokenaccum._devices import Devices
 from optax_tokenaccum._rows import Rows
-from optax_tokenaccum._scans import (
-    Trace,
-    Traced,
-    TwinArrays,
-    exchanges,
-    functions_in,
-    opened,
-)
+from optax_tokenaccum._scans import Trace, Traced, TwinArrays, changed_paths, exchanges
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     Aux,
@@ -65,7 +56,9 @@ class Keywords(dict[str, Tree]):
     def __init__(self, given: Mapping[str, Tree], static: Iterable[str] | None = None):
         super().__init__(given)
         # Known from the beginning: jax also makes such trees of shardings.
-        not_numbers = (k for k, x in given.items() if not _are_numbers(x))
+        not_numbers = (
+            k for k, x in given.items() if not all(map(_is_number, jax.tree.leaves(x)))
+        )
         self._static = {*(not_numbers if static is None else static)}
 
     def tree_flatten(self) -> tuple[list[dict[str, Tree]], Any]:
@@ -78,14 +71,6 @@ class Keywords(dict[str, Tree]):
         return cls(children[0] | dict(static), dict(static))
 
 
-def _is_object(x: Tree) -> bool:
-    return not isinstance(x, dict | list | tuple)
-
-
-def _are_numbers(tree: Tree) -> bool:
-    return all(map(_is_number, jax.tree.leaves(tree)))
-
-
 def _is_number(x: Leaf) -> bool:
     if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSTUMm":
         if x.ndim:
@@ -95,8 +80,7 @@ def _is_number(x: Leaf) -> bool:
                 "tuple(array.tolist())."
             )
         return False
-    is_dtype = isinstance(x, type)  # jnp.bfloat16, which has a `dtype` as arrays do
-    is_array = hasattr(x, "dtype") and not is_dtype
+    is_array = hasattr(x, "dtype") and not isinstance(x, type)  # as jnp.bfloat16 is
     return is_array or type(x) in (int, float, complex)
 
 
@@ -141,7 +125,9 @@ class Loss:
         def run(given: dict[str, Tree]) -> tuple[dict[str, Tree], Tree]:
             # A loss may assign to the containers that it is given, but not to objects.
             own = (jax.tree.map(lambda x: x, model_state),) * self.has_model_state
-            objects, containers = jax.tree.flatten(given, is_leaf=_is_object)
+            objects, containers = jax.tree.flatten(
+                given, is_leaf=lambda x: not isinstance(x, dict | list | tuple)
+            )
             kwargs = given | dict(static) | key
             returned = self.loss_fn(params, *own, batch, **kwargs)
             return containers.unflatten(objects), returned
@@ -327,38 +313,3 @@ def _kind(dtype: jax.typing.DTypeLike) -> int:
     """The place among the kinds of numbers, of which each may be cast to the next."""
     kinds = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
     return sum(jnp.issubdtype(dtype, kind) * i for i, kind in enumerate(kinds))
-
-
-def changed_paths(f: Callable[[Tree], Tree], given: Tree, returned: Tree) -> list[str]:
-    """The paths of what `f` changes; `returned` is what it returned for `given`.
-
-    nnx.remat and nnx.jit write everything back, mostly as it was.
-    """
-    paths, paths_after = map(_paths, (given, returned))
-    if paths != paths_after:
-        return sorted({*paths} ^ {*paths_after})
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
-    if all(x is y for x, y in pairs):
-        return []
-    sources = _sources(jax.make_jaxpr(f)(given).jaxpr, [*range(len(paths))])
-    return [path for i, path in enumerate(paths) if sources[i] != i]
-
-
-def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
-    """Which of the inputs each output is, through calls and loops."""
-    sources = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def source(x: Var | Literal) -> int | None:
-        return None if isinstance(x, Literal) else sources.get(x)
-
-    for eqn in jaxpr.eqns:
-        called = [*map(opened, functions_in(eqn))]
-        if len(called) == 1 and len(called[0].invars) == len(eqn.invars):
-            outputs = _sources(called[0], [*map(source, eqn.invars)])
-            sources.update(zip(eqn.outvars, outputs, strict=False))
-    return [*map(source, jaxpr.outvars)]
-
-
-def _paths(tree: Tree) -> list[str]:
-    paths = [path for path, _ in tree_leaves_with_path(tree)]
-    return [keystr(path, simple=True, separator="/") for path in paths]

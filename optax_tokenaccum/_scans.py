@@ -23,6 +23,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from optax_tokenaccum._trees import DType, Leaf, Params, Tree, is_concrete, zeros_after
 
@@ -192,10 +193,7 @@ class Traced:
 
 
 def as_array(constant: Leaf) -> Leaf:
-    """A constant of a trace, of which JAX may have made a NumPy array.
-
-    A backward rule may index it with a traced number, which NumPy cannot.
-    """
+    """A constant of a trace as an array of JAX, which traced numbers can index."""
     if isinstance(constant, jax.Array) or not hasattr(constant, "__array__"):
         return constant
     with jax.ensure_compile_time_eval():
@@ -431,6 +429,39 @@ def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
     [body] = map(opened, functions_in(eqn))
     last = sum(map(eq, map(_rank, eqn.invars), map(_rank, body.invars)))
     return last - sum(map(eq, map(_rank, eqn.outvars), map(_rank, body.outvars))), last
+
+
+def changed_paths(f: Callable[[Tree], Tree], given: Tree, returned: Tree) -> list[str]:
+    """The paths of what `f` changes; `returned` is what it returned for `given`.
+
+    nnx.remat and nnx.jit write everything back, mostly as it was.
+    """
+    paths, paths_after = (
+        [keystr(path, simple=True, separator="/") for path, _ in leaves]
+        for leaves in map(tree_leaves_with_path, (given, returned))
+    )
+    if paths != paths_after:
+        return sorted({*paths} ^ {*paths_after})
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
+    if all(x is y for x, y in pairs):
+        return []
+    sources = _sources(jax.make_jaxpr(f)(given).jaxpr, [*range(len(paths))])
+    return [path for i, path in enumerate(paths) if sources[i] != i]
+
+
+def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
+    """Which of the inputs each output is, through calls and loops."""
+    sources = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def source(x: Var | Literal) -> int | None:
+        return None if isinstance(x, Literal) else sources.get(x)
+
+    for eqn in jaxpr.eqns:
+        called = [*map(opened, functions_in(eqn))]
+        if len(called) == 1 and len(called[0].invars) == len(eqn.invars):
+            outputs = _sources(called[0], [*map(source, eqn.invars)])
+            sources.update(zip(eqn.outvars, outputs, strict=False))
+    return [*map(source, jaxpr.outvars)]
 
 
 def exchanges(traced: Trace) -> Iterator[tuple[str, set[str]]]:

@@ -276,12 +276,9 @@ def settled(x: Leaf, taken: set[int]) -> Leaf:
 def apart(given: T, donated: Tree) -> T:
     """`given`, with copies of the arrays that are donated in the same call."""
     taken = {*map(id, jax.tree.leaves(donated))}
-    if taken.isdisjoint(map(id, jax.tree.leaves(given))):
-        return given
 
     def copied(x: Leaf) -> Leaf:
-        is_taken = id(x) in taken and is_concrete(x)
-        return jnp.array(x, copy=True) if is_taken else x
+        return jnp.array(x, copy=True) if id(x) in taken and is_concrete(x) else x
 
     return jax.tree.map(copied, given)
 

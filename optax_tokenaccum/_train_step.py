@@ -299,8 +299,8 @@ def make_train_step(
         model_state)`. The tree, shapes and dtypes stay. Every micro-batch sees what the
         one before it left; a rejected one leaves no trace. Over devices, floating
         values are averaged, and typed keys (`jax.random.key`) folded; integers must not
-        depend on the rows, unless `loss_fn` sees all of them. `init` and the step take
-        and return a `ModelStepState`.
+        depend on the rows, and no value may have an axis of rows, unless `loss_fn` sees
+        all of them. `init` and the step take and return a `ModelStepState`.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: the mesh of devices, see `data_axes`.

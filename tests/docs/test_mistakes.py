@@ -221,6 +221,27 @@ def counts_that_look_own() -> None:
     assert (float(state.params), float(metrics.num_tokens)) == (-1 / 8, 8 * 16)
 
 
+@shows("model state that single rows write to")
+def _() -> None:
+    def remembers(params: Any, bank: Any, batch: Any) -> Any:
+        bank = bank.at[batch["index"]].set(batch["x"])
+        return (jnp.sum(batch["x"] @ params["w"]), len(batch["x"])), bank
+
+    batch = {"index": jnp.arange(8), "x": jnp.ones((8, 3))}
+    for reduce_every, written in (("window", 1 / 8), ("micro_batch", 1.0)):
+        step = make_train_step(
+            remembers,
+            SGD,
+            1,
+            has_model_state=True,
+            mesh=make_mesh((8,)),
+            data_axes="data",
+            reduce_every=reduce_every,
+        )
+        state, _ = step(step.init(PARAMS, jnp.zeros((9, 3))), batch)
+        np.testing.assert_array_equal(state.model_state[:8], written)
+
+
 @shows("in your own `shard_map`")
 def sums_over_devices_twice() -> None:
     def summed(w: Any, x: Any) -> Any:

@@ -231,6 +231,33 @@ def test_integers_that_depend_on_the_rows_of_a_device_raise():
     assert state.model_state["calls"] == expected
 
 
+@pytest.mark.parametrize("way", ["two programs", "window"])
+@pytest.mark.parametrize("rows", [DEVICES, 2 * DEVICES])
+def test_a_state_of_rows_raises_unless_the_loss_sees_all_rows(way: str, rows: int):
+    """One row on each device is also the broadcast of a row."""
+
+    def recurrent(params: Any, hidden: Any, batch: Any) -> Any:
+        hidden = 0.5 * hidden + batch["y"]
+        loss_sum = jnp.sum(params["w"]) * jnp.sum(hidden)
+        return (loss_sum, (jnp.sum(batch["weights"]), None)), hidden
+
+    windows = [[batch_of(j, rows) for j in range(K)]]
+    options = {"windows": windows, "loss": recurrent}
+    on_a_device = rows // DEVICES
+    for size in {on_a_device, rows if on_a_device == 1 else on_a_device}:
+        with pytest.raises(ValueError, match=r"must not have an axis of rows.*micro_b"):
+            train(way, model_state=jnp.zeros(size), over="8", **options)
+    state, _ = train(way, model_state=jnp.zeros(rows), over="8, each", **options)
+    expected = sum(0.5 ** (K - 1 - j) * windows[0][j]["y"] for j in range(K))
+    assert helpers.relative_error(state.model_state, expected) < RTOL
+
+
+def test_statistics_of_as_many_features_as_rows_are_none():
+    windows = [[batch_of(j, FEATURES * DEVICES) for j in range(K)]]
+    state, _ = train("two programs", windows, over="8")
+    check(state, by_hand(windows, DEVICES))
+
+
 def test_dtypes_stay():
     """The loss returns float32 statistics."""
     start = new_model_state(jnp.bfloat16)
