@@ -164,7 +164,11 @@ def test_errors_say_what_does_not_fit():
         (ValueError, "label_smoothing from 0", {"label_smoothing": 1.0}),
         (ValueError, "chunk_size must be an integer of at least 1", {"chunk_size": 0}),
         (TypeError, "chunk_size must be an integer", {"chunk_size": 2.5}),
-        (TypeError, "labels, which follow hidden, must be integers", {"labels": LABELS / 2}),
+        (
+            TypeError,
+            "labels, which follow hidden, must be integers",
+            {"labels": LABELS / 2},
+        ),
     ):
         given = {"hidden": HIDDEN, "head": HEAD, "labels": LABELS} | call
         with pytest.raises(error, match=message):
