@@ -27,9 +27,12 @@ BY_HAND = {
     "train step": "pair by hand",
     "window step": "scan by hand",
     "window_value_and_grad": "gradient by hand",
+    "token_accumulation": "optax.MultiSteps",
 }
 FEW_WAYS = "scan by hand", "train step", "window step"
-ALL_WAYS = "gradients alone", *BY_HAND.values(), *BY_HAND
+SWAP = "optax.MultiSteps", "token_accumulation"
+OF_A_LOSS = [way for way in BY_HAND if way not in SWAP]
+ALL_WAYS = ("gradients alone", *(BY_HAND[way] for way in OF_A_LOSS), *OF_A_LOSS)
 STEPS = "train step", "window step"
 BOTH_PAIRS = "pair by hand", "scan by hand", *STEPS
 SGD = optax.sgd(1e-4)
@@ -124,6 +127,7 @@ def cases(quick: bool) -> Iterator[Case]:
     for model in updated:
         for name in optimizers:
             yield Case(ONE, model, layers // 4, BOTH_PAIRS, optimizer=name)
+    yield Case(ONE, "float32", layers // 4, SWAP, optimizer=optimizers[0])
     yield Case("FSDP", "bfloat16", layers, BOTH_PAIRS, (MICRO_BATCH,), optimizers[0])
 
 
