@@ -11,6 +11,7 @@ from optax_tokenaccum._trees import (
     Tree,
     check_same_tree,
     is_concrete,
+    is_key,
     zero_unless,
 )
 
@@ -80,6 +81,9 @@ def regroup_sums(state: Tree, like: T) -> T:
             [count] = [x for n, x in saved.items() if n[: len(counter)] == counter]
             # Before 0.5, sums were not emptied at the end of a window.
             saved[name] = zero_unless(count > 0, acc)
+        elif is_key(wanted[name]) and not is_key(saved[name]):  # as NumPy restores it
+            impl = jax.random.key_impl(wanted[name])
+            saved[name] = jax.random.wrap_key_data(saved[name], impl=impl)
     check_same_tree(saved, wanted, "The states must be of the same training")
     leaves = [_put(saved[name], x) for name, x in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
