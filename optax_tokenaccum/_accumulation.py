@@ -37,6 +37,7 @@ from optax_tokenaccum._trees import (
     DType,
     Gradients,
     Leaf,
+    ModelState,
     OptState,
     Params,
     T,
@@ -53,11 +54,12 @@ SkipFn = Callable[..., tuple[ArrayLike, Tree]]
 
 
 class Added(NamedTuple):
-    """A micro-batch that was added to a window, or skipped."""
+    """What a micro-batch or a window leaves behind, added or skipped."""
 
-    state: TokenAccumulationState
+    opt_state: TokenAccumulationState
     skipped: jax.Array
     aux: Aux = None
+    model_state: ModelState = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ class Accumulation:
         leaves = jax.tree.leaves(params)
         skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
         if self.should_skip_update_fn is None:
-            sums, n, value, aux = add_gradients(loss, sums, params, is_spread)
+            added = add_gradients(loss, sums, params, is_spread)
+            sums, value, (n, aux) = added
         else:
             why = "should_skip_update_fn is given the whole gradient"
             report(params, dict.fromkeys(range(len(leaves)), why))

@@ -46,13 +46,8 @@ LossOfTwins = Callable[[TwinArrays], tuple[jax.Array, tuple[jax.Array, Aux]]]
 CAN_ADD_IN_PLACE = jax.__version_info__ >= (0, 11)
 
 
-class Passed(NamedTuple):
-    """What a backward pass leaves behind."""
-
-    sums: list[jax.Array]
-    num_tokens: jax.Array
-    loss_sum: jax.Array
-    aux: Aux
+# What a backward pass leaves behind: sums, loss_sum, (num_tokens, aux).
+AddedGradients = tuple[list[jax.Array], jax.Array, tuple[jax.Array, Aux]]
 
 
 def twins_of(sums: list[jax.Array], params: list[jax.Array]) -> TwinArrays:
@@ -84,7 +79,7 @@ class LossTrace(NamedTuple):
 
 def add_gradients(
     loss: LossOfTwins, sums: list[jax.Array], params: Params, is_spread: list[bool]
-) -> Passed:
+) -> AddedGradients:
     """Adds the gradients of a micro-batch to the sums.
 
     Only paths, shapes and dtypes of `params` matter. A scan over a sum whose first axis
@@ -113,7 +108,7 @@ def add_gradients(
 
     def add_mapped(
         consts: list[Leaf], sums: list[jax.Array], twins: TwinArrays
-    ) -> Passed:
+    ) -> AddedGradients:
         report(like, dict.fromkeys(leaves, "jax.vmap cannot map mutable arrays"))
         return _add_after(trace, consts, sums, twins)
 
@@ -124,13 +119,13 @@ def add_gradients(
 
 def _add_after(
     trace: LossTrace, consts: list[Leaf], sums: list[jax.Array], twins: TwinArrays
-) -> Passed:
+) -> AddedGradients:
     """After a backward pass that returns whole gradients."""
     differentiate = jax.value_and_grad(trace.loss(consts), has_aux=True)
-    (value, (n, aux)), gradients = differentiate(twins)
+    (value, rest), gradients = differentiate(twins)
     pairs = zip(sums, gradients, strict=True)
     added = [x if g is None else add(x, g) for x, g in pairs]
-    return Passed(added, n, value, aux)
+    return added, value, rest
 
 
 def _add_within(
@@ -139,7 +134,7 @@ def _add_within(
     consts: list[Leaf],
     sums: list[jax.Array],
     twins: TwinArrays,
-) -> Passed:
+) -> AddedGradients:
     """Within the backward pass.
 
     `whole` has the dtypes of parameters whose gradients are returned.
@@ -148,7 +143,7 @@ def _add_within(
     refs = {i: jax.new_ref(sums[i]) for i in floats if i not in whole}
     # Its type does not know with_refs.
     differentiated: Any = jax.vjp(trace.loss(consts), twins, has_aux=True)
-    value, vjp, (n, aux) = differentiated
+    value, vjp, rest = differentiated
     to = [x if x is None else refs.get(i, False) for i, x in enumerate(twins)]
     [gradients] = vjp.with_refs(to)(jnp.ones_like(value))
     added = [*sums]
@@ -157,7 +152,7 @@ def _add_within(
         added[i] = add(sums[i], gradients[i].astype(dtype))
     for i, ref in refs.items():
         added[i] = jax.freeze(ref)
-    return Passed(added, n, value, aux)
+    return added, value, rest
 
 
 def _why_after() -> str | None:

@@ -6,6 +6,7 @@ gradient of this device's rows. The `shard_map` is inside of the loss, so that t
 sees a scalar loss and a tree of arrays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._devices import Devices, entry_of, over_devices
-from optax_tokenaccum._rows import Rows
+from optax_tokenaccum._rows import Inputs, MicroBatch
 from optax_tokenaccum._scans import (
     Traced,
     TwinArrays,
@@ -34,37 +35,36 @@ from optax_tokenaccum._trees import (
     named_leaves,
 )
 
-# `loss(params, model_state, batch, rng, loss_kwargs) -> (loss_sum, (num_tokens, (aux,
-# changes of the model state)))`.
-LossOfRows = Callable[..., tuple[jax.Array, tuple[jax.Array, Tree]]]
+# `loss(params, inputs) -> (loss_sum, (num_tokens, (aux, changes of the model state)))`.
+LossOfRows = Callable[[Params, Inputs], tuple[jax.Array, tuple[jax.Array, Tree]]]
 
 
 def of_copies(
     loss: LossOfRows,
     devices: Devices,
     params: Params,
+    micro_batch: MicroBatch,
     model_state: ModelState,
-    rows: Rows,
-    rng: jax.Array | None,
-    loss_kwargs: Any,
 ) -> Callable[[TwinArrays], Any]:
     """The loss of all rows, as a function of the twins of each device's copy.
 
     It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`.
     """
     names = devices.names
+    differ = micro_batch.differ(model_state)
 
-    def of_device(twins: TwinArrays, params: Params, *args: Any) -> Any:
-        model_state, batch, rng, loss_kwargs = args
+    def of_device(twins: TwinArrays, params: Params, inputs: Inputs) -> Any:
         place = jax.lax.axis_index(names)
+        own_key = functools.partial(_own_key, place)
+        model_state = jax.tree.map(own_key, inputs.model_state)
+        rng = inputs.rng
         if rng is not None:
             rng = jax.random.fold_in(rng, place)
-        model_state = jax.tree.map(lambda x: _own_key(x, place), model_state)
-        args = model_state, batch, rng, loss_kwargs
-        traced = Traced(loss, params, *args)
-        _check_names(traced, loss, names, params, args)
+        inputs = inputs._replace(model_state=model_state, rng=rng)
+        traced = Traced(loss, params, inputs)
+        _check_names(traced, loss, names, params, inputs)
         if devices.size > 1:
-            _check_sums(traced, loss, rows.is_whole, devices.size, params, args)
+            _check_sums(traced, loss, differ, devices.size, params, inputs)
         n = traced.alone(1).value()
         own = [
             twin if twin is None else twin.reshape(p.shape)
@@ -81,15 +81,13 @@ def of_copies(
         return loss_sum, (total, (aux, changed))
 
     own = P(entry_of(names))
-    in_specs = own, P(), P(), rows.specs(), P(), P()
+    in_specs = own, P(), micro_batch.specs()
     out_specs = P(), (P(), (own, P()))
     mapped = over_devices(of_device, devices.mesh, names, in_specs, out_specs)
-    return lambda twins: mapped(
-        twins, params, model_state, rows.batch, rng, loss_kwargs
-    )
+    return lambda twins: mapped(twins, params, micro_batch.inputs(model_state))
 
 
-def _own_key(x: Leaf, place: jax.Array) -> Leaf:
+def _own_key(place: jax.Array, x: Leaf) -> Leaf:
     """A device's own value of a part of the model's state: keys are folded."""
     if not is_key(x):
         return x
@@ -111,14 +109,14 @@ def _check_names(
     loss: LossOfRows,
     names: tuple[str, ...],
     params: Params,
-    args: tuple[Any, ...],
+    inputs: Inputs,
 ) -> None:
     """Raises `ValueError` if devices exchange values along the data axes."""
     passes = {"": traced.closed}
     operations = {x.primitive.name for x in equations(traced.closed)}
     has_rules = any(name.startswith("custom_vjp") for name in operations)
     if has_rules and jax.tree.leaves(params):
-        gradient = jax.grad(lambda params: loss(params, *args)[0], allow_int=True)
+        gradient = jax.grad(lambda params: loss(params, inputs)[0], allow_int=True)
         passes[" in its backward pass"] = jax.make_jaxpr(gradient)(params)
     for where, one in passes.items():
         for name, along in exchanges(one):
@@ -133,21 +131,16 @@ def _check_names(
 def _check_sums(
     traced: Traced,
     loss: LossOfRows,
-    is_whole: tuple[bool, ...],
+    differ: Inputs,
     size: int,
     params: Params,
-    args: tuple[Any, ...],
+    inputs: Inputs,
 ) -> None:
-    """Raises `ValueError` unless counts can be added up, and states be unified."""
-    model_state, batch, rng, loss_kwargs = args
-    # Of each input of the loss, whether devices have different values.
-    own = [
-        *(False for _ in jax.tree.leaves(params)),
-        *map(is_key, jax.tree.leaves(model_state)),
-        *(not whole for whole in is_whole),
-        *(True for _ in jax.tree.leaves(rng)),
-        *(False for _ in jax.tree.leaves(loss_kwargs)),
-    ]
+    """Raises `ValueError` unless counts can be added up, and states be unified.
+
+    `differ` tells of each leaf of the inputs whether devices have different values.
+    """
+    own = [*(False for _ in jax.tree.leaves(params)), *jax.tree.leaves(differ)]
 
     def needs(output: int) -> set[bool]:
         alone = traced.alone(output)
@@ -166,18 +159,19 @@ def _check_sums(
         )
     shapes = traced.structure.unflatten(range(traced.structure.num_leaves))
     _, (_, (_, changed)) = shapes
-    names = [path.removeprefix(".") for path, _ in named_leaves(model_state)]
-    leaves, structure = jax.tree.flatten(batch)
-    sizes = {len(x) for x, whole in zip(leaves, is_whole, strict=True) if not whole}
+    names = [path.removeprefix(".") for path, _ in named_leaves(inputs.model_state)]
+    leaves, structure = jax.tree.flatten(inputs.batch)
+    are_rows = jax.tree.leaves(differ.batch)
+    sizes = {len(x) for x, has_rows in zip(leaves, are_rows, strict=True) if has_rows}
     sizes |= {size * rows for rows in sizes}  # of axes that may be of rows
     times = 3 if size == 2 else 2  # as many rows as no such axis has
 
-    def with_more_rows(params: Params, model_state: Tree, *others: Any) -> Any:
+    def with_more_rows(params: Params, inputs: Inputs) -> Any:
         more = [
-            x if whole else jnp.concatenate([x] * times)
-            for x, whole in zip(leaves, is_whole, strict=True)
+            jnp.concatenate([x] * times) if has_rows else x
+            for x, has_rows in zip(leaves, are_rows, strict=True)
         ]
-        return loss(params, model_state, structure.unflatten(more), *others)
+        return loss(params, inputs._replace(batch=structure.unflatten(more)))
 
     for i, output in changed.items():
         out = traced.closed.out_avals[output]
@@ -193,7 +187,7 @@ def _check_sums(
             )
         if not sizes.isdisjoint(shape) and True in needs(output):
             try:
-                jax.eval_shape(with_more_rows, params, model_state, rng, loss_kwargs)
+                jax.eval_shape(with_more_rows, params, inputs)
             except Exception as error:
                 raise ValueError(
                     f"{names[i]} must not have an axis of rows, because the model has "

@@ -1,24 +1,22 @@
 """What a `loss_fn` is: its arguments and results, the model's state, keys."""
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._accumulation import Accumulation
+from optax_tokenaccum._accumulation import Accumulation, Added
 from optax_tokenaccum._copies import of_copies
-from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._rows import Rows
+from optax_tokenaccum._devices import Devices, Shardings
+from optax_tokenaccum._rows import Inputs, MicroBatch
 from optax_tokenaccum._scans import Trace, Traced, TwinArrays, changed_paths, exchanges
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     Aux,
-    Batch,
     Leaf,
     ModelState,
     Params,
@@ -84,24 +82,6 @@ def _is_number(x: Leaf) -> bool:
     return is_array or type(x) in (int, float, complex)
 
 
-class MicroBatch(NamedTuple):
-    """What a loss is given besides parameters and model state.
-
-    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`.
-    """
-
-    rows: Rows
-    rng: jax.Array | None  # one key for all devices, if there is one
-    loss_kwargs: Mapping[str, Tree]
-
-    def at(self, *position: ArrayLike) -> "MicroBatch":
-        """With the key of the micro-batch at `position` in a run or a window."""
-        if self.rng is None:
-            return self
-        folded = functools.reduce(jax.random.fold_in, position, self.rng)
-        return self._replace(rng=folded)
-
-
 @dataclass(frozen=True)
 class Loss:
     """A checked `loss_fn`, whether or not the model has a state."""
@@ -111,14 +91,10 @@ class Loss:
     has_model_state: bool = False
 
     def __call__(
-        self,
-        params: Params,
-        model_state: ModelState,
-        batch: Batch,
-        rng: jax.Array | None,
-        loss_kwargs: Mapping[str, Tree],
+        self, params: Params, inputs: Inputs
     ) -> tuple[jax.Array, tuple[ArrayLike, tuple[Aux, Changes]]]:
         """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
+        model_state, batch, rng, loss_kwargs = inputs
         key = {} if rng is None else {"rng": rng}
         [traced], static = Keywords(loss_kwargs).tree_flatten()
 
@@ -156,41 +132,38 @@ class Loss:
         return loss_sum, (num_tokens, (aux, changes))
 
 
-class Output(NamedTuple):
-    """What a micro-batch or a window leaves behind."""
+@dataclass(eq=False, repr=False)
+class Setup:
+    """What is accumulated, and how: the same for each micro-batch of a run."""
 
-    opt_state: TokenAccumulationState
-    model_state: ModelState
-    skipped: jax.Array
-    aux: Aux
+    loss: Loss
+    accumulation: Accumulation
+    devices: Devices
 
 
 def add_micro_batch(
-    loss: Loss,
-    accumulation: Accumulation,
-    devices: Devices,
+    setup: Setup,
     opt_state: TokenAccumulationState,
     micro_batch: MicroBatch,
     params: Params,
     model_state: ModelState,
-    shardings: Params | None = None,
-) -> Output:
+    shardings: Shardings = None,
+) -> Added:
     """Differentiates the loss of a micro-batch, and adds it to the open window.
 
     A skipped micro-batch leaves no trace, neither in the sums nor in the model state.
     """
     dtype = opt_state.acc_tokens.dtype
-    rows, rng, loss_kwargs = micro_batch
+    loss, devices = setup.loss, setup.devices
 
-    def of_rows(params: Params, model_state: ModelState, *others: Any) -> Any:
-        loss_sum, (num_tokens, rest) = loss(params, model_state, *others)
+    def of_rows(params: Params, inputs: Inputs) -> Any:
+        loss_sum, (num_tokens, rest) = loss(params, inputs)
         return loss_sum, (as_num_tokens(num_tokens, dtype), rest)
 
-    others = rng, loss_kwargs
     if devices.lead:
-        of_twins = of_copies(of_rows, devices, params, model_state, rows, *others)
+        of_twins = of_copies(of_rows, devices, params, micro_batch, model_state)
     else:
-        traced = Traced(of_rows, params, model_state, rows.batch, *others)
+        traced = Traced(of_rows, params, micro_batch.inputs(model_state))
         check_own_map(traced.closed, params)
         n = traced.alone(1).value()
 
@@ -199,7 +172,7 @@ def add_micro_batch(
             return loss_sum, (n, rest)
 
     flat, are_spread, stack = devices.flat(opt_state.grad_sums, params, shardings)
-    added = accumulation.add_loss(
+    added = setup.accumulation.add_loss(
         of_twins,
         opt_state._replace(grad_sums=flat),
         params,
@@ -207,12 +180,12 @@ def add_micro_batch(
         total=lambda gradients: devices.total(stack(gradients), shardings),
     )
     aux, changed = added.aux
-    opt_state = added.state._replace(grad_sums=stack(added.state.grad_sums))
+    opt_state = added.opt_state._replace(grad_sums=stack(added.opt_state.grad_sums))
     leaves, structure = jax.tree.flatten(model_state)
     for i, new in changed.items():
         new = new if new.dtype == leaves[i].dtype else new.astype(leaves[i].dtype)
         leaves[i] = jnp.where(added.skipped, leaves[i], new)
-    return Output(opt_state, structure.unflatten(leaves), added.skipped, aux)
+    return Added(opt_state, added.skipped, aux, structure.unflatten(leaves))
 
 
 def check_own_map(traced: Trace, like: Params, *, is_loss: bool = True) -> None:

@@ -1,14 +1,27 @@
-"""The rows of a batch on a mesh."""
+"""What a loss is given, and where it is on a mesh."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from optax_tokenaccum._devices import Devices, Entry, entry_of, is_placed, put, used
-from optax_tokenaccum._trees import Batch, Leaf, is_concrete, named_leaves, sharding_of
+from optax_tokenaccum._trees import (
+    Batch,
+    Leaf,
+    ModelState,
+    Tree,
+    is_concrete,
+    is_key,
+    named_leaves,
+    sharding_of,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +43,50 @@ class Rows:
         rows = P(*[None] * self.axis, self.entry)
         specs = [P() if is_whole else rows for is_whole in self.is_whole]
         return jax.tree.unflatten(jax.tree.structure(self.batch), specs)
+
+
+class Inputs(NamedTuple):
+    """What a loss is given besides the parameters, or a tree that tells of each."""
+
+    model_state: ModelState
+    batch: Batch
+    rng: Tree
+    loss_kwargs: Tree
+
+
+class MicroBatch(NamedTuple):
+    """What a call gives to a loss.
+
+    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`.
+    """
+
+    rows: Rows
+    rng: jax.Array | None  # one key for all devices, if there is one
+    loss_kwargs: Mapping[str, Tree]
+
+    def inputs(self, model_state: ModelState) -> Inputs:
+        return Inputs(model_state, self.rows.batch, self.rng, self.loss_kwargs)
+
+    def specs(self) -> Inputs:
+        """How the inputs are spread over the data axes, as prefixes of their trees."""
+        return Inputs(P(), self.rows.specs(), P(), P())
+
+    def differ(self, model_state: ModelState) -> Inputs:
+        """Of each leaf of the inputs, whether devices get different values."""
+        is_whole = jax.tree.structure(self.rows.batch).unflatten(self.rows.is_whole)
+        return Inputs(
+            jax.tree.map(is_key, model_state),
+            jax.tree.map(lambda whole: not whole, is_whole),
+            jax.tree.map(lambda _: True, self.rng),
+            jax.tree.map(lambda _: False, self.loss_kwargs),
+        )
+
+    def at(self, *position: ArrayLike) -> "MicroBatch":
+        """With the key of the micro-batch at `position` in a run or a window."""
+        if self.rng is None:
+            return self
+        folded = functools.reduce(jax.random.fold_in, position, self.rng)
+        return self._replace(rng=folded)
 
 
 def spread(batch: Batch, devices: Devices, axis: int = 0) -> Rows:

@@ -13,16 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef
 
-from optax_tokenaccum._accumulation import Accumulation
 from optax_tokenaccum._checks import check_inner_state, check_nnx_variables
 from optax_tokenaccum._devices import (
-    Devices,
     Shardings,
     auto,
     put,
     warn_of_whole_sums,
 )
-from optax_tokenaccum._loss import Loss
+from optax_tokenaccum._loss import Setup
 from optax_tokenaccum._state import (
     AnyStepState,
     ArrayMemo,
@@ -166,12 +164,9 @@ def _model_structure(state: AnyStepState) -> PyTreeDef:
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Step(abc.ABC):
+class Step(Setup, abc.ABC):
     """A step for a loss of parameters, for one micro-batch or for a whole window."""
 
-    loss: Loss
-    accumulation: Accumulation
-    devices: Devices
     donate: bool
     _warned = False
     accumulates: ClassVar[bool]  # whether a window may be open between calls

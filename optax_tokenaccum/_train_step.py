@@ -63,10 +63,8 @@ class Accumulate(Program["TrainStep"]):
     ) -> tuple[S, StepMetrics, Aux]:
         step, opt_state = self.step, state.opt_state
         step._check_sums(opt_state.grad_sums, params)
-        opt_state, model_state, skipped, aux = add_micro_batch(
-            step.loss,
-            step.accumulation,
-            step.devices,
+        opt_state, skipped, aux, model_state = add_micro_batch(
+            step,
             opt_state,
             micro_batch.at(opt_state.gradient_step, opt_state.mini_step),
             params,

@@ -166,7 +166,8 @@ class Transformation:
         """See `token_accumulation`."""
         accumulation = self.accumulation
         num_tokens = check_num_tokens(num_tokens, updates, extra_args)
-        state = accumulation.add(updates, state, params, num_tokens, value).state
+        added = accumulation.add(updates, state, params, num_tokens, value)
+        state = added.opt_state
         mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)
         if value is not None:
             if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating):

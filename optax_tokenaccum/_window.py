@@ -13,15 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from optax_tokenaccum import _trees as trees
-from optax_tokenaccum._accumulation import Accumulation, make_accumulation
+from optax_tokenaccum._accumulation import Added, make_accumulation
 from optax_tokenaccum._checks import as_count, check_function, check_params
 from optax_tokenaccum._devices import Devices, Shardings, entries_of, over_devices
 from optax_tokenaccum._loss import (
+    Inputs,
     Keywords,
     Loss,
     LossFn,
     MicroBatch,
-    Output,
+    Setup,
     add_micro_batch,
     check_own_map,
     unpack,
@@ -121,10 +122,11 @@ def window_value_and_grad(
       23.0 4.0 23.0
     """
     check_function(loss_fn, "loss_fn")
-    loss = Loss(loss_fn, has_aux, has_model_state)
     accumulation = make_accumulation(
         optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
     )
+    loss = Loss(loss_fn, has_aux, has_model_state)
+    setup = Setup(loss, accumulation, Devices())
 
     def with_model_state(
         params: Params,
@@ -137,10 +139,10 @@ def window_value_and_grad(
     ) -> Any:
         check_params(params)
         check_micro_batches(micro_batches, num_micro_batches)
-        rows = spread(micro_batches, Devices(), axis=1)
+        rows = spread(micro_batches, setup.devices, axis=1)
         given = MicroBatch(rows, rng, Keywords(loss_kwargs))
-        state, model_state, _, aux = run_window(
-            loss, accumulation, Devices(), given, params, model_state, num_micro_batches
+        state, _, aux, model_state = run_window(
+            setup, given, params, model_state, num_micro_batches
         )
         mean, num_tokens = accumulation.window_so_far(state)
         gradient = accumulation.window_gradient_in_place(state, params)
@@ -162,18 +164,17 @@ def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_window(
-    loss: Loss,
-    accumulation: Accumulation,
-    devices: Devices,
+    setup: Setup,
     micro_batches: MicroBatch,
     params: Params,
     model_state: ModelState,
     num_micro_batches: Bound,
     gradient_step: ArrayLike = 0,
     shardings: Shardings = None,
-) -> Output:
+) -> Added:
     """Runs the micro-batches, from an empty window to one that may be closed."""
     rows, params = micro_batches.rows, jax.tree.map(jnp.asarray, params)
+    accumulation = setup.accumulation
 
     def given(batch: Batch, mini_step: ArrayLike) -> MicroBatch:
         own = dataclasses.replace(rows, batch=batch, axis=0)
@@ -184,23 +185,23 @@ def run_window(
     if has_layers and accumulation.should_skip_update_fn is None:
         with explained(rows.batch):
             first = given(taken(rows.batch, 0), 0)
-            moves = moves_of_layers(loss, devices, params, model_state, first)
+            moves = moves_of_layers(setup, params, model_state, first)
 
     def of_turned(params: Params, *args: Any, **kwargs: Any) -> Any:
-        return loss.loss_fn(turned(params, moves, back=True), *args, **kwargs)
+        params = turned(params, moves, back=True)
+        return setup.loss.loss_fn(params, *args, **kwargs)
 
-    loss_of_turned = dataclasses.replace(loss, loss_fn=of_turned)
+    loss_of_turned = dataclasses.replace(setup.loss, loss_fn=of_turned)
+    setup_of_turned = Setup(loss_of_turned, accumulation, setup.devices)
     params, shardings = turned(params, moves), turned_shardings(shardings, moves)
-    sums = devices.zeros(params, accumulation.dtypes(params))
+    sums = setup.devices.zeros(params, accumulation.dtypes(params))
     empty = accumulation.empty_window(params, sums)
     empty = empty._replace(gradient_step=jnp.asarray(gradient_step, jnp.int32))
 
     def add(_: ArrayLike, batch: Batch, carry: Tree) -> tuple[Tree, Aux]:
         state, model_state, any_skipped = carry
         added = add_micro_batch(
-            loss_of_turned,
-            accumulation,
-            devices,
+            setup_of_turned,
             state,
             given(batch, state.mini_step),
             params,
@@ -212,11 +213,11 @@ def run_window(
 
     carry = empty, model_state, jnp.zeros((), jnp.bool_)
     (state, model_state, skipped), aux = for_each(
-        add, carry, rows.batch, num_micro_batches, loss.has_aux
+        add, carry, rows.batch, num_micro_batches, setup.loss.has_aux
     )
     sums = turned(state.grad_sums, moves, back=True)
     state = state._replace(grad_sums=sums)
-    return Output(state, model_state, skipped, aux)
+    return Added(state, skipped, aux, model_state)
 
 
 # Layers may be stacked along an axis that is not the first, such as MaxText's
@@ -225,26 +226,24 @@ def run_window(
 
 
 def moves_of_layers(
-    loss: Loss,
-    devices: Devices,
+    setup: Setup,
     params: Params,
     model_state: ModelState,
     micro_batch: MicroBatch,
 ) -> Moves:
     """The axes along which scans take layers, where these are not the first."""
     moves: Moves = {}
+    devices, everywhere = setup.devices, PartitionSpec()
 
-    def look(params: Params, *args: Any) -> None:
+    def look(params: Params, inputs: Inputs) -> None:
         ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
-        axes = Traced(loss, params, *args).axes_of_layers(params)
+        axes = Traced(setup.loss, params, inputs).axes_of_layers(params)
         moves.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
 
-    rows, rng, loss_kwargs = micro_batch
     if devices.lead:  # where the loss may ask for the device's place
-        none, own = PartitionSpec(), rows.specs()
-        specs = none, none, own, none, none
-        look = over_devices(look, devices.mesh, devices.names, specs, none)
-    jax.eval_shape(look, params, model_state, rows.batch, rng, loss_kwargs)
+        specs = everywhere, micro_batch.specs()
+        look = over_devices(look, devices.mesh, devices.names, specs, everywhere)
+    jax.eval_shape(look, params, micro_batch.inputs(model_state))
     return moves
 
 
@@ -452,7 +451,8 @@ def accumulate_over_window(
         def add(i: ArrayLike, batch: Batch, state: Tree) -> tuple[Tree, Aux]:
             (value, num_tokens, aux), grads = call(i, batch)
             grads = without_float0(grads)
-            return accumulation.add(grads, state, None, num_tokens, value).state, aux
+            added = accumulation.add(grads, state, None, num_tokens, value)
+            return added.opt_state, aux
 
         state, aux = for_each(
             add, empty, micro_batches, num_micro_batches, has_aux, "value_and_grad_fn"

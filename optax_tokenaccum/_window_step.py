@@ -51,10 +51,8 @@ class Window(Program["WindowStep"]):
     ) -> tuple[S, StepMetrics, Aux]:
         step, old = self.step, state.opt_state
         gradient_step = old.gradient_step.astype("int32")
-        window, model_state, skipped, aux = run_window(
-            step.loss,
-            step.accumulation,
-            step.devices,
+        window, skipped, aux, model_state = run_window(
+            step,
             micro_batches.at(gradient_step),
             state.params,
             model_state_of(state),
