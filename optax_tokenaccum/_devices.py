@@ -190,6 +190,12 @@ class Devices:
                 rest = tuple(name for name in rest if name not in names_in(entry))
         return jax.lax.psum(x, rest) if rest else x
 
+    def of_rows(self, axis: int) -> NamedSharding | None:
+        """The sharding of rows along `axis`, if each device has its own."""
+        if not self.lead:
+            return None
+        return self._sharding(*[None] * axis, entry_of(self.names))
+
     def _sharding(self, *spec: Entry) -> NamedSharding:
         assert self.mesh is not None
         return NamedSharding(self.mesh, P(*spec))
@@ -283,26 +289,22 @@ def over_devices(
     )
 
 
-def auto(
-    f: Callable[..., T], devices: Devices, out: Tree, row_axis: int
-) -> Callable[..., T]:
+def auto(f: Callable[..., T], devices: Devices, out: Tree) -> Callable[..., T]:
     """`f`, with the compiler choosing shardings on an Explicit mesh too.
 
-    `out` is a tree like the first of three results, of the shardings that are known.
-    The third is of rows, along `row_axis` if they are those of devices.
+    `out` is a prefix of the tree that `f` returns, of the shardings that are known.
     """
     mesh = devices.mesh
     if mesh is None or not is_explicit(mesh):
         return f
-    names, spec = mesh.explicit_axes, [None] * row_axis + [entry_of(devices.names)]
+    names = mesh.explicit_axes
 
     def in_types(x: NamedSharding | None) -> NamedSharding:
         return NamedSharding(mesh, P(*only(names, x.spec if x else ())))
 
     out = jax.tree.map(in_types, out, is_leaf=lambda x: x is None)
-    aux = in_types(NamedSharding(mesh, P(*spec)) if devices.lead else None)
     auto_axes: Any = jax.sharding.auto_axes
-    return auto_axes(f, out_sharding=(out, in_types(None), aux))
+    return auto_axes(f, out_sharding=out)
 
 
 def warn_of_whole_sums(devices: Devices, params: Params) -> bool:

@@ -39,8 +39,6 @@ class ModelStep(abc.ABC):
         self._devices = devices
         self._donate = donate
         self._steps: dict[optax.GradientTransformation, Step] = {}
-        # Whether a model and its optimizer are where the step needs them.
-        self._is_laid_out: ArrayMemo[bool] = ArrayMemo()
         self._counts: ArrayMemo[int] = ArrayMemo()  # of the calls of an optimizer
 
     def init(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
@@ -109,18 +107,14 @@ class ModelStep(abc.ABC):
         is_array = isinstance(key, jax.Array) and is_concrete(key)
         # Arrays that are there twice, or in no variable, are copied.
         taken = {*map(id, [*jax.tree.leaves(given), *opened.loose_arrays()])}
-        if is_new or (is_array and not self._is_laid_out.get(key)):
+        if is_new or (is_array and step.memo.get(key) is None):
             state = laid_out(step, state, {*taken})
-            self._write(opened, state)
+            opened.write(state)
         if is_array and self._donate:
             leaves = jax.tree.leaves(state)
             if len({*map(id, leaves)} | taken) < len(leaves) + len(taken):
                 state = jax.tree.map(lambda x: settled(x, taken), state)
         return step, opened, state
-
-    def _write(self, opened: Opened, state: ModelStepState) -> None:
-        opened.write(state)
-        self._is_laid_out.remember(key_array(state), True)
 
     def _count_call(self, variable: nnx.Variable) -> None:
         """Adds 1 without a program, and without waiting for a device."""
@@ -149,7 +143,7 @@ class Part:
         step, opened, state = owner._prepared(model, optimizer, args, kwargs)
         run = getattr(step, self._name)
         state, metrics = run(state, *args, **self._keywords(opened, kwargs))
-        owner._write(opened, state)
+        opened.write(state)
         if owner._counts_calls:
             owner._count_call(optimizer.step)
         return metrics

@@ -1,7 +1,7 @@
 """What lives between calls: the open window, the states of steps, their metrics."""
 
 import weakref
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +152,11 @@ class StepMetrics(NamedTuple):
     aux: Aux = None
 
 
+def merged(metrics: StepMetrics, skipped: jax.Array, aux: Aux) -> StepMetrics:
+    """The metrics of a window, with those of what was added last."""
+    return metrics._replace(skipped=skipped, aux=aux)
+
+
 def has_sums(opt_state: TokenAccumulationState) -> bool:
     """Whether a window may be open: not in a window step."""
     return not isinstance(opt_state.grad_sums, tuple) or opt_state.grad_sums != ()
@@ -167,13 +172,6 @@ def with_parts(
     """The state of the same parameters; `model_state` is dropped if it has none."""
     of_model = {"model_state": model_state} if isinstance(state, ModelStepState) else {}
     return state._replace(opt_state=opt_state, **of_model)
-
-
-def completed(new: Tree, old: Tree) -> Tree:
-    """A new state, with what the old one has in the places of `None`."""
-    if isinstance(new, StepState | ModelStepState | TokenAccumulationState):
-        return new._make(map(completed, new, old))
-    return old if new is None else new
 
 
 def key_array(state: AnyStepState) -> Leaf:
@@ -231,13 +229,9 @@ class ArrayMemo(Generic[T]):
     def __reduce__(self) -> tuple[type["ArrayMemo[T]"], tuple[()]]:
         return type(self), ()  # pickled empty: array identities do not survive
 
-    @overload
-    def get(self, array: Leaf) -> T | None: ...
-    @overload
-    def get(self, array: Leaf, default: T) -> T: ...
-    def get(self, array: Leaf, default: T | None = None) -> T | None:
+    def get(self, array: Leaf) -> T | None:
         known = self._known.get(id(array))
-        return known[1] if known is not None and known[0]() is array else default
+        return known[1] if known is not None and known[0]() is array else None
 
     def remember(self, array: Leaf, value: T) -> None:
         if isinstance(array, jax.Array) and is_concrete(array):
@@ -275,7 +269,10 @@ def settled(x: Leaf, taken: set[int]) -> Leaf:
 
 def apart(given: T, donated: Tree) -> T:
     """`given`, with copies of the arrays that are donated in the same call."""
-    taken = {*map(id, jax.tree.leaves(donated))}
+    ids = {*map(id, jax.tree.leaves(given))}
+    taken = ids.intersection(map(id, jax.tree.leaves(donated)))
+    if not taken:
+        return given
 
     def copied(x: Leaf) -> Leaf:
         return jnp.array(x, copy=True) if id(x) in taken and is_concrete(x) else x

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from optax_tokenaccum._state import (
     StepState,
     TokenAccumulationState,
     apart,
-    completed,
     home,
     key_array,
     model_state_of,
@@ -39,7 +38,6 @@ from optax_tokenaccum._state import (
     stable,
 )
 from optax_tokenaccum._trees import (
-    Aux,
     Gradients,
     Leaf,
     ModelState,
@@ -52,6 +50,31 @@ from optax_tokenaccum._trees import (
 )
 
 StepT = TypeVar("StepT", bound="Step")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The structure of states and the shardings of their leaves.
+
+    `shardings` is `None` if no leaf is on a mesh; `model` is the structure of the model
+    state. `jitted` has the functions of the step's programs for such states.
+    """
+
+    structure: PyTreeDef
+    shardings: tuple[NamedSharding | None, ...] | None
+    is_concrete: bool
+    model: PyTreeDef
+    jitted: dict["Program", jax.stages.Wrapped] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+class Known(NamedTuple):
+    """What the host knows of a state that a step returned."""
+
+    layout: Layout
+    count: int | None = None  # the value of `mini_step`, so that no call waits for it
+    is_ready: bool = False  # whether the program that closes the window is compiled
 
 
 class Program(abc.ABC, Generic[StepT]):
@@ -70,85 +93,87 @@ class Program(abc.ABC, Generic[StepT]):
 
     def __init__(self, step: StepT):
         self.step = step
-        self._jitted: dict[Hashable, jax.stages.Wrapped] = {}
-        self._known: ArrayMemo[tuple[PyTreeDef, jax.stages.Wrapped]] = ArrayMemo()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_jitted": {}}
 
     @abc.abstractmethod
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tree, ...]:
         """Checks what a call is given besides the state, and returns what is traced."""
 
     @abc.abstractmethod
-    def body(self, *args: Any, **kwargs: Any) -> tuple[Tree, StepMetrics, Aux]:
-        """A pure function of the parameters' shardings and of what is donated, kept
-        and traced: `(donated, metrics, aux)`.
+    def body(self, *args: Any, **kwargs: Any) -> tuple[Tree, StepMetrics]:
+        """The function to jit: `body(shardings, donated, kept, *traced)`.
+
+        It returns new values of what is donated, and metrics. The shardings are those
+        of the parameters.
         """
 
-    def split(self, state: AnyStepState) -> tuple[Tree, Tree]:
-        """`(donated, kept)`; `None` is donated in the place of what does not change."""
-        return state, ()
+    def describe(self, state: S) -> tuple[Tree, Tree, Callable[[Tree], S]]:
+        """Returns `(donated, kept, rebuild)`: the parts of a state that are needed.
 
-    def after(self, old: AnyStepState, new: AnyStepState) -> None:
-        """Is told the old and the new state of every call."""
-        return
+        `rebuild(donated)` is the state with new values of what was donated.
+        """
+        return state, (), lambda new: new
+
+    @abc.abstractmethod
+    def after(self, known: Known) -> Known:
+        """What is known of the new state, from what was known of the old one."""
 
     def __call__(self, state: S, *args: Any, **kwargs: Any) -> tuple[S, StepMetrics]:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
-        state = self.step.prepared(state)
-        jitted = self._at(state)
-        donated, kept = self.split(state)
+        state, known = self.step.prepared(state)
+        return self.run(state, known, traced)[:2]
+
+    def run(
+        self, state: S, known: Known, traced: tuple[Tree, ...]
+    ) -> tuple[S, StepMetrics, Known]:
+        """Runs the program with a state and arguments that are checked."""
+        donated, kept, rebuild = self.describe(state)
         if self.step.donate:
             traced = apart(traced, donated)
-        donated, metrics, aux = jitted(donated, kept, *traced)
-        new = completed(donated, state)
-        self.after(state, new)
-        self._known.remember(key_array(new), (_model_structure(state), jitted))
-        return new, metrics._replace(aux=aux)
+        donated, metrics = self._at(known.layout)(donated, kept, *traced)
+        new, known = rebuild(donated), self.after(known)
+        self.step.memo.remember(key_array(new), known)
+        return new, metrics, known
 
     def lower(
         self, state: AnyStepState, *args: Any, **kwargs: Any
     ) -> jax.stages.Lowered:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
-        return self._at(state).lower(*self.split(state), *traced)
+        return self._lower(state, self.step.layout_of(state), traced)
 
-    def make_ready(self, state: AnyStepState) -> None:
-        """Compiles the program, unless it is compiled or nothing will be donated."""
-        if all(map(is_concrete, jax.tree.leaves(state))):
-            self.lower(state).compile()
+    def make_ready(self, state: AnyStepState, layout: Layout) -> None:
+        """Compiles a program without other arguments, unless it is compiled."""
+        if layout.is_concrete:
+            self._lower(state, layout, ()).compile()
 
-    def _at(self, state: AnyStepState) -> jax.stages.Wrapped:
-        """The jitted function for states with these shardings."""
-        known = self._known.get(key_array(state))
-        # The static part of a model, such as `train()`, may have changed.
-        if known is not None and known[0] == _model_structure(state):
-            return known[1]
-        leaves, structure = jax.tree.flatten(state)
-        found = [*map(sharding_of, leaves)]
-        found = tuple(found) if any(x is not None for x in found) else None
-        key = structure, found, all(map(is_concrete, leaves))
-        if key not in self._jitted:
-            self._jitted[key] = self._make(*key)
-        return self._jitted[key]
+    def _lower(
+        self, state: AnyStepState, layout: Layout, traced: tuple[Tree, ...]
+    ) -> jax.stages.Lowered:
+        donated, kept, _ = self.describe(state)
+        return self._at(layout).lower(donated, kept, *traced)
 
-    def _make(
-        self, structure: PyTreeDef, found: Any, concrete: bool
-    ) -> jax.stages.Wrapped:
-        """The jitted function for states with these shardings."""
-        of_params = out = None
-        if found is not None:
-            known = structure.unflatten([x or UNKNOWN for x in found])
+    def _at(self, layout: Layout) -> jax.stages.Wrapped:
+        """The jitted function for states with this layout."""
+        if self not in layout.jitted:
+            layout.jitted.setdefault(self, self._make(layout))
+        return layout.jitted[self]
+
+    def _make(self, layout: Layout) -> jax.stages.Wrapped:
+        devices, of_params, out = self.step.devices, None, None
+        if layout.shardings is not None:
+            leaves = [x or UNKNOWN for x in layout.shardings]
+            known: AnyStepState = layout.structure.unflatten(leaves)
             of_params = tuple(map(_or_none, jax.tree.leaves(known.params)))
-            out = jax.tree.map(_or_none, self.split(known)[0])
+            out = jax.tree.map(_or_none, self.describe(known)[0])
+        unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
+        metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
         body = functools.partial(self.body, of_params)
-        body = auto(body, self.step.devices, out, self.row_axis)
+        is_pinned = layout.shardings is not None and layout.is_concrete
         return jax.jit(
-            body,
+            auto(body, devices, (out, metrics)),
             donate_argnums=0 if self.step.donate else (),
-            out_shardings=(out, None, None) if found and concrete else None,
+            out_shardings=(out, None) if is_pinned else None,
         )
 
 
@@ -159,10 +184,6 @@ def _or_none(x: Leaf) -> NamedSharding | None:
     return None if x is UNKNOWN else x
 
 
-def _model_structure(state: AnyStepState) -> PyTreeDef:
-    return jax.tree.structure(model_state_of(state))
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Step(Setup, abc.ABC):
     """A step for a loss of parameters, for one micro-batch or for a whole window."""
@@ -170,10 +191,17 @@ class Step(Setup, abc.ABC):
     donate: bool
     _warned = False
     accumulates: ClassVar[bool]  # whether a window may be open between calls
+    memo: ArrayMemo[Known] = dataclasses.field(init=False, default_factory=ArrayMemo)
+    _layouts: dict[Hashable, Layout] = dataclasses.field(
+        init=False, default_factory=dict
+    )
 
     @abc.abstractmethod
     def __post_init__(self) -> None:
         """Makes the programs."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_layouts": {}}
 
     def init(self, params: Params, model_state: ModelState = None) -> Any:
         """Returns a state with copies of the arrays: the caller's are never donated.
@@ -253,9 +281,27 @@ class Step(Setup, abc.ABC):
             state, accumulates=self.accumulates, has_model_state=has_model_state
         )
 
-    def prepared(self, state: S) -> S:
-        """The state of a call, as the step's programs take it."""
-        return state
+    def prepared(self, state: S) -> tuple[S, Known]:
+        """The state of a call as programs take it, and what is known of it."""
+        known = self.memo.get(key_array(state))
+        if known is None:
+            return self._met(state)
+        # The static part of a model, such as `train()`, may have changed.
+        if known.layout.model != jax.tree.structure(model_state_of(state)):
+            known = known._replace(layout=self.layout_of(state))
+        return state, known
+
+    def _met(self, state: S) -> tuple[S, Known]:
+        """The same for a state that this step did not return."""
+        return state, Known(self.layout_of(state))
+
+    def layout_of(self, state: AnyStepState) -> Layout:
+        leaves, structure = jax.tree.flatten(state)
+        found = tuple(map(sharding_of, leaves))
+        shardings = found if any(x is not None for x in found) else None
+        key = structure, shardings, all(map(is_concrete, leaves))
+        model = jax.tree.structure(model_state_of(state))
+        return self._layouts.setdefault(key, Layout(*key, model))
 
     def _check_sums(self, sums: Gradients, params: Params) -> None:
         """Raises `ValueError` if the sums belong to another number of devices."""
@@ -287,12 +333,12 @@ class Step(Setup, abc.ABC):
         self,
         shardings: Shardings,
         closes: TracedBool,
-        state: S,
-    ) -> tuple[S, StepMetrics]:
+        params: Params,
+        opt_state: TokenAccumulationState,
+    ) -> tuple[Params, TokenAccumulationState, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         inner, devices = self.accumulation.inner, self.devices
-        opt_state = state.opt_state
-        check_inner_state(inner, opt_state.inner_opt_state, state.params)
+        check_inner_state(inner, opt_state.inner_opt_state, params)
         metrics = self._metrics(opt_state)
 
         def update(
@@ -308,7 +354,7 @@ class Step(Setup, abc.ABC):
             params = devices.held(params, shardings, like_sums=True)
             return (params, norm()), inner_state
 
-        params = devices.held(state.params, shardings, like_sums=True)
+        params = devices.held(params, shardings, like_sums=True)
         try:
             (params, grad_norm), closed = self.accumulation.close(
                 opt_state,
@@ -335,7 +381,7 @@ class Step(Setup, abc.ABC):
             mini_step=closed.mini_step,
             gradient_step=closed.gradient_step,
         )
-        return state._replace(params=params, opt_state=closed), metrics
+        return params, closed, metrics
 
 
 def _applied(param: jax.Array, update: jax.Array) -> Leaf:

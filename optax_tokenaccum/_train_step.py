@@ -1,30 +1,36 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._accumulation import SkipFn, make_accumulation
+from optax_tokenaccum._accumulation import Added, SkipFn, make_accumulation
 from optax_tokenaccum._backward import emptied
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch, add_micro_batch
+from optax_tokenaccum._loss import (
+    Keywords,
+    Loss,
+    LossFn,
+    MicroBatch,
+    add_micro_batch,
+)
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import (
-    AnyStepState,
-    ArrayMemo,
     S,
     StepMetrics,
+    TokenAccumulationState,
+    key_array,
+    merged,
     model_state_of,
     with_parts,
 )
-from optax_tokenaccum._step import Program, Step
+from optax_tokenaccum._step import Known, Program, Step
 from optax_tokenaccum._trees import (
-    Aux,
     Batch,
     DType,
     ModelState,
@@ -32,13 +38,6 @@ from optax_tokenaccum._trees import (
     Tree,
     is_concrete,
 )
-
-
-class Seen(NamedTuple):
-    """What the host knows of a state that this step returned."""
-
-    count: int | None = None  # the value of `mini_step`, so that no call waits for it
-    is_ready: bool = False  # whether the program that closes the window is compiled
 
 
 class Accumulate(Program["TrainStep"]):
@@ -51,34 +50,37 @@ class Accumulate(Program["TrainStep"]):
     def arguments(
         self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Any
     ) -> tuple[MicroBatch]:
-        rows = spread(batch, self.step.devices)
-        return (MicroBatch(rows, rng, Keywords(loss_kwargs)),)
+        return (self.step._micro_batch(batch, rng, loss_kwargs),)
 
-    def split(self, state: AnyStepState) -> tuple[Tree, Tree]:
-        opt_state = state.opt_state._replace(inner_opt_state=None)
-        return state._replace(params=None, opt_state=opt_state), state.params
+    def describe(self, state: S) -> tuple[Tree, Params, Callable[[Tree], S]]:
+        inner = state.opt_state.inner_opt_state
+
+        def rebuild(donated: Tree) -> S:
+            opt_state, model_state = donated
+            opt_state = opt_state._replace(inner_opt_state=inner)
+            return with_parts(state, opt_state, model_state)
+
+        opt_state = state.opt_state._replace(inner_opt_state=())
+        return (opt_state, model_state_of(state)), state.params, rebuild
 
     def body(
-        self, shardings: Shardings, state: S, params: Params, micro_batch: MicroBatch
-    ) -> tuple[S, StepMetrics, Aux]:
-        step, opt_state = self.step, state.opt_state
-        step._check_sums(opt_state.grad_sums, params)
-        opt_state, skipped, aux, model_state = add_micro_batch(
-            step,
-            opt_state,
-            micro_batch.at(opt_state.gradient_step, opt_state.mini_step),
-            params,
-            model_state_of(state),
-            shardings,
-        )
-        metrics = step._metrics(opt_state)._replace(skipped=skipped)
-        return with_parts(state, opt_state, model_state), metrics, aux
+        self,
+        shardings: Shardings,
+        donated: Tree,
+        kept: Params,
+        micro_batch: MicroBatch,
+    ) -> tuple[Tree, StepMetrics]:
+        opt_state, model_state = donated
+        added = self.step._add(shardings, opt_state, model_state, kept, micro_batch)
+        metrics = self.step._metrics(added.opt_state)
+        metrics = merged(metrics, added.skipped, added.aux)
+        return (added.opt_state, added.model_state), metrics
 
-    def after(self, old: AnyStepState, new: AnyStepState) -> None:
-        count = self.step.seen.get(old.opt_state.mini_step, Seen()).count
+    def after(self, known: Known) -> Known:
         keeps_count = self.step.accumulation.should_skip_update_fn is None
+        count = known.count
         count = count + 1 if count is not None and keeps_count else None
-        self.step.seen.remember(new.opt_state.mini_step, Seen(count))
+        return known._replace(count=count)
 
 
 class Close(Program["TrainStep"]):
@@ -87,38 +89,51 @@ class Close(Program["TrainStep"]):
     def arguments(self) -> tuple[()]:
         return ()
 
-    def split(self, state: AnyStepState) -> tuple[Tree, Tree]:
-        return with_parts(state, state.opt_state, None), ()
+    def describe(self, state: S) -> tuple[Tree, Tree, Callable[[Tree], S]]:
+        def rebuild(donated: Tree) -> S:
+            params, opt_state = donated
+            return state._replace(params=params, opt_state=opt_state)
+
+        return (state.params, state.opt_state), (), rebuild
 
     def body(
-        self, shardings: Shardings, state: S, _: tuple[()]
-    ) -> tuple[S, StepMetrics, None]:
-        self.step._check_sums(state.opt_state.grad_sums, state.params)
-        state, metrics = self.step._update(shardings, True, state)
-        return state, metrics, None
+        self, shardings: Shardings, donated: Tree, kept: Tree
+    ) -> tuple[Tree, StepMetrics]:
+        params, opt_state = donated
+        self.step._check_sums(opt_state.grad_sums, params)
+        params, opt_state, metrics = self.step._update(
+            shardings, True, params, opt_state
+        )
+        return (params, opt_state), metrics
 
-    def after(self, old: AnyStepState, new: AnyStepState) -> None:
-        self.step.seen.remember(new.opt_state.mini_step, Seen(count=0))
+    def after(self, known: Known) -> Known:
+        return known._replace(count=0, is_ready=True)
 
 
-class Whole(Accumulate):
+class AccumulateAndClose(Program["TrainStep"]):
     """Both programs in one, if the host does not know when a window closes."""
 
-    def split(self, state: AnyStepState) -> tuple[Tree, Tree]:
-        return state, ()
+    arguments = Accumulate.arguments
 
     def body(
-        self, shardings: Shardings, state: S, params: Params, micro_batch: MicroBatch
-    ) -> tuple[S, StepMetrics, Aux]:
-        state, added, aux = super().body(shardings, state, state.params, micro_batch)
-        closes = self.step.accumulation.schedule.closes(
-            added.mini_step, state.opt_state.acc_tokens, added.gradient_step
+        self, shardings: Shardings, donated: S, kept: Tree, micro_batch: MicroBatch
+    ) -> tuple[S, StepMetrics]:
+        step, params = self.step, donated.params
+        model_state = model_state_of(donated)
+        added = step._add(
+            shardings, donated.opt_state, model_state, params, micro_batch
         )
-        state, metrics = self.step._update(shardings, closes, state)
-        return state, metrics._replace(skipped=added.skipped), aux
+        opt_state = added.opt_state
+        closes = step.accumulation.schedule.closes(
+            opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
+        )
+        params, opt_state, metrics = step._update(shardings, closes, params, opt_state)
+        state = with_parts(donated, opt_state, added.model_state)
+        metrics = merged(metrics, added.skipped, added.aux)
+        return state._replace(params=params), metrics
 
-    def after(self, old: AnyStepState, new: AnyStepState) -> None:
-        self.step.seen.remember(new.opt_state.mini_step, Seen())
+    def after(self, known: Known) -> Known:
+        return known._replace(count=None)
 
 
 class TrainStep(Step):
@@ -148,43 +163,63 @@ class TrainStep(Step):
     accumulates = True
 
     def __post_init__(self) -> None:
-        self.seen: ArrayMemo[Seen] = ArrayMemo()
         self.accumulate = Accumulate(self)
         self.close_window = Close(self)
-        self._accumulate_and_close = Whole(self)
+        self._accumulate_and_close = AccumulateAndClose(self)
 
     def init(self, params: Params, model_state: ModelState = None) -> Any:
         state = super().init(params, model_state)
-        self.seen.remember(state.opt_state.mini_step, Seen(count=0))
+        self.memo.remember(key_array(state), Known(self.layout_of(state), count=0))
         return state
 
-    def prepared(self, state: S) -> S:
-        """The state of a call, with sums of zeros if no window is open.
+    def _met(self, state: S) -> tuple[S, Known]:
+        """Empties the sums if no window is open.
 
         Before 0.5, sums were not emptied at the end of a window, so that those of a
         restored state may hold anything. One that is traced is emptied in the program.
         """
-        opt_state, counter = state.opt_state, state.opt_state.mini_step
+        opt_state, counter, count = state.opt_state, state.opt_state.mini_step, None
         sums = opt_state.grad_sums, opt_state.acc_tokens, opt_state.acc_value
         if not is_concrete(counter):
             sums = emptied(counter == 0, sums)
-        elif self.seen.get(counter) is not None:
-            return state
-        elif count := int(counter):  # the device is read once
-            self.seen.remember(counter, Seen(count))
-            return state
-        else:
+        elif (count := int(counter)) == 0:  # the device is read once
             for x in jax.tree.leaves(sums):
                 if self.donate and isinstance(x, jax.Array):
                     x.delete()
             sums = jax.tree.map(jnp.zeros_like, sums)
             counter = jnp.zeros_like(counter)
-            self.seen.remember(counter, Seen(0))
         grad_sums, tokens, value = sums
         opt_state = opt_state._replace(
             mini_step=counter, grad_sums=grad_sums, acc_tokens=tokens, acc_value=value
         )
-        return state._replace(opt_state=opt_state)
+        state = state._replace(opt_state=opt_state)
+        known = Known(self.layout_of(state), count)
+        self.memo.remember(counter, known)
+        return state, known
+
+    def _micro_batch(
+        self, batch: Batch, rng: jax.Array | None, loss_kwargs: Mapping[str, Tree]
+    ) -> MicroBatch:
+        return MicroBatch(spread(batch, self.devices), rng, Keywords(loss_kwargs))
+
+    def _add(
+        self,
+        shardings: Shardings,
+        opt_state: TokenAccumulationState,
+        model_state: ModelState,
+        params: Params,
+        micro_batch: MicroBatch,
+    ) -> Added:
+        """Adds a micro-batch to the open window."""
+        self._check_sums(opt_state.grad_sums, params)
+        return add_micro_batch(
+            self,
+            opt_state,
+            micro_batch.at(opt_state.gradient_step, opt_state.mini_step),
+            params,
+            model_state,
+            shardings,
+        )
 
     def __call__(
         self,
@@ -228,22 +263,18 @@ class TrainStep(Step):
             isinstance(schedule.every_k, int) and keeps_count and is_concrete(counter)
         ):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
-        state = self.prepared(state)
-        counter = state.opt_state.mini_step
+        traced = (self._micro_batch(batch, rng, loss_kwargs),)
+        state, known = self.prepared(state)
         # Compile the close before `accumulate` donates the sums: after an error in the
         # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
-        count, is_ready = self.seen.get(counter, Seen())
-        if not is_ready:
-            self.close_window.make_ready(state)
-        if count is None:  # after a call of the other program
-            count = int(counter)
-        state, metrics = self.accumulate(state, batch, rng=rng, **loss_kwargs)
-        count += 1
-        if count >= schedule.every_k:
-            state, closed = self.close_window(state)
-            metrics = closed._replace(skipped=metrics.skipped, aux=metrics.aux)
-            count = 0
-        self.seen.remember(state.opt_state.mini_step, Seen(count, True))
+        if not known.is_ready:
+            self.close_window.make_ready(state, known.layout)
+            known = known._replace(is_ready=True)
+        state, metrics, known = self.accumulate.run(state, known, traced)
+        assert known.count is not None
+        if known.count >= schedule.every_k:
+            state, closed, _ = self.close_window.run(state, known, ())
+            metrics = merged(closed, metrics.skipped, metrics.aux)
         return state, metrics
 
 

@@ -15,11 +15,12 @@ from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._state import (
     S,
     StepMetrics,
+    merged,
     model_state_of,
     with_parts,
 )
-from optax_tokenaccum._step import Program, Step
-from optax_tokenaccum._trees import Aux, Batch, DType
+from optax_tokenaccum._step import Known, Program, Step
+from optax_tokenaccum._trees import Batch, DType, Tree
 from optax_tokenaccum._window import Bound, check_micro_batches, explained, run_window
 
 
@@ -44,33 +45,34 @@ class Window(Program["WindowStep"]):
     def body(
         self,
         shardings: Shardings,
-        state: S,
-        _: tuple[()],
+        donated: S,
+        kept: Tree,
         micro_batches: MicroBatch,
         num_micro_batches: Bound,
-    ) -> tuple[S, StepMetrics, Aux]:
-        step, old = self.step, state.opt_state
+    ) -> tuple[S, StepMetrics]:
+        step, params, old = self.step, donated.params, donated.opt_state
         gradient_step = old.gradient_step.astype("int32")
         window, skipped, aux, model_state = run_window(
             step,
             micro_batches.at(gradient_step),
-            state.params,
-            model_state_of(state),
+            params,
+            model_state_of(donated),
             num_micro_batches,
             gradient_step,
             shardings,
         )
         window = window._replace(inner_opt_state=old.inner_opt_state)
-        state = with_parts(state, window, model_state)
-        state, metrics = step._update(shardings, True, state)
-        new = state.opt_state
+        params, new, metrics = step._update(shardings, True, params, window)
         opt_state = old._replace(
             gradient_step=new.gradient_step.astype(old.gradient_step.dtype),
             inner_opt_state=new.inner_opt_state,
             has_updated=new.has_updated,
         )
-        metrics = metrics._replace(skipped=skipped)
-        return state._replace(opt_state=opt_state), metrics, aux
+        state = with_parts(donated, opt_state, model_state)
+        return state._replace(params=params), merged(metrics, skipped, aux)
+
+    def after(self, known: Known) -> Known:
+        return known
 
 
 class WindowStep(Step):
