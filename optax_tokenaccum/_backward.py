@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike
 
+from optax_tokenaccum._jaxprs import TRANSPOSE
 from optax_tokenaccum._scans import TwinArrays, as_array, traced_with_reads
 from optax_tokenaccum._trees import (
     Aux,
@@ -166,7 +167,7 @@ def _why_after() -> str | None:
 
 def _why_whole(reads: set[int | str]) -> str | None:
     """Why a gradient is whole, unless scans alone read a parameter, layer by layer."""
-    names = {"transpose" if isinstance(x, int) else x for x in reads - {0}}
+    names = {TRANSPOSE if isinstance(x, int) else x for x in reads - {0}}
     others = ", ".join(sorted(names))
     return f"not only a scan takes it, layer by layer: {others}" if others else None
 

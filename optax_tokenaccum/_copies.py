@@ -15,15 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._devices import Devices, entry_of, over_devices
+from optax_tokenaccum._jaxprs import asks_for_device, collectives, has_rules
 from optax_tokenaccum._rows import Inputs, MicroBatch
-from optax_tokenaccum._scans import (
-    Traced,
-    TwinArrays,
-    counted,
-    equations,
-    exchanges,
-    stand_in,
-)
+from optax_tokenaccum._scans import Traced, TwinArrays, counted, stand_in
 from optax_tokenaccum._trees import (
     Leaf,
     ModelState,
@@ -62,14 +56,14 @@ def of_copies(
             rng = jax.random.fold_in(rng, place)
         inputs = inputs._replace(model_state=model_state, rng=rng)
         traced = Traced(loss, params, inputs)
-        _check_names(traced, loss, names, params, inputs)
-        if devices.size > 1:
-            _check_sums(traced, loss, differ, devices.size, params, inputs)
-        n = traced.alone(1).value()
         own = [
             twin if twin is None else twin.reshape(p.shape)
             for twin, p in zip(twins, jax.tree.leaves(params), strict=True)
         ]
+        _check_names(traced, own, names)
+        if devices.size > 1:
+            _check_sums(traced, loss, differ, devices.size, params, inputs)
+        n = traced.alone(1).value()
         loss_sum, (_, (aux, changed)) = traced.of_twins(own, n)
         # Only its value: a gradient may be finite where the loss is not.
         value = counted(jax.lax.stop_gradient(loss_sum), n)
@@ -104,22 +98,14 @@ def _unified(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def _check_names(
-    traced: Traced,
-    loss: LossOfRows,
-    names: tuple[str, ...],
-    params: Params,
-    inputs: Inputs,
-) -> None:
+def _check_names(traced: Traced, twins: TwinArrays, names: tuple[str, ...]) -> None:
     """Raises `ValueError` if devices exchange values along the data axes."""
     passes = {"": traced.closed}
-    operations = {x.primitive.name for x in equations(traced.closed)}
-    has_rules = any(name.startswith("custom_vjp") for name in operations)
-    if has_rules and jax.tree.leaves(params):
-        gradient = jax.grad(lambda params: loss(params, inputs)[0], allow_int=True)
-        passes[" in its backward pass"] = jax.make_jaxpr(gradient)(params)
+    if has_rules(traced.closed) and jax.tree.leaves(twins):
+        gradient = jax.grad(lambda twins: traced.of_twins(twins)[0])
+        passes[" in its backward pass"] = jax.make_jaxpr(gradient)(twins)
     for where, one in passes.items():
-        for name, along in exchanges(one):
+        for name, along in collectives(one):
             if not along.isdisjoint(names):
                 raise ValueError(
                     "loss_fn must not name the data axes: it is given the rows of one "
@@ -146,8 +132,7 @@ def _check_sums(
         alone = traced.alone(output)
         pairs = zip(own, alone.needed, strict=True)
         found = {is_own for is_own, is_needed in pairs if is_needed}
-        operations = {x.primitive.name for x in equations(alone.jaxpr)}
-        return found | {True} if "axis_index" in operations else found
+        return found | {True} if asks_for_device(alone.jaxpr) else found
 
     if needs(1) == {False}:
         raise ValueError(

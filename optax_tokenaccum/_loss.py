@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 from optax_tokenaccum._accumulation import Accumulation, Added
 from optax_tokenaccum._copies import of_copies
 from optax_tokenaccum._devices import Devices, Shardings
+from optax_tokenaccum._jaxprs import Trace, changed_paths, collectives
 from optax_tokenaccum._rows import Inputs, MicroBatch
-from optax_tokenaccum._scans import Trace, Traced, TwinArrays, changed_paths, exchanges
+from optax_tokenaccum._scans import Traced, TwinArrays
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     Aux,
@@ -203,7 +204,7 @@ def check_own_map(traced: Trace, like: Params, *, is_loss: bool = True) -> None:
     axes = {*jax.sharding.get_abstract_mesh().manual_axes}
     if not axes:
         return
-    sent = {name for _, names in exchanges(traced) for name in names} & axes
+    sent = {name for _, names in collectives(traced) for name in names} & axes
     wrong: Iterable[str] = sent if is_loss else ()
     if types_are_marked():
         differs = [varying_axes(x) for x in traced.out_avals[:2]]

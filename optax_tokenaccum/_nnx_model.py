@@ -12,8 +12,8 @@ from jax.tree_util import PyTreeDef
 
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import put
+from optax_tokenaccum._jaxprs import changed_paths
 from optax_tokenaccum._loss import Keywords, LossFn
-from optax_tokenaccum._scans import changed_paths
 from optax_tokenaccum._state import ModelStepState, settled
 from optax_tokenaccum._step import Step, shapes_of
 from optax_tokenaccum._trees import (

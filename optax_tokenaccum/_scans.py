@@ -10,25 +10,37 @@ made in the scan, in the dtype of the sum.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from operator import eq
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import closed_call_p
-from jax.interpreters.partial_eval import dce_jaxpr
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from optax_tokenaccum._jaxprs import (
+    Alone,
+    Atom,
+    Trace,
+    as_jaxpr,
+    carry_of,
+    changed,
+    evaluated,
+    is_call,
+    is_remat,
+    is_scan,
+    moved,
+    operation,
+    output_alone,
+    passes_on,
+    remat_options,
+    scan_options,
+    subjaxprs,
+)
 from optax_tokenaccum._trees import DType, Leaf, Params, Tree, is_concrete, zeros_after
 
-Atom = Var | Literal
-Trace = Jaxpr | ClosedJaxpr
 # A twin for each parameter; `None` for one that cannot be differentiated.
 TwinArrays = list[jax.Array | None]
 
@@ -121,19 +133,6 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)
 
 
-class Alone(NamedTuple):
-    """One output of a traced function, by dead-code elimination."""
-
-    jaxpr: Jaxpr
-    consts: Sequence[Leaf]
-    args: Sequence[Leaf]
-    needed: list[bool]  # of the inputs
-
-    def value(self) -> jax.Array:
-        [value] = jax.core.eval_jaxpr(self.jaxpr, self.consts, *self.args)
-        return value
-
-
 # What reads a parameter: an operation, by its name, or a scan that takes layers along
 # an axis, by this axis.
 Reads = dict[int, set[int | str]]  # by the leaf of the parameters
@@ -200,43 +199,6 @@ def as_array(constant: Leaf) -> Leaf:
         return jax.device_put(constant)
 
 
-def output_alone(
-    jaxpr: Jaxpr, consts: Sequence[Leaf], inputs: Sequence[Leaf], output: int
-) -> Alone:
-    alone, needed = _alone(jaxpr, output)
-    if any(needed):
-        alone, needed = _alone(_without_rules(jaxpr), output)
-    args = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-    return Alone(alone, consts, args, needed)
-
-
-def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
-    # A print is an effect, which dead-code elimination would keep.
-    eqns = [eqn for eqn in jaxpr.eqns if eqn.outvars]
-    effects = {x for eqn in eqns for x in eqn.effects}
-    jaxpr = jaxpr.replace(eqns=eqns, effects=effects)
-    return dce_jaxpr(jaxpr, [i == output for i in range(len(jaxpr.outvars))])
-
-
-def _without_rules(jaxpr: Jaxpr) -> Jaxpr:
-    """A trace in which calls that have derivatives of their own are plain calls.
-
-    Dead-code elimination takes all inputs of the former for needed.
-    """
-
-    def plain(eqn: JaxprEqn) -> JaxprEqn:
-        name, called = eqn.primitive.name, functions_in(eqn)
-        has_rules = name.startswith(("custom_jvp", "custom_vjp"))
-        if not called or not (has_rules or name == "jit"):
-            return eqn
-        inner = called[0].replace(jaxpr=_without_rules(called[0].jaxpr))
-        if name == "jit":
-            return eqn.replace(params=eqn.params | {"jaxpr": inner})
-        return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": inner})
-
-    return jaxpr.replace(eqns=[*map(plain, jaxpr.eqns)])
-
-
 def _evaluate(
     traced: Trace,
     consts: Sequence[Leaf],
@@ -244,7 +206,7 @@ def _evaluate(
     twins: Twins,
 ) -> list[Leaf | Parameter]:
     """The outputs of a traced function."""
-    jaxpr = opened(traced)
+    jaxpr = as_jaxpr(traced)
     constants = zip(jaxpr.constvars, map(as_array, consts), strict=True)
     values: dict[Atom, Leaf] = dict(constants)
     values |= zip(jaxpr.invars, inputs, strict=True)
@@ -261,86 +223,42 @@ def _evaluate(
         return differentiable[x]
 
     for eqn in jaxpr.eqns:
-        name, given = eqn.primitive.name, [*map(read, eqn.invars)]
+        given = [*map(read, eqn.invars)]
         knows_twins = any(isinstance(x, Parameter) for x in given)
-        knows_twins = knows_twins and (name == "scan" or _passes_on(eqn))
+        knows_twins = knows_twins and (is_scan(eqn) or passes_on(eqn))
         if not knows_twins:  # outside of the operation's context: it may have a mesh
             given = [*map(array, eqn.invars)]
         with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
             if not knows_twins:
-                outputs = _bind(jaxpr, eqn, given)
-            elif name == "scan":
+                outputs = evaluated(jaxpr, eqn, given)
+            elif is_scan(eqn):
                 outputs = _scan(eqn, given, array, twins)
-            elif name == "remat2":
+            elif is_remat(eqn):
                 outputs = _remat(eqn, given, twins)
-            elif name in ("jit", "closed_call"):
-                [called] = functions_in(eqn)
+            elif is_call(eqn):
+                [called] = subjaxprs(eqn)
                 own = getattr(called, "consts", ())
                 outputs = _evaluate(called, own, given, twins)
             else:
                 [x] = given
-                outputs = [replace(_moved(eqn, x), value=_changed(eqn, x.value))]
+                outputs = [replace(_moved(eqn, x), value=changed(eqn, x.value))]
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [*map(read, jaxpr.outvars)]
 
 
-def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Leaf]) -> list[Leaf]:
-    """The outputs of an operation of `jaxpr` that knows no twins."""
-    pairs = zip(eqn.invars, given, strict=True)
-    values = {x: value for x, value in pairs if not isinstance(x, Literal)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=[*values],
-        outvars=eqn.outvars,
-        eqns=[eqn],
-        effects=eqn.effects,
-    )
-    return [*jax.core.eval_jaxpr(alone, (), *values.values())]
-
-
-def _passes_on(eqn: JaxprEqn) -> bool:
-    """Whether a twin can stand for what an operation makes of a parameter.
-
-    A cast to fewer bits is one: its gradient is cast to more bits, and loses none.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "convert_element_type":
-        old, new = (_aval(x).dtype for x in (*eqn.invars, *eqn.outvars))
-        are_floats = all(jnp.issubdtype(x, jnp.floating) for x in (old, new))
-        if params["sharding"] or not are_floats:
-            return False
-        return old == new or jnp.finfo(new).bits < jnp.finfo(old).bits
-    if name == "jit":
-        given = [*params["in_shardings"], *params["out_shardings"]]
-        return not any(isinstance(x, jax.sharding.Sharding) for x in given)
-    return name in ("transpose", "name", "closed_call", "remat2")
-
-
-def _changed(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    if eqn.primitive.name == "transpose":
-        return jax.lax.transpose(x, eqn.params["permutation"])
-    if eqn.primitive.name == "name":
-        return checkpoint_name(x, eqn.params["name"])
-    return x.astype(eqn.params["new_dtype"])
-
-
 def _moved(eqn: JaxprEqn, x: Parameter) -> Parameter:
-    order = eqn.params.get("permutation", range(len(x.axes)))
-    return replace(x, axes=tuple(x.axes[i] for i in order))
+    return replace(x, axes=moved(eqn, x.axes))
 
 
 def _remat(
     eqn: JaxprEqn, given: list[Leaf | Parameter], twins: Twins
 ) -> list[Leaf | Parameter]:
-    [called] = functions_in(eqn)
-    prevent_cse = eqn.params["prevent_cse"]
-    if not isinstance(prevent_cse, bool):  # one for each input
-        prevent_cse = any(prevent_cse)
+    [called] = subjaxprs(eqn)
 
     def call(given: list[Leaf], arrays: dict[int, jax.Array]) -> list[Leaf]:
         return _evaluate(called, (), given, twins._replace(arrays=arrays))
 
-    run = jax.checkpoint(call, prevent_cse=prevent_cse, policy=eqn.params["policy"])
+    run = jax.checkpoint(call, **remat_options(eqn))
     used = {x.leaf for x in given if isinstance(x, Parameter)}
     return run(given, {i: twins.arrays[i] for i in sorted(used)})
 
@@ -351,7 +269,7 @@ def _scan(
     array: Callable[[Atom], Leaf],
     twins: Twins,
 ) -> list[Leaf]:
-    [body] = functions_in(eqn)
+    [body] = subjaxprs(eqn)
     first, last = carry_of(eqn)
     fixed = [*map(array, eqn.invars[:first])]
     carry = [*map(array, eqn.invars[first:last])]
@@ -376,8 +294,7 @@ def _scan(
         outputs = [*map(own.stand_in, outputs)]
         return outputs[: len(carry)], outputs[len(carry) :]
 
-    names = {"length", "reverse", "unroll", "_split_transpose"} & eqn.params.keys()
-    options = {name: eqn.params[name] for name in names}
+    options = scan_options(eqn)
     carry, stacks = jax.lax.scan(iterate, carry, (slices, layers), **options)
     return [*carry, *stacks]
 
@@ -386,7 +303,7 @@ def _reads_of(
     traced: Trace, inputs: Sequence[Leaf | Parameter | None]
 ) -> tuple[Reads, list[Parameter | None]]:
     """What reads each parameter, and the outputs that are parameters."""
-    jaxpr, found = opened(traced), defaultdict[int, set[int | str]](set)
+    jaxpr, found = as_jaxpr(traced), defaultdict[int, set[int | str]](set)
     pairs = zip(jaxpr.invars, inputs, strict=True)
     known = {x: value if isinstance(value, Parameter) else None for x, value in pairs}
 
@@ -396,11 +313,11 @@ def _reads_of(
     for eqn in jaxpr.eqns:
         given = [*map(read, eqn.invars)]
         parameters = {i: x for i, x in enumerate(given) if x is not None}
-        if not parameters or not _passes_on(eqn):
+        if not parameters or not passes_on(eqn):
             for i, x in parameters.items():
                 found[x.leaf].add(_read_by(eqn, i, x))
             continue
-        if called := functions_in(eqn):
+        if called := subjaxprs(eqn):
             inner, outputs = _reads_of(called[0], given)
             for leaf, reads in inner.items():
                 found[leaf] |= reads
@@ -411,97 +328,13 @@ def _reads_of(
 
 
 def _read_by(eqn: JaxprEqn, position: int, x: Parameter) -> int | str:
-    if eqn.primitive.name != "scan":
-        return eqn.primitive.name
+    if not is_scan(eqn):
+        return operation(eqn)
     if position < carry_of(eqn)[1]:
         return "a loop that is given all of it"
-    if eqn.params["length"] == 0:  # `with_refs` would take a slice of no layers
+    options = scan_options(eqn)
+    if options["length"] == 0:  # `with_refs` would take a slice of no layers
         return "scan over no layers"
-    if eqn.params["unroll"] >= eqn.params["length"] > 1:
+    if options["unroll"] >= options["length"] > 1:
         return "unrolled scan"
     return x.axes[0]
-
-
-def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
-    """The first input of a scan that is in the carry, and the first after it."""
-    # Sliced inputs and stacked outputs have one axis less in the body. The parameters
-    # of the equation say which these are too, but differ between versions of jax.
-    [body] = map(opened, functions_in(eqn))
-    last = sum(map(eq, map(_rank, eqn.invars), map(_rank, body.invars)))
-    return last - sum(map(eq, map(_rank, eqn.outvars), map(_rank, body.outvars))), last
-
-
-def changed_paths(f: Callable[[Tree], Tree], given: Tree, returned: Tree) -> list[str]:
-    """The paths of what `f` changes; `returned` is what it returned for `given`.
-
-    nnx.remat and nnx.jit write everything back, mostly as it was.
-    """
-    paths, paths_after = (
-        [keystr(path, simple=True, separator="/") for path, _ in leaves]
-        for leaves in map(tree_leaves_with_path, (given, returned))
-    )
-    if paths != paths_after:
-        return sorted({*paths} ^ {*paths_after})
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
-    if all(x is y for x, y in pairs):
-        return []
-    sources = _sources(jax.make_jaxpr(f)(given).jaxpr, [*range(len(paths))])
-    return [path for i, path in enumerate(paths) if sources[i] != i]
-
-
-def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
-    """Which of the inputs each output is, through calls and loops."""
-    sources = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def source(x: Var | Literal) -> int | None:
-        return None if isinstance(x, Literal) else sources.get(x)
-
-    for eqn in jaxpr.eqns:
-        called = [*map(opened, functions_in(eqn))]
-        if len(called) == 1 and len(called[0].invars) == len(eqn.invars):
-            outputs = _sources(called[0], [*map(source, eqn.invars)])
-            sources.update(zip(eqn.outvars, outputs, strict=False))
-    return [*map(source, jaxpr.outvars)]
-
-
-def exchanges(traced: Trace) -> Iterator[tuple[str, set[str]]]:
-    """Yields the operations by which devices send each other values, and their axes."""
-    for eqn in opened(traced).eqns:
-        axes = [eqn.params.get(name, ()) for name in ("axis_name", "axes")]
-        names = {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
-        if names and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
-            yield eqn.primitive.name, names
-        # Those of an inner shard_map, whose name differs between versions of jax.
-        of_inner = ("manual_axes", "newly_manual_axes")
-        own = {axis for name in of_inner for axis in eqn.params.get(name, ())}
-        for inner in functions_in(eqn):
-            for name, names in exchanges(inner):
-                if names - own:
-                    yield name, names - own
-
-
-def equations(traced: Trace) -> Iterator[JaxprEqn]:
-    """Yields the operations of a traced function, those of inner functions too."""
-    for eqn in opened(traced).eqns:
-        yield eqn
-        for inner in functions_in(eqn):
-            yield from equations(inner)
-
-
-def functions_in(eqn: JaxprEqn) -> list[Leaf]:
-    """The traced functions that an operation calls, repeats or chooses from."""
-    values = [x if isinstance(x, tuple | list) else [x] for x in eqn.params.values()]
-    return [x for xs in values for x in xs if hasattr(opened(x), "eqns")]
-
-
-def opened(traced: Trace) -> Any:
-    """The trace of a function, without its constants."""
-    return getattr(traced, "jaxpr", traced)
-
-
-def _rank(x: Atom) -> int:
-    return len(getattr(_aval(x), "shape", ()))
-
-
-def _aval(x: Atom) -> Any:
-    return x.aval

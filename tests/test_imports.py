@@ -5,15 +5,17 @@ import functools
 from pathlib import Path
 
 import pytest
+from jax.extend.core import Primitive, primitives
 
 import optax_tokenaccum
+from optax_tokenaccum import _jaxprs
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "optax_tokenaccum"
 # What needs an extra, by the names of files that may import it.
 FLAX = {"nnx", "_nnx_model", "_nnx_steps", "linen"}
 # The core: a scalar loss of a tree, and nothing of devices, models or losses.
-CORE = "_accumulation", "_backward", "_scans"
+CORE = "_accumulation", "_backward", "_jaxprs", "_scans"
 BELOW_CORE = {"_trees", "_checks", "_schedule", "_state", *CORE}
 
 
@@ -75,6 +77,23 @@ def test_no_platform_is_named_and_nothing_private_is_used():
         text = path.read_text()
         assert "jax._src" not in text, name
         assert not any(word in text for word in platforms), name
+
+
+def test_one_file_names_operations_of_jaxprs_and_their_parameters():
+    listed = {x.name for x in vars(primitives).values() if isinstance(x, Primitive)}
+    names = {*_jaxprs._CLASSES, *_jaxprs._UNLISTED, *_jaxprs._CALLS, *listed}
+    names -= {"name", "pcast", "pvary"}  # also a keyword, and functions of jax.lax
+    for file in FILES.keys() - {"_jaxprs"}:
+        for node in ast.walk(ast.parse(FILES[file].read_text())):
+            match node:
+                case ast.Attribute(attr="primitive"):
+                    raise AssertionError((file, node.lineno))
+                case ast.Attribute(ast.Name("eqn"), "params"):
+                    raise AssertionError((file, node.lineno))
+                case ast.Attribute(attr="eqns"):  # `_scans` evaluates them, in order
+                    assert file == "_scans", (file, node.lineno)
+                case ast.Constant(str(text)):
+                    assert text not in names, (file, text)
 
 
 def test_names_of_0_3_say_what_to_write_instead():

@@ -1,0 +1,282 @@
+"""Jaxprs: the names and parameters of JAX's operations, and ways to walk through them.
+
+No other file names an operation of a jaxpr or one of its parameters. The names hold for
+jax 0.8.1 to 0.12, unless a comment says otherwise. An operation that is not known here
+may have derivative rules of its own: nothing is passed on through it, and its backward
+pass is checked. To support a new operation, or a new name of one, change this file.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import eq
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import primitives as jax_primitives
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from optax_tokenaccum._trees import Leaf, Tree
+
+Atom = Var | Literal
+Trace = Jaxpr | ClosedJaxpr
+
+# With the flags jax_custom_jvp3, jax_custom_vjp3 and jax_remat3 (jax 0.12), these are
+# classes, and all have the primitive `call_hi_primitive`, whose parameter `_prim` is an
+# instance. Its attribute `params` has the parameters.
+_CLASSES = {
+    "CheckpointName": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+    "RematTraced": "remat2",
+}
+TRANSPOSE = "transpose"
+_CALLS = "jit", jax_primitives.closed_call_p.name  # newer jax: eval_jaxpr
+_CUSTOM = "custom_jvp_call", "custom_vjp_call"  # their values are those of a call
+# Operations of JAX that `jax.extend` does not list in every version.
+_UNLISTED = {"name", "optimization_barrier", "random_unwrap", "random_wrap", "remat2"}
+_UNLISTED |= {"pcast", "pvary", "reshard", "shard_map", "split"}
+
+
+def operation(eqn: JaxprEqn) -> str:
+    """The name of what an equation does, the same in all versions of JAX."""
+    if "_prim" not in eqn.params:
+        return eqn.primitive.name
+    name = type(eqn.params["_prim"]).__name__
+    return _CLASSES.get(name, name)
+
+
+def _params(eqn: JaxprEqn) -> Mapping[str, Any]:
+    return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
+
+
+def is_scan(eqn: JaxprEqn) -> bool:
+    return operation(eqn) == "scan"
+
+
+def is_remat(eqn: JaxprEqn) -> bool:
+    return operation(eqn) == "remat2"
+
+
+def is_call(eqn: JaxprEqn) -> bool:
+    return operation(eqn) in _CALLS
+
+
+def has_rules(traced: Trace) -> bool:
+    """Whether an operation may have derivative rules that its trace does not show."""
+    listed = {x for x in vars(jax_primitives).values() if isinstance(x, Primitive)}
+    return any(
+        operation(eqn).startswith("custom_")
+        or not (eqn.primitive in listed or operation(eqn) in _UNLISTED)
+        for eqn in equations(traced)
+    )
+
+
+def asks_for_device(traced: Trace) -> bool:
+    return any(operation(eqn) == "axis_index" for eqn in equations(traced))
+
+
+def collectives(traced: Trace) -> Iterator[tuple[str, set[str]]]:
+    """Yields the operations by which devices send each other values, and their axes."""
+    for eqn in as_jaxpr(traced).eqns:
+        axes = [_params(eqn).get(name, ()) for name in ("axis_name", "axes")]
+        names = {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
+        if names and operation(eqn) not in ("axis_index", "pcast", "pvary"):
+            yield operation(eqn), names
+        # Those of an inner shard_map, whose name differs between versions of jax.
+        of_inner = ("manual_axes", "newly_manual_axes")
+        own = {axis for name in of_inner for axis in _params(eqn).get(name, ())}
+        for inner in subjaxprs(eqn):
+            for name, names in collectives(inner):
+                if names - own:
+                    yield name, names - own
+
+
+def equations(traced: Trace) -> Iterator[JaxprEqn]:
+    """Yields the operations of a traced function, those of inner functions too."""
+    for eqn in as_jaxpr(traced).eqns:
+        yield eqn
+        for inner in subjaxprs(eqn):
+            yield from equations(inner)
+
+
+def subjaxprs(eqn: JaxprEqn) -> list[Any]:
+    """The traced functions that an operation calls, repeats or chooses from."""
+    values = [x if isinstance(x, tuple | list) else [x] for x in _params(eqn).values()]
+    found = [
+        x.jaxpr if isinstance(x, jax.stages.Traced) else x for xs in values for x in xs
+    ]
+    return [x for x in found if hasattr(as_jaxpr(x), "eqns")]
+
+
+def as_jaxpr(traced: Trace) -> Any:
+    """The trace of a function, without its constants."""
+    return getattr(traced, "jaxpr", traced)
+
+
+def aval(x: Atom) -> Any:
+    return x.aval
+
+
+def evaluated(jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Leaf]) -> list[Leaf]:
+    """The outputs of one operation of `jaxpr`."""
+    pairs = zip(eqn.invars, given, strict=True)
+    values = {x: value for x, value in pairs if not isinstance(x, Literal)}
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=[*values],
+        outvars=eqn.outvars,
+        eqns=[eqn],
+        effects=eqn.effects,
+    )
+    return [*jax.core.eval_jaxpr(alone, (), *values.values())]
+
+
+def passes_on(eqn: JaxprEqn) -> bool:
+    """Whether a twin can stand for what an operation makes of a parameter.
+
+    A cast to fewer bits is one: its gradient is cast to more bits, and loses none.
+    """
+    name, params = operation(eqn), _params(eqn)
+    if name == "convert_element_type":
+        old, new = (aval(x).dtype for x in (*eqn.invars, *eqn.outvars))
+        are_floats = all(jnp.issubdtype(x, jnp.floating) for x in (old, new))
+        if params["sharding"] or not are_floats:
+            return False
+        return old == new or jnp.finfo(new).bits < jnp.finfo(old).bits
+    if name == "jit":
+        given = [*params["in_shardings"], *params["out_shardings"]]
+        return not any(isinstance(x, jax.sharding.Sharding) for x in given)
+    return name in (TRANSPOSE, "name", "remat2", *_CALLS)
+
+
+def changed(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+    """`x` after an operation that `passes_on` a twin, and calls no function."""
+    name, params = operation(eqn), _params(eqn)
+    if name == TRANSPOSE:
+        return jax.lax.transpose(x, params["permutation"])
+    if name == "name":
+        return checkpoint_name(x, params["name"])
+    return x.astype(params["new_dtype"])
+
+
+def moved(eqn: JaxprEqn, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes after such an operation."""
+    order = _params(eqn).get("permutation", range(len(axes)))
+    return tuple(axes[i] for i in order)
+
+
+def remat_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """The keywords of `jax.checkpoint`."""
+    params = _params(eqn)
+    prevent_cse = params["prevent_cse"]
+    if not isinstance(prevent_cse, bool):  # one for each input
+        prevent_cse = any(prevent_cse)
+    return {"prevent_cse": prevent_cse, "policy": params["policy"]}
+
+
+def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """The keywords of `jax.lax.scan`."""
+    names = {"length", "reverse", "unroll", "_split_transpose"} & eqn.params.keys()
+    return {name: eqn.params[name] for name in names}
+
+
+def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
+    """The first input of a scan that is in the carry, and the first after it."""
+    # Sliced inputs and stacked outputs have one axis less in the body. The parameters
+    # of the equation say which these are too, but differ between versions of jax.
+    [body] = map(as_jaxpr, subjaxprs(eqn))
+    last = sum(map(eq, map(_rank, eqn.invars), map(_rank, body.invars)))
+    return last - sum(map(eq, map(_rank, eqn.outvars), map(_rank, body.outvars))), last
+
+
+def _rank(x: Atom) -> int:
+    return len(getattr(aval(x), "shape", ()))
+
+
+def changed_paths(f: Callable[[Tree], Tree], given: Tree, returned: Tree) -> list[str]:
+    """The paths of what `f` changes; `returned` is what it returned for `given`.
+
+    nnx.remat and nnx.jit write everything back, mostly as it was.
+    """
+    paths, paths_after = (
+        [keystr(path, simple=True, separator="/") for path, _ in leaves]
+        for leaves in map(tree_leaves_with_path, (given, returned))
+    )
+    if paths != paths_after:
+        return sorted({*paths} ^ {*paths_after})
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
+    if all(x is y for x, y in pairs):
+        return []
+    sources = _sources(jax.make_jaxpr(f)(given).jaxpr, [*range(len(paths))])
+    return [path for i, path in enumerate(paths) if sources[i] != i]
+
+
+def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
+    """Which of the inputs each output is, through calls and loops."""
+    sources = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def source(x: Atom) -> int | None:
+        return None if isinstance(x, Literal) else sources.get(x)
+
+    for eqn in jaxpr.eqns:
+        called = [*map(as_jaxpr, subjaxprs(eqn))]
+        is_known = operation(eqn) in (*_CALLS, *_CUSTOM, "remat2", "scan", "shard_map")
+        if is_known and [len(x.invars) for x in called] == [len(eqn.invars)]:
+            outputs = _sources(called[0], [*map(source, eqn.invars)])
+            sources.update(zip(eqn.outvars, outputs, strict=False))
+    return [*map(source, jaxpr.outvars)]
+
+
+class Alone(NamedTuple):
+    """One output of a traced function, by dead-code elimination."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Leaf]
+    args: Sequence[Leaf]
+    needed: list[bool]  # of the inputs
+
+    def value(self) -> jax.Array:
+        [value] = jax.core.eval_jaxpr(self.jaxpr, self.consts, *self.args)
+        return value
+
+
+def output_alone(
+    jaxpr: Jaxpr, consts: Sequence[Leaf], inputs: Sequence[Leaf], output: int
+) -> Alone:
+    alone, needed = _alone(jaxpr, output)
+    if any(needed):
+        alone, needed = _alone(_without_rules(jaxpr), output)
+    args = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
+    return Alone(alone, consts, args, needed)
+
+
+def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
+    # A print is an effect, which dead-code elimination would keep.
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.outvars]
+    effects = {x for eqn in eqns for x in eqn.effects}
+    jaxpr = jaxpr.replace(eqns=eqns, effects=effects)
+    return dce_jaxpr(jaxpr, [i == output for i in range(len(jaxpr.outvars))])
+
+
+def _without_rules(jaxpr: Jaxpr) -> Jaxpr:
+    """A trace in which calls that have derivatives of their own are plain calls.
+
+    Dead-code elimination takes all inputs of the former for needed.
+    """
+
+    def plain(eqn: JaxprEqn) -> JaxprEqn:
+        name, called = operation(eqn), subjaxprs(eqn)
+        if name != "jit" and name not in _CUSTOM:
+            return eqn
+        if len(called[0].jaxpr.invars) != len(eqn.invars):
+            return eqn  # it has inputs that only its rules take
+        inner = called[0].replace(jaxpr=_without_rules(called[0].jaxpr))
+        if name == "jit":
+            return eqn.replace(params=eqn.params | {"jaxpr": inner})
+        call, params = jax_primitives.closed_call_p, {"call_jaxpr": inner}
+        return eqn.replace(primitive=call, params=params)
+
+    return jaxpr.replace(eqns=[*map(plain, jaxpr.eqns)])
