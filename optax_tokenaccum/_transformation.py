@@ -314,12 +314,26 @@ def close_window(
       >>> print(updates)
       -2.0
     """
-    if not trees.nodes_of(TokenAccumulationState, state):
+    found = trees.nodes_of(TokenAccumulationState, state)
+    if not found:
         raise ValueError(
             "close_window needs an optimizer that accumulates, and its state: got a "
             f"{type(state).__name__} without a TokenAccumulationState. Any other "
             "optimizer would take a step on a gradient of zeros."
         )
+    for x in found:
+        if not jax.tree_util.all_leaves([x.mini_step]):
+            raise TypeError(
+                "close_window needs a state of arrays: got the variables of an "
+                "nnx.Optimizer. Write optimizer.update(model, zeros, num_tokens=0, "
+                "close_window=True), with zeros like nnx.state(model, nnx.Param)."
+            )
+        if jnp.ndim(x.mini_step):
+            raise ValueError(
+                "close_window needs the state of one accumulation: got mini_step of "
+                f"shape {jnp.shape(x.mini_step)}, of several devices. Call it in the "
+                "function that is mapped over them, in pmap or shard_map."
+            )
     extra_args = {"value": 0.0} | extra_args
     no_gradients = jax.tree.map(jnp.zeros_like, params)
     return tx.update(

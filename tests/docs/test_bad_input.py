@@ -224,6 +224,14 @@ ERRORS = """
       ValueError: close_window needs an optimizer that accumulates, and its state: got a
       … without a TokenAccumulationState. Any other optimizer would take a step on a
       gradient of zeros.
+    close_window(ours, jax.tree.map(lambda x: x[None], state), params)
+      ValueError: close_window needs the state of one accumulation: got mini_step of
+      shape (1,), of several devices. Call it in the function that is mapped over them,
+      in pmap or shard_map.
+    close_window(ours, trained_by(ours).opt_state, nnx.state(model, nnx.Param))
+      TypeError: close_window needs a state of arrays: got the variables of an
+      nnx.Optimizer. Write optimizer.update(model, zeros, num_tokens=0,
+      close_window=True), with zeros like nnx.state(model, nnx.Param).
     from_multi_steps_state(ours, old._replace(mini_step=jnp.int32(1)), params)
       ValueError: An optax.MultiSteps state can be taken over only at a window boundary:
       got mini_step 1. It holds a mean of means, whose token counts are lost. Take a
