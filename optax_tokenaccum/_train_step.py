@@ -1,6 +1,6 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,12 @@ from optax_tokenaccum._backward import emptied
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import (
-    Keywords,
     Loss,
     LossFn,
     MicroBatch,
     Output,
     add_micro_batch,
+    keywords,
 )
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
@@ -81,7 +81,7 @@ class Accumulate(Program["TrainStep"]):
         keeps_count = self.step.accumulation.should_skip_update_fn is None
         count = known.count
         count = count + 1 if count is not None and keeps_count else None
-        return known._replace(count=count)
+        return Known(known.layout, count, known.is_ready)
 
 
 class Close(Program["TrainStep"]):
@@ -108,7 +108,7 @@ class Close(Program["TrainStep"]):
         return (params, opt_state), metrics
 
     def after(self, known: Known) -> Known:
-        return known._replace(count=0, is_ready=True)
+        return Known(known.layout, count=0, is_ready=True)
 
 
 class AccumulateAndClose(Program["TrainStep"]):
@@ -199,9 +199,9 @@ class TrainStep(Step):
         return state, known
 
     def _micro_batch(
-        self, batch: Batch, rng: jax.Array | None, loss_kwargs: Mapping[str, Tree]
+        self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
     ) -> MicroBatch:
-        return MicroBatch(spread(batch, self.devices), rng, Keywords(loss_kwargs))
+        return MicroBatch(spread(batch, self.devices), rng, keywords(loss_kwargs))
 
     def _add(
         self,

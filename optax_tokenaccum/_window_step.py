@@ -9,7 +9,7 @@ import optax
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch
+from optax_tokenaccum._loss import Loss, LossFn, MicroBatch, keywords
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._state import (
@@ -40,7 +40,7 @@ class Window(Program["WindowStep"]):
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
             rows = spread(micro_batches, self.step.devices, axis=1)
-        return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
+        return MicroBatch(rows, rng, keywords(loss_kwargs)), num_micro_batches
 
     def body(
         self,
