@@ -1,7 +1,6 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from optax_tokenaccum._state import (
     S,
     StepMetrics,
     TokenAccumulationState,
-    key_array,
     merged,
     model_state_of,
     with_parts,
@@ -49,7 +47,7 @@ class Accumulate(Program["TrainStep"]):
     """
 
     def arguments(
-        self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Any
+        self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Tree
     ) -> tuple[MicroBatch]:
         return (self.step._micro_batch(batch, rng, loss_kwargs),)
 
@@ -168,11 +166,6 @@ class TrainStep(Step):
         self.close_window = Close(self)
         self._accumulate_and_close = AccumulateAndClose(self)
 
-    def init(self, params: Params, model_state: ModelState = None) -> Any:
-        state = super().init(params, model_state)
-        self.memo.remember(key_array(state), Known(self.layout_of(state), count=0))
-        return state
-
     def _met(self, state: S) -> tuple[S, Known]:
         """Empties the sums if no window is open.
 
@@ -230,7 +223,7 @@ class TrainStep(Step):
         batch: Batch,
         *,
         rng: jax.Array | None = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> tuple[S, StepMetrics]:
         """Adds a micro-batch; if this closes the window, applies the update.
 

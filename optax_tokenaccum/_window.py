@@ -133,7 +133,7 @@ def window_value_and_grad(
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> Any:
         check_params(params)
         check_micro_batches(micro_batches, num_micro_batches)
@@ -153,7 +153,7 @@ def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
     """A function of parameters and a model state as one of parameters."""
 
     def of_params(
-        params: Params, micro_batches: Batch, **kwargs: Any
+        params: Params, micro_batches: Batch, **kwargs: Tree
     ) -> tuple[Tree, Gradients]:
         (values, _), gradient = f(params, None, micro_batches, **kwargs)
         return values, gradient
@@ -186,7 +186,7 @@ def run_window(
             first = given(taken(rows.batch, 0), 0)
             moves = moves_of_layers(loss, devices, params, model_state, first)
 
-    def of_turned(params: Params, *args: Any, **kwargs: Any) -> Any:
+    def of_turned(params: Params, *args: Tree, **kwargs: Tree) -> Any:
         return loss.loss_fn(turned(params, moves, back=True), *args, **kwargs)
 
     loss_of_turned = dataclasses.replace(loss, loss_fn=of_turned)
@@ -234,7 +234,7 @@ def moves_of_layers(
     """The axes along which scans take layers, where these are not the first."""
     moves: Moves = {}
 
-    def look(params: Params, *args: Any) -> None:
+    def look(params: Params, *args: Tree) -> None:
         ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
         axes = Traced(loss, params, *args).axes_of_layers(params)
         moves.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
@@ -428,7 +428,7 @@ def accumulate_over_window(
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **kwargs: Any,
+        **kwargs: Tree,
     ) -> Any:
         check_micro_batches(micro_batches, num_micro_batches)
 

@@ -1,7 +1,6 @@
 """A train step that runs one window per call."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -35,7 +34,7 @@ class Window(Program["WindowStep"]):
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> tuple[MicroBatch, Bound]:
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
@@ -106,7 +105,7 @@ class WindowStep(Step):
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> tuple[S, StepMetrics]:
         """Runs a window and applies its update, unless the window has no tokens.
 
