@@ -75,6 +75,22 @@ def square_layers(
     return Workload(params, None, loss_fn, micro_batch)
 
 
+def tiny() -> Workload:
+    """Three small arrays: the host takes most of the time."""
+    params = {"up": jnp.ones((4, 8)), "bias": jnp.zeros(8), "down": jnp.ones(8)}
+
+    def loss_fn(params: Any, batch: Any, frozen: Any) -> Any:
+        y = jnp.tanh(batch["x"] @ params["up"] + params["bias"]) @ params["down"]
+        return jnp.sum(jnp.where(batch["mask"], y**2, 0)), jnp.sum(batch["mask"])
+
+    def micro_batch(rng: np.random.Generator) -> Any:
+        n = rng.integers(1, 5)
+        x = rng.normal(size=(4, 4)) * n
+        return {"x": x.astype(np.float32), "mask": np.arange(4) < n}
+
+    return Workload(params, None, loss_fn, micro_batch)
+
+
 def stacked_layers(
     width: int = 512,
     layers: int = 8,

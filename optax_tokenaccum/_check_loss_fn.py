@@ -15,6 +15,7 @@ from optax_tokenaccum._checks import as_micro_batches, check_function
 from optax_tokenaccum._loss import LossFn, unpack
 from optax_tokenaccum._trees import (
     Batch,
+    Leaf,
     Params,
     as_real_scalar,
     is_float,
@@ -23,7 +24,7 @@ from optax_tokenaccum._trees import (
     named_leaves,
 )
 
-Leaves = dict[str, Any]  # of a batch, by path
+Leaves = dict[str, Leaf]  # of a batch, by path
 Loss = Callable[[Leaves], list[float]]  # at fixed parameters: [loss_sum, num_tokens]
 
 OWN_MASK = "Count with the mask that the loss is multiplied by."

@@ -75,7 +75,7 @@ def coupled_value_and_grad(
     """
     check_function(summary_fn, "summary_fn")
 
-    def with_state(params: Params, _: None, /, *args: Any, **kwargs: Any) -> Any:
+    def with_state(params: Params, _: None, /, *args: Tree, **kwargs: Tree) -> Any:
         return summary_fn(params, *args, **kwargs), None
 
     f = of_model_state(with_state, loss_fn, has_aux, accumulator_dtype)
@@ -104,7 +104,7 @@ def of_model_state(
         return returned if has_aux else (returned, None)
 
     def weighted(
-        params: Params, state: ModelState, batch: Batch, /, **kwargs: Any
+        params: Params, state: ModelState, batch: Batch, /, **kwargs: Tree
     ) -> tuple[tuple[jax.Array | int, int], ModelState]:
         """A sum, with the micro-batch's part of the gradient."""
         rows, weights = batch
@@ -123,7 +123,7 @@ def of_model_state(
         *,
         rng: jax.Array | None = None,
         num_micro_batches: _window.Bound = None,
-        **kwargs: Any,
+        **kwargs: Tree,
     ) -> Any:
         check_params(params)
         if jax.sharding.get_abstract_mesh().manual_axes:

@@ -60,6 +60,10 @@ class Keywords(dict[str, Tree]):
         )
         self._static = {*(not_numbers if static is None else static)}
 
+    @property
+    def has_static(self) -> bool:
+        return bool(self._static)
+
     def tree_flatten(self) -> tuple[list[dict[str, Tree]], Any]:
         static = {k: x for k, x in self.items() if k in self._static}
         traced = {k: x for k, x in self.items() if k not in self._static}
@@ -68,6 +72,12 @@ class Keywords(dict[str, Tree]):
     @classmethod
     def tree_unflatten(cls, static: Any, children: list[Tree]) -> "Keywords":
         return cls(children[0] | dict(static), dict(static))
+
+
+def keywords(given: dict[str, Tree]) -> dict[str, Tree]:
+    """`given` for a jitted function, without Python code to flatten it if possible."""
+    made = Keywords(given)
+    return made if made.has_static else given
 
 
 def _is_number(x: Leaf) -> bool:

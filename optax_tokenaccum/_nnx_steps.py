@@ -25,7 +25,7 @@ from optax_tokenaccum._state import (
     settled,
 )
 from optax_tokenaccum._step import Step
-from optax_tokenaccum._trees import OptState, is_concrete, nodes_of
+from optax_tokenaccum._trees import OptState, Tree, is_concrete, nodes_of
 
 
 class ModelStep(abc.ABC):
@@ -61,7 +61,7 @@ class ModelStep(abc.ABC):
         self._prepared(model, optimizer, is_new=True)
 
     def __call__(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any
+        self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
     ) -> StepMetrics:
         """Runs the core's step, and updates the model and the optimizer in place."""
         return Part(self, "__call__")(model, optimizer, *args, **kwargs)
@@ -78,7 +78,7 @@ class ModelStep(abc.ABC):
         self,
         model: nnx.Module,
         optimizer: nnx.Optimizer,
-        *given: Any,
+        *given: Tree,
         is_new: bool = False,
     ) -> tuple[Step, Opened, ModelStepState]:
         """The core's step for this optimizer, the variables, and the state in them.
@@ -137,7 +137,7 @@ class Part:
         self._name = name
 
     def __call__(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any
+        self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
     ) -> StepMetrics:
         owner = self._step
         step, opened, state = owner._prepared(model, optimizer, args, kwargs)
@@ -149,13 +149,13 @@ class Part:
         return metrics
 
     def lower(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any
+        self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
     ) -> jax.stages.Lowered:
         step, opened, state = self._step._prepared(model, optimizer)
         program: Any = step if self._name == "__call__" else getattr(step, self._name)
         return program.lower(state, *args, **self._keywords(opened, kwargs))
 
-    def _keywords(self, opened: Opened, given: dict[str, Any]) -> dict[str, Any]:
+    def _keywords(self, opened: Opened, given: dict[str, Tree]) -> dict[str, Tree]:
         is_close = self._name == "close_window"  # which runs no loss
         return given if is_close else given | {"nnx_static": opened.static}
 

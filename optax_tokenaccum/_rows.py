@@ -25,13 +25,13 @@ from optax_tokenaccum._trees import (
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Rows:
     """A batch on the devices of a step.
 
-    `is_whole` tells for each leaf whether every device has all of it: inside `jit`,
-    arrays on a mesh with Auto axes no longer tell how they are placed. `axis` is the
-    axis of the rows in the other leaves, spread over the data axes of `entry`.
+    On a mesh, `is_whole` tells for each leaf whether every device has all of it: inside
+    `jit`, arrays on a mesh with Auto axes no longer tell how they are placed. `axis` is
+    the axis of the rows in the other leaves, spread over the data axes of `entry`.
     """
 
     batch: Batch
@@ -91,9 +91,10 @@ class MicroBatch(NamedTuple):
 
 def spread(batch: Batch, devices: Devices, axis: int = 0) -> Rows:
     """Spreads the rows of a batch; arrays that are on a mesh are not moved."""
-    leaves, mesh = jax.tree.leaves(batch), devices.mesh
+    mesh = devices.mesh
     if mesh is None:
-        return Rows(batch, (False,) * len(leaves), axis, None)
+        return Rows(batch, (), axis, None)
+    leaves = jax.tree.leaves(batch)
     everywhere = NamedSharding(mesh, P())
     arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) > axis]
     copies = [i for i in arrays if _is_whole(leaves[i], devices.names)]

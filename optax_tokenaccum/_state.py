@@ -170,8 +170,9 @@ def with_parts(
     state: S, opt_state: TokenAccumulationState, model_state: ModelState
 ) -> S:
     """The state of the same parameters; `model_state` is dropped if it has none."""
-    of_model = {"model_state": model_state} if isinstance(state, ModelStepState) else {}
-    return state._replace(opt_state=opt_state, **of_model)
+    if isinstance(state, ModelStepState):
+        return state._replace(opt_state=opt_state, model_state=model_state)
+    return state._replace(opt_state=opt_state)
 
 
 def key_array(state: AnyStepState) -> Leaf:

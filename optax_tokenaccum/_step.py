@@ -4,12 +4,12 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef
 
@@ -50,6 +50,8 @@ from optax_tokenaccum._trees import (
 )
 
 StepT = TypeVar("StepT", bound="Step")
+ParamsT = TypeVar("ParamsT")  # the tree of parameters
+ModelT = TypeVar("ModelT")  # the tree of a model's state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,11 +97,11 @@ class Program(abc.ABC, Generic[StepT]):
         self.step = step
 
     @abc.abstractmethod
-    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tree, ...]:
+    def arguments(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, ...]:
         """Checks what a call is given besides the state, and returns what is traced."""
 
     @abc.abstractmethod
-    def body(self, *args: Any, **kwargs: Any) -> tuple[Tree, StepMetrics]:
+    def body(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, StepMetrics]:
         """The function to jit: `body(shardings, donated, kept, *traced)`.
 
         It returns new values of what is donated, and metrics. The shardings are those
@@ -117,7 +119,7 @@ class Program(abc.ABC, Generic[StepT]):
     def after(self, known: Known) -> Known:
         """What is known of the new state, from what was known of the old one."""
 
-    def __call__(self, state: S, *args: Any, **kwargs: Any) -> tuple[S, StepMetrics]:
+    def __call__(self, state: S, *args: Tree, **kwargs: Tree) -> tuple[S, StepMetrics]:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
         state, known = self.step.prepared(state)
@@ -136,7 +138,7 @@ class Program(abc.ABC, Generic[StepT]):
         return new, metrics, known
 
     def lower(
-        self, state: AnyStepState, *args: Any, **kwargs: Any
+        self, state: AnyStepState, *args: Tree, **kwargs: Tree
     ) -> jax.stages.Lowered:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
@@ -200,10 +202,16 @@ class Step(Setup, abc.ABC):
     def __post_init__(self) -> None:
         """Makes the programs."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Tree]:
         return self.__dict__ | {"_layouts": {}}
 
-    def init(self, params: Params, model_state: ModelState = None) -> Any:
+    @overload
+    def init(self, params: ParamsT, model_state: None = None) -> StepState[ParamsT]: ...
+    @overload
+    def init(
+        self, params: ParamsT, model_state: ModelT
+    ) -> ModelStepState[ParamsT, ModelT]: ...
+    def init(self, params: Params, model_state: ModelState = None) -> AnyStepState:
         """Returns a state with copies of the arrays: the caller's are never donated.
 
         To restore a checkpoint, use `jax.eval_shape(step.init, params)` as the target;
@@ -245,10 +253,12 @@ class Step(Setup, abc.ABC):
             self._warned = warn_of_whole_sums(self.devices, params)
         # Its own, because an optimizer may return an array that it keeps.
         opt_state = own(self.devices.init(init, params))
-        if not has_model_state:
-            return StepState(params, opt_state)
-        model_state = stable(params, own(model_state))
-        return ModelStepState(params, opt_state, self.devices.place(model_state))
+        state: AnyStepState = StepState(params, opt_state)
+        if has_model_state:
+            model_state = self.devices.place(stable(params, own(model_state)))
+            state = ModelStepState(params, opt_state, model_state)
+        self.memo.remember(key_array(state), Known(self.layout_of(state), count=0))
+        return state
 
     def _init(self, params: Params) -> TokenAccumulationState:
         sums: Gradients = ()
@@ -266,7 +276,9 @@ class Step(Setup, abc.ABC):
         explicit = (AxisType.Explicit,) * len(mesh.axis_names)
         typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=explicit)
 
-        def on(mesh: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def on(
+            mesh: Mesh | AbstractMesh, x: jax.ShapeDtypeStruct
+        ) -> jax.ShapeDtypeStruct:
             return put(x, NamedSharding(mesh, x.sharding.spec if x.sharding else P()))
 
         like = jax.tree.map(functools.partial(on, typed), params)

@@ -1,7 +1,6 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,11 @@ from optax_tokenaccum._backward import emptied
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._loss import (
-    Keywords,
     Loss,
     LossFn,
     MicroBatch,
     add_micro_batch,
+    keywords,
 )
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
@@ -24,7 +23,6 @@ from optax_tokenaccum._state import (
     S,
     StepMetrics,
     TokenAccumulationState,
-    key_array,
     merged,
     model_state_of,
     with_parts,
@@ -48,7 +46,7 @@ class Accumulate(Program["TrainStep"]):
     """
 
     def arguments(
-        self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Any
+        self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Tree
     ) -> tuple[MicroBatch]:
         return (self.step._micro_batch(batch, rng, loss_kwargs),)
 
@@ -80,7 +78,7 @@ class Accumulate(Program["TrainStep"]):
         keeps_count = self.step.accumulation.should_skip_update_fn is None
         count = known.count
         count = count + 1 if count is not None and keeps_count else None
-        return known._replace(count=count)
+        return Known(known.layout, count, known.is_ready)
 
 
 class Close(Program["TrainStep"]):
@@ -107,7 +105,7 @@ class Close(Program["TrainStep"]):
         return (params, opt_state), metrics
 
     def after(self, known: Known) -> Known:
-        return known._replace(count=0, is_ready=True)
+        return Known(known.layout, count=0, is_ready=True)
 
 
 class AccumulateAndClose(Program["TrainStep"]):
@@ -167,11 +165,6 @@ class TrainStep(Step):
         self.close_window = Close(self)
         self._accumulate_and_close = AccumulateAndClose(self)
 
-    def init(self, params: Params, model_state: ModelState = None) -> Any:
-        state = super().init(params, model_state)
-        self.memo.remember(key_array(state), Known(self.layout_of(state), count=0))
-        return state
-
     def _met(self, state: S) -> tuple[S, Known]:
         """Empties the sums if no window is open.
 
@@ -198,9 +191,9 @@ class TrainStep(Step):
         return state, known
 
     def _micro_batch(
-        self, batch: Batch, rng: jax.Array | None, loss_kwargs: Mapping[str, Tree]
+        self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
     ) -> MicroBatch:
-        return MicroBatch(spread(batch, self.devices), rng, Keywords(loss_kwargs))
+        return MicroBatch(spread(batch, self.devices), rng, keywords(loss_kwargs))
 
     def _add(
         self,
@@ -227,7 +220,7 @@ class TrainStep(Step):
         batch: Batch,
         *,
         rng: jax.Array | None = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> tuple[S, StepMetrics]:
         """Adds a micro-batch; if this closes the window, applies the update.
 

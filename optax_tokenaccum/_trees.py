@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 Tree = Any  # any pytree
@@ -51,7 +51,7 @@ def sharding_of(x: Leaf) -> NamedSharding | None:
     return None if is_traced and not is_explicit(sharding.mesh) else sharding
 
 
-def is_explicit(mesh: Any) -> bool:
+def is_explicit(mesh: Mesh | AbstractMesh | None) -> bool:
     """Whether the types of arrays on the mesh contain their shardings."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 

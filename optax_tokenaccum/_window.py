@@ -135,7 +135,7 @@ def window_value_and_grad(
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> Any:
         check_params(params)
         check_micro_batches(micro_batches, num_micro_batches)
@@ -155,7 +155,7 @@ def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
     """A function of parameters and a model state as one of parameters."""
 
     def of_params(
-        params: Params, micro_batches: Batch, **kwargs: Any
+        params: Params, micro_batches: Batch, **kwargs: Tree
     ) -> tuple[Tree, Gradients]:
         (values, _), gradient = f(params, None, micro_batches, **kwargs)
         return values, gradient
@@ -187,7 +187,7 @@ def run_window(
             first = given(taken(rows.batch, 0), 0)
             moves = moves_of_layers(setup, params, model_state, first)
 
-    def of_turned(params: Params, *args: Any, **kwargs: Any) -> Any:
+    def of_turned(params: Params, *args: Tree, **kwargs: Tree) -> Any:
         params = turned(params, moves, back=True)
         return setup.loss.loss_fn(params, *args, **kwargs)
 
@@ -427,7 +427,7 @@ def accumulate_over_window(
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **kwargs: Any,
+        **kwargs: Tree,
     ) -> Any:
         check_micro_batches(micro_batches, num_micro_batches)
 

@@ -1,7 +1,6 @@
 """A train step that runs one window per call."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -9,7 +8,7 @@ import optax
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._loss import Keywords, Loss, LossFn, MicroBatch
+from optax_tokenaccum._loss import Loss, LossFn, MicroBatch, keywords
 from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._state import (
@@ -35,12 +34,12 @@ class Window(Program["WindowStep"]):
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> tuple[MicroBatch, Bound]:
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
             rows = spread(micro_batches, self.step.devices, axis=1)
-        return MicroBatch(rows, rng, Keywords(loss_kwargs)), num_micro_batches
+        return MicroBatch(rows, rng, keywords(loss_kwargs)), num_micro_batches
 
     def body(
         self,
@@ -104,7 +103,7 @@ class WindowStep(Step):
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
-        **loss_kwargs: Any,
+        **loss_kwargs: Tree,
     ) -> tuple[S, StepMetrics]:
         """Runs a window and applies its update, unless the window has no tokens.
 

@@ -31,7 +31,7 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     assert suites.keys() == {"speed", "ragged"}
     assert {row["way"] for row in suites["speed"]["rows"]} == WAYS.keys()
     for row in suites["speed"]["rows"]:
-        if row["way"] == "optax.MultiSteps":
+        if row["way"] == "optax.MultiSteps" and row["workload"] != "host":
             assert row["gradient error"] > 0.05
     ours = report.stored(report.RESULTS / "cpu/benchmarks.json")["ragged"]
     assert suites["ragged"]["rows"] == ours["rows"]  # counts, of the same sizes
