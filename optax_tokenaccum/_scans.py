@@ -98,9 +98,10 @@ class Twins(NamedTuple):
             row_by_row = Layout(tuple(range(array.ndim)))
             array = with_layout_constraint(_rounded(array), row_by_row)
         else:
-            # An operation for JAX, and none for XLA. Without one, `with_refs` would add
-            # the gradient of a lookup to rows of the sum: to wrong ones where a
-            # negative index was clamped, and over devices it would gather the sum.
+            # Multiply by 1: JAX sees an operation, XLA removes it. Without it,
+            # `with_refs` would add the gradient of a lookup to rows of the sum: to
+            # wrong rows if a negative index was clamped. Over devices, it would also
+            # gather the sum.
             array = array * jnp.ones((), array.dtype)
         return stand_in(array.dtype, x.value, array, self.num_tokens)
 
@@ -221,7 +222,7 @@ def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
 def _without_rules(jaxpr: Jaxpr) -> Jaxpr:
     """A trace in which calls that have derivatives of their own are plain calls.
 
-    Dead-code elimination takes all inputs of the former for needed.
+    Dead-code elimination keeps all inputs of a call with derivatives of its own.
     """
 
     def plain(eqn: JaxprEqn) -> JaxprEqn:

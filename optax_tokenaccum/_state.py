@@ -170,7 +170,7 @@ def with_parts(
 
 
 def completed(new: Tree, old: Tree) -> Tree:
-    """A new state, with what the old one has in the places of `None`."""
+    """Fills each `None` in `new` with the value from `old`."""
     if isinstance(new, StepState | ModelStepState | TokenAccumulationState):
         return new._make(map(completed, new, old))
     return old if new is None else new

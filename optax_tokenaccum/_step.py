@@ -84,12 +84,13 @@ class Program(abc.ABC, Generic[StepT]):
 
     @abc.abstractmethod
     def body(self, *args: Any, **kwargs: Any) -> tuple[Tree, StepMetrics, Aux]:
-        """A pure function of the parameters' shardings and of what is donated, kept
-        and traced: `(donated, metrics, aux)`.
+        """The function to jit: `body(shardings, donated, kept, *traced)`.
+
+        It is pure, and returns `(donated, metrics, aux)`.
         """
 
     def split(self, state: AnyStepState) -> tuple[Tree, Tree]:
-        """`(donated, kept)`; `None` is donated in the place of what does not change."""
+        """Returns `(donated, kept)`; `donated` has `None` for what does not change."""
         return state, ()
 
     def after(self, old: AnyStepState, new: AnyStepState) -> None:
@@ -263,7 +264,7 @@ class Step(abc.ABC):
         return state
 
     def _check_sums(self, sums: Gradients, params: Params) -> None:
-        """Raises `ValueError` if the sums belong to another number of devices."""
+        """Raises `ValueError` if the sums belong to a different number of devices."""
         leaves = jax.tree.leaves(params)
         for acc, p in zip(jax.tree.leaves(sums), leaves, strict=False):
             expected = (*self.devices.lead, *p.shape)
