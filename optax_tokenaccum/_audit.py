@@ -211,8 +211,8 @@ def audit(
 
     Raises:
       ValueError: if there are no tokens, if the exact gradient is zero or not finite,
-        if `rtol` is not between 0 and 1, or if `run` returned another tree.
-      TypeError: if an argument is of another kind, or `loss_fn` returned no pair.
+        if `rtol` is not between 0 and 1, or if `run` returned a different tree.
+      TypeError: if an argument has the wrong type, or `loss_fn` returned no pair.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -248,7 +248,7 @@ def audit(
             f"{tokens.tolist()} tokens and a gradient of norm {size:.3g}."
         )
     first, second, drift, zeros = _read(run, model, micro_batches, size)
-    # Times 0.75, numbers round in another way.
+    # Times 0.75, numbers round differently.
     scaled = gradients
     if not rtol:
         again = progress(micro_batches, "audit: rounding")

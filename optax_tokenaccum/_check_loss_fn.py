@@ -92,7 +92,7 @@ class Mask:
     is_binary: bool  # it holds 0 and 1 alone, and is not one-hot
     count: float  # without any entry
     is_counted: bool  # the count is smaller then
-    moves_loss: bool  # the loss is another then
+    moves_loss: bool  # the loss changes then
     ends_loss: bool  # the loss is 0 then, or 0/0
 
     @property
@@ -102,7 +102,7 @@ class Mask:
 
     @property
     def may_be_data(self) -> bool:
-        """Whether it may be a number of boxes, say, or classes with a background."""
+        """Whether it may be data, such as a number of boxes, or class ids."""
         is_integer = jnp.issubdtype(self.entries.dtype, jnp.integer)
         if not self.moves_loss:
             return is_integer and self.entries.size == len(self.entries)
@@ -153,8 +153,8 @@ def check_loss_fn(
 
     Raises:
       ValueError: if no micro-batch has two rows, if leaves do not share an axis of
-        rows, if `per` is another word, or if no leaf is `mask`.
-      TypeError: if an argument is of another kind, or `loss_fn` returned no pair.
+        rows, if `per` is a different word, or if no leaf is `mask`.
+      TypeError: if an argument has the wrong type, or `loss_fn` returned no pair.
 
     Example:
       >>> import jax.numpy as jnp

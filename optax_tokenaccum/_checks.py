@@ -97,7 +97,8 @@ def _refused(
 ) -> Iterable[str]:
     """The keywords among `num_tokens` and `value` that `run` does not accept.
 
-    `error` is what `run(**extra)` raised; it is raised again if it has another cause.
+    `error` is what `run(**extra)` raised. If it has a different cause, it is raised
+    again.
     """
     refused: dict[str, str] = {}
     while error is not None:
@@ -153,7 +154,7 @@ def _is_parameter(name: str, f: Any) -> bool:
 def check_inner_state(
     inner: optax.GradientTransformation, inner_opt_state: OptState, params: Params
 ) -> None:
-    """Raises `ValueError` if the inner state belongs to another optimizer."""
+    """Raises `ValueError` if the inner state belongs to a different optimizer."""
     try:
         expected = jax.eval_shape(inner.init, params)
     except Exception:  # `init` reads values, so there is no structure to compare

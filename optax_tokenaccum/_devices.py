@@ -80,7 +80,7 @@ class Devices:
             return init(params)
 
     def zeros(self, params: Params, dtypes: Tree) -> Params:
-        """Sums of nothing, `[devices, ...]` where each device has its own."""
+        """Zeros for the sums, `[devices, ...]` where each device has its own."""
 
         def zero(p: Leaf, dtype: DType) -> Leaf:
             if self.mesh is None:
@@ -102,9 +102,9 @@ class Devices:
         """The sums as arrays that the gradients of all devices can be added to.
 
         Returns:
-          The sums, `[devices * n, ...]` where each device has its own; of each, whether
-          the first axis of a device's sum is spread over further devices; the inverse,
-          which holds sums where they are placed.
+          `(flat sums, is_first_axis_sharded, unflatten)`. Where each device has its own
+          sum, flat sums are `[devices * n, ...]`. The flags say, for each sum, whether
+          further devices share its first axis. `unflatten` also restores shardings.
         """
         leaves, structure = jax.tree.flatten(sums)
         shapes = [*map(jnp.shape, jax.tree.leaves(params))]

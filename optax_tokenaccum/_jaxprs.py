@@ -264,7 +264,7 @@ def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
 def _without_rules(jaxpr: Jaxpr) -> Jaxpr:
     """A trace in which calls that have derivatives of their own are plain calls.
 
-    Dead-code elimination takes all inputs of the former for needed.
+    Dead-code elimination keeps all inputs of a call with derivatives of its own.
     """
 
     def plain(eqn: JaxprEqn) -> JaxprEqn:

@@ -275,7 +275,7 @@ def describe(returned: Tree) -> str:
 
 
 def _changes(old: Tree, new: Tree) -> Changes:
-    """What differs in `new`, which must have the tree, shapes and kinds of numbers."""
+    """Leaves of `new` that differ from `old`; raises if tree, shape or kind does."""
     rule = (
         "loss_fn must return the model state with the tree, shapes and kinds of "
         "numbers that it was given"
@@ -294,6 +294,6 @@ def _changes(old: Tree, new: Tree) -> Changes:
 
 
 def _kind(dtype: jax.typing.DTypeLike) -> int:
-    """The place among the kinds of numbers, of which each may be cast to the next."""
+    """Rank in bool < integer < float < complex."""
     kinds = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
     return sum(jnp.issubdtype(dtype, kind) * i for i, kind in enumerate(kinds))

@@ -58,7 +58,7 @@ class Opened(NamedTuple):
 
     model: nnx.Module
     static: Static
-    variables: ModelStepState  # in the places of arrays; or `None`, or an array
+    variables: ModelStepState  # in place of each array; or `None`, or an array
 
     def state(self) -> ModelStepState:
         return _values(self.variables)
@@ -148,10 +148,10 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
 
 
 def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepState:
-    """The state where a step needs it: arrays placed, and sums laid out.
+    """Moves the state's arrays to the shardings that `step.init` would give.
 
-    Arrays that were never placed, and with a mesh those that are not spread over it,
-    move where `step.init` would put them. Those with an id in `taken` are copied.
+    With a mesh, this moves the arrays that are not on it yet. Without one, it moves
+    those that were never placed. Arrays with an id in `taken` are copied.
     """
     state = state._replace(params=step.devices.place(state.params))
     opt_state = state.opt_state

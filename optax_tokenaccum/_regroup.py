@@ -17,7 +17,7 @@ from optax_tokenaccum._trees import (
 
 
 def regroup_sums(state: Tree, like: T) -> T:
-    """Lays out a step's state for the devices of another step.
+    """Lays out a step's state for the devices of a different step.
 
     A step with `data_axes` holds one sum per device, `[devices, ...]`. When a run
     resumes from a checkpoint in the middle of a window, on other devices, these sums

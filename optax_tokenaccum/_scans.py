@@ -110,9 +110,10 @@ class Twins(NamedTuple):
             row_by_row = Layout(tuple(range(array.ndim)))
             array = with_layout_constraint(_rounded(array), row_by_row)
         else:
-            # An operation for JAX, and none for XLA. Without one, `with_refs` would add
-            # the gradient of a lookup to rows of the sum: to wrong ones where a
-            # negative index was clamped, and over devices it would gather the sum.
+            # Multiply by 1: JAX sees an operation, XLA removes it. Without it,
+            # `with_refs` would add the gradient of a lookup to rows of the sum: to
+            # wrong rows if a negative index was clamped. Over devices, it would also
+            # gather the sum.
             array = array * jnp.ones((), array.dtype)
         return stand_in(array.dtype, x.value, array, self.num_tokens)
 

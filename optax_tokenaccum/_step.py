@@ -316,7 +316,7 @@ class Step(Setup, abc.ABC):
         return self._layouts.setdefault(key, Layout(*key, model))
 
     def _check_sums(self, sums: Gradients, params: Params) -> None:
-        """Raises `ValueError` if the sums belong to another number of devices."""
+        """Raises `ValueError` if the sums belong to a different number of devices."""
         leaves = jax.tree.leaves(params)
         for acc, p in zip(jax.tree.leaves(sums), leaves, strict=False):
             expected = (*self.devices.lead, *p.shape)

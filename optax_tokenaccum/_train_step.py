@@ -227,7 +227,7 @@ class TrainStep(Step):
         Args:
           state: from `init` or the previous call. It is donated: use the new state
             afterwards.
-          batch: any pytree of arrays, passed to `loss_fn`. A batch of another shape
+          batch: any pytree of arrays, passed to `loss_fn`. A batch of a new shape
             compiles once more and continues the same window.
           rng: one key for the whole run. `loss_fn` receives it as `rng`, folded with
             `gradient_step` and `mini_step`.

@@ -56,7 +56,7 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     """
     step = getattr(f, "accumulate", f)  # a train step, whose halves are programs
     lower = getattr(step, "lower", None) or jax.jit(f).lower
-    # What jax has traced before it would not trace again: give it another context.
+    # In a new context, JAX traces again what it has traced before.
     context = set_xla_metadata(whole_gradients=str(next(_numbers)))
     with context, collected_reports() as found:
         lower(*args, **kwargs)

@@ -43,8 +43,8 @@ from optax_tokenaccum._trees import (
 # loss, (num_tokens, aux)
 WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
 Bound = ArrayLike | None  # of the micro-batches that run
-# By the leaf of a parameter, an axis and the place where it goes; both counted from the
-# end, since a sum has one more axis where each device has its own.
+# Leaf index -> (source axis, destination axis), both negative: where each device has its
+# own sum, this has one more axis in front.
 Moves = dict[int, tuple[int, int]]
 
 
@@ -92,7 +92,7 @@ def window_value_and_grad(
       * `rng`: one key for this window. `loss_fn` receives it as `rng`, folded with the
         index of the micro-batch. Fold in the number of the update yourself.
       * `num_micro_batches`: runs only the first `num_micro_batches`. The number is
-        traced: another number does not compile again. An array is clipped to the range
+        traced: a different one does not compile again. An array is clipped to the range
         0 to `k`.
       * `loss_kwargs`: passed to `loss_fn` unchanged, not differentiated.
       * `loss`: float32, or wider if a parameter is wider.
@@ -390,7 +390,7 @@ def accumulate_over_window(
       dtypes of the gradients that `value_and_grad_fn` returns.
 
     Raises:
-      ValueError: as for `window_value_and_grad`; or `gradients` is another word.
+      ValueError: as for `window_value_and_grad`; or `gradients` is a different word.
       TypeError: `value_and_grad_fn` returned anything other than described above.
 
     Example:
