@@ -23,6 +23,7 @@ from optax_tokenaccum import (
     MultiSteps,
     accumulate_over_window,
     coupled_value_and_grad,
+    linear_cross_entropy_sum,
     linen,
     token_accumulation,
     window_value_and_grad,
@@ -40,6 +41,7 @@ class Problem(NamedTuple):
     # (params, batch, rng, model_state) -> (loss_sum, num_tokens, aux, model_state)
     loss: Callable[..., Any]
     rows: Callable[[int, np.ndarray], Any]  # (seed, weights of the rows) -> a batch
+    users: Callable[..., Any] | None = None  # the same loss, as users call it
     state: Any = None
     key: bool = False
     real: bool = False  # the loss of rows that do not count is real, not 0/0
@@ -49,10 +51,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def weighted_rows(seed: int, weights: np.ndarray) -> Any:
+def batch_of(seed: int, weights: Any) -> Any:
     """Micro-batches differ in mean, so that a mean of means is another gradient."""
-    y = seed + normal(seed + 100, ROWS)
-    return {"x": normal(seed, ROWS, FEATURES), "y": y, "weights": weights, "no": None}
+    rows = len(weights)
+    made = {"x": normal(seed, rows, FEATURES), "y": seed + normal(seed + 100, rows)}
+    return made | {"weights": np.float32(weights)}
 
 
 def squares(y: Any, batch: Any) -> Any:
@@ -60,10 +63,27 @@ def squares(y: Any, batch: Any) -> Any:
     return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
 
 
+def linear_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """A regression, whose rows have weights."""
+    return squares(batch["x"] @ params["w"], batch)
+
+
+def exact(params: Any, *batches: Any) -> Any:
+    """The gradient of its weighted mean over all rows, in float64."""
+    rows = [float64([b[name] for b in batches]) for name in ("x", "y", "weights")]
+    x, y, weights = map(np.concatenate, rows)
+    errors = (x @ np.asarray(params["w"], np.float64) - y) * weights
+    return {"w": 2 * x.T @ errors / weights.sum()}
+
+
 def whole(params: Any, batch: Any, rng: Any, state: Any) -> Any:
     """`None` in the place of an array is not a leaf, as after `equinox.partition`."""
     assert params["bias"] is None and batch["no"] is None
-    return *squares(batch["x"] @ params["w"], batch), None, None
+    return *linear_loss(params, batch), None, None
+
+
+def rows_of(seed: int, weights: np.ndarray) -> Any:
+    return batch_of(seed, weights) | {"no": None}
 
 
 def keys(params: Any, batch: Any, rng: Any, state: Any) -> Any:
@@ -99,7 +119,7 @@ def anchors(params: Any, batch: Any, rng: Any, state: Any) -> Any:
 
 
 def wide_rows(seed: int, weights: np.ndarray) -> Any:
-    return weighted_rows(seed, weights) | {"x": normal(seed, ROWS, WIDTH)}
+    return batch_of(seed, weights) | {"x": normal(seed, ROWS, WIDTH)}
 
 
 def ragged_rows(seed: int, weights: np.ndarray) -> Any:
@@ -116,17 +136,25 @@ def ragged(params: Any, batch: Any, rng: Any, state: Any) -> Any:
     return jnp.sum(losses * weights), jnp.sum(weights), None, None
 
 
-LINEAR = {"w": normal(1, FEATURES), "bias": None, "empty": {}}
+def ragged_in_chunks(params: Any, batch: Any, rng: Any, state: Any) -> Any:
+    hidden = jnp.tanh(params["embed"][batch["tokens"]] @ params["hidden"])
+    given = hidden, params["out"], batch["labels"], batch["weights"]
+    return *linear_cross_entropy_sum(*given, chunk_size=10), None, None
+
+
+PARAMS = {"w": jnp.asarray(normal(1, FEATURES))}  # of `linear_loss`
+LINEAR = jax.device_get(PARAMS) | {"bias": None, "empty": {}}
 # At least 16 KB of sums, which are overwritten in a loop when a window closes.
 STACKED = {"layers": normal(2, LAYERS, WIDTH, WIDTH) / 6, "out": normal(3, WIDTH) / 3}
+EMBEDDED = jax.device_get(helpers.init_params(0))
 STATE = {"mean": np.zeros(FEATURES, np.float32), "var": np.ones(FEATURES, np.float32)}
 PROBLEMS = {
-    "whole": Problem(LINEAR, whole, weighted_rows),
+    "whole": Problem(LINEAR, whole, rows_of),
     "layered": Problem(STACKED, layered, wide_rows),
     "anchors": Problem(STACKED, anchors, wide_rows, real=True),
-    "keys": Problem(LINEAR, keys, weighted_rows, key=True),
-    "state": Problem(LINEAR, statistics, weighted_rows, STATE | {"calls": np.int32(0)}),
-    "ragged": Problem(jax.device_get(helpers.init_params(0)), ragged, ragged_rows),
+    "keys": Problem(LINEAR, keys, rows_of, key=True),
+    "state": Problem(LINEAR, statistics, rows_of, state=STATE | {"calls": np.int32(0)}),
+    "ragged": Problem(EMBEDDED, ragged, ragged_rows, ragged_in_chunks),
 }
 # Tokens of each micro-batch; of the second window there are none, and of the last less
 # than 1.
@@ -190,7 +218,7 @@ def answer(
         for i, batch in enumerate(window):
             after = []
             for place, part in enumerate(helpers.cut(float64(batch), devices)):
-                position = (update, i) if devices == 1 else (update, i, place)
+                position = position_of(update, i, place, devices)
                 rng = jax.random.wrap_key_data(KEY)
                 rng = functools.reduce(jax.random.fold_in, position, rng)
                 own = {**state} if state else None
@@ -237,7 +265,8 @@ def loss_fn(problem: Problem, has_aux: bool = False) -> Any:
     """As users write it, a mean in between: 0/0 without tokens."""
 
     def returned(params: Any, batch: Any, rng: Any = None, state: Any = None) -> Any:
-        loss_sum, n, aux, state = problem.loss(params, batch, rng, state)
+        f = problem.users or problem.loss
+        loss_sum, n, aux, state = f(params, batch, rng, state)
         loss_sum = loss_sum if problem.real else loss_sum / n * n
         loss_sum = loss_sum * jnp.mean(batch["scale"])
         values = loss_sum, ((n, aux) if has_aux else n)
@@ -287,6 +316,16 @@ class Run(NamedTuple):
         state = self.states[i] if self.states else None
         window = self.windows[i]
         return answer(self.name, self.params[i], state, window, updates, self.devices)
+
+
+def position_of(update: int, i: int, place: int, devices: int) -> tuple[int, ...]:
+    return (update, i) if devices == 1 else (update, i, place)
+
+
+def drawn(position: tuple[int, ...], rows: int) -> np.ndarray:
+    """What the loss of keys draws for a micro-batch of one device."""
+    rng = functools.reduce(jax.random.fold_in, position, jax.random.wrap_key_data(KEY))
+    return np.asarray(jax.random.bits(rng, (rows, FEATURES), "uint32") % 2)
 
 
 def placed(params: Any, layout: str, mesh: Any) -> Any:

@@ -87,15 +87,6 @@ def test_what_is_sent_in_a_window(layout: str, sent: float):
     assert sent <= window < sent + 0.02  # including K losses and counts
 
 
-def test_mean_over_devices_of_means_is_another_gradient():
-    batch = meshes.make_batch(8)
-    grad = jax.jit(jax.grad(helpers.loss_mean_fn, has_aux=True))
-    parts = [part for part in helpers.cut(batch, K * 8) if part["mask"].any()]
-    means = [grad(helpers.init_params(0), part)[0] for part in parts]
-    naive = jax.tree.map(lambda *gs: np.mean(gs, 0), *means)
-    assert helpers.relative_error(naive, meshes.exact(8)) > 1e-2
-
-
 @pytest.mark.parametrize(
     ("layout", "reduce_every"),
     [

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from optax_tokenaccum import (
     MultiSteps,
@@ -96,16 +95,6 @@ def test_windows_are_the_full_batches_and_the_naive_loop_is_not():
         assert state.step == window + 1
         naive = jax.tree.map(lambda *xs: sum(xs) / K, *means)
         assert helpers.relative_error(naive, expected) > 0.02
-
-
-def test_scales_of_8_bit_floats_are_refused():
-    """Summed and divided, they would be ruined without an error.
-
-    Flax keeps them in the parameters, and their successors in the gradients.
-    """
-    params = {"params": PARAMS, OVERWRITE_WITH_GRADIENT: {"s": jnp.ones(1)}}
-    with pytest.raises(ValueError, match=OVERWRITE_WITH_GRADIENT):
-        TrainState.create(apply_fn=None, params=params, tx=token_accumulation(SGD, 3))
 
 
 ACCUMULATING = token_accumulation(SGD, 2)

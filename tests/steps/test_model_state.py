@@ -172,42 +172,6 @@ def test_training_is_a_loop_by_hand(way: str, over: str):
     assert len({mask.tobytes() for mask in masks}) == 2 * K * devices
 
 
-@pytest.mark.parametrize(("way", "over"), [("two programs", "8"), ("window", "1")])
-def test_in_place_with_one_compilation_of_each_program(way: str, over: str):
-    step, given = new_step(way, **meshes.over(over)), new_model_state()
-    first = state = step.init(PARAMS, given)
-    compiled, buffers = [], set()
-    for window in WINDOWS:
-        with helpers.count_compilations() as compilations:
-            for batch in calls(way, [window]):
-                state, _ = step(state, batch)
-                mean = state.model_state["mean"].addressable_data(0)
-                buffers.add(mean.unsafe_buffer_pointer())
-        compiled.append(len(compilations))
-    assert compiled == [2 if way == "two programs" else 1, 0]
-    assert len(buffers) == 1
-    assert all(x.is_deleted() for x in jax.tree.leaves(first.model_state))
-    assert not any(x.is_deleted() for x in jax.tree.leaves(given))
-    for x in jax.tree.leaves(state.model_state):
-        assert len(x.sharding.device_set) == (1 if over == "1" else DEVICES)
-        assert x.is_fully_replicated
-
-
-@pytest.mark.parametrize(
-    ("way", "over", "devices"),
-    [("two programs", "8", DEVICES), ("window", "8, explicit, each", 1)],
-)
-def test_a_rejected_micro_batch_leaves_no_trace(way: str, over: str, devices: int):
-    """One of the devices rejects it, because of a row that is NaN."""
-    first, second = WINDOWS
-    bad = second[0] | {"x": second[0]["x"].copy()}
-    bad["x"][5] = np.nan
-    windows = [[bad, *first], [*second[:2], bad, second[2]]]
-    state, _ = train(way, windows, over=over, **helpers.SKIPS)
-    check(state, by_hand(WINDOWS, devices))
-    assert (state.opt_state.gradient_step, state.model_state["calls"]) == (2, 2 * K)
-
-
 def returning(name: str, change: Any) -> Any:
     """The loss, with another value for a part of the state."""
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ways_in import mean_of, of_gradients
 
 from optax_tokenaccum import accumulate_over_window, split_batch, window_value_and_grad
 
@@ -20,11 +19,24 @@ def sum_fn(params: Any, batch: Any) -> Any:
     return jnp.sum(params["w"]) * jnp.sum(batch["x"]), jnp.sum(batch["n"])
 
 
+def of_gradients(loss_fn: Any, **options: Any) -> Any:
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    return accumulate_over_window(grad_fn, **options)
+
+
+def of_means(loss_fn: Any) -> Any:
+    def mean_fn(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return loss_sum / n, n
+
+    return of_gradients(mean_fn, gradients="mean")
+
+
 # From a summed loss to a function of parameters and a window.
 WAYS: dict[str, Any] = {
     "loss": window_value_and_grad,
     "gradients of sums": of_gradients,
-    "gradients of means": lambda f: of_gradients(mean_of(f), gradients="mean"),
+    "gradients of means": of_means,
 }
 
 
