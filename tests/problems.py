@@ -26,6 +26,7 @@ from optax_tokenaccum import (
     linear_cross_entropy_sum,
     linen,
     token_accumulation,
+    window_gradient,
     window_value_and_grad,
 )
 from optax_tokenaccum import nnx as nnx_steps
@@ -280,7 +281,15 @@ def loss_fn(problem: Problem, has_aux: bool = False) -> Any:
 
 
 STEPS = ["two programs", "one program", "window", "nnx two programs", "nnx window"]
-LAYOUTS = ["1", "8", "8, explicit", "8, explicit, each", "8, each, spread"]
+LAYOUTS = [
+    "1",
+    "8",
+    "8, explicit",
+    "8, explicit, each",
+    "8, each, spread",
+    "4 x 2",  # parameters are spread over the other axis, as in tensor parallelism
+    "8, no mesh",  # the step is not told of the devices
+]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "skips": helpers.SKIPS,
@@ -299,6 +308,7 @@ class Run(NamedTuple):
     params: list[Any]  # before and after each window
     inner: list[Any]  # states of the inner optimizer, before and after
     states: list[Any] = []  # of the model
+    so_far: Any = None  # `window_gradient` before the last call of the first window
     metrics: list[Any] = []  # of each call, in a list for each window
     sums: list[Any] = []  # between windows
     compilations: list[int] = []  # in each window
@@ -309,12 +319,12 @@ class Run(NamedTuple):
     @property
     def devices(self) -> int:
         """That see their own rows."""
-        return 8 if self.layout in ("8", "8, explicit") else 1
+        return {"8": 8, "8, explicit": 8, "4 x 2": 4}.get(self.layout, 1)
 
-    def answer(self, i: int) -> Answer:
+    def answer(self, i: int, calls: int = K) -> Answer:
         updates = sum(any(x) for x in WINDOWS[:i])
         state = self.states[i] if self.states else None
-        window = self.windows[i]
+        window = self.windows[i][:calls]
         return answer(self.name, self.params[i], state, window, updates, self.devices)
 
 
@@ -328,15 +338,27 @@ def drawn(position: tuple[int, ...], rows: int) -> np.ndarray:
     return np.asarray(jax.random.bits(rng, (rows, FEATURES), "uint32") % 2)
 
 
-def placed(params: Any, layout: str, mesh: Any) -> Any:
-    if "spread" not in layout:
-        return jax.tree.map(jnp.asarray, params)
+def over(layout: str) -> tuple[Any, str, dict[str, Any]]:
+    """The mesh, the axis that parameters are spread over, and the step's options."""
+    if layout == "4 x 2":
+        mesh = meshes.make_mesh((4, 2), "auto explicit")
+        return mesh, "model", {"mesh": mesh, "data_axes": "data"}
+    if layout == "8, no mesh":
+        return meshes.make_mesh((8,)), "", {"mesh": None, "data_axes": None}
+    options = {"mesh": None, "data_axes": None}
+    options |= meshes.over(layout.removesuffix(", spread"))
+    return options["mesh"], "data" if "spread" in layout else "", options
 
-    def spread(x: np.ndarray) -> jax.Array:
-        axis = next(i for i, n in enumerate(x.shape) if n % 8 == 0)
-        return jax.device_put(x, NamedSharding(mesh, P(*[None] * axis, "data")))
 
-    return jax.tree.map(spread, params)
+def placed(params: Any, mesh: Any, axis: str) -> Any:
+    """Spread over the axis of a mesh, or everywhere on it."""
+
+    def put(x: np.ndarray) -> jax.Array:
+        first = next(i for i, n in enumerate(x.shape) if n % 8 == 0)
+        spec = P(*[None] * first, axis) if axis else P()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put if mesh else jnp.asarray, params)
 
 
 def host(tree: Any) -> Any:
@@ -349,30 +371,36 @@ def inner_of(state: Any) -> Any:
 
 @functools.cache
 def of_step(name: str, way: str, layout: str, option: str) -> Run:
-    problem, options = PROBLEMS[name], {"data_axes": None, **OPTIONS[option]}
-    over = meshes.over(layout.removesuffix(", spread"))
-    options |= {"mesh": None} | over | {"has_aux": problem.key}
+    problem, (mesh, axis, options) = PROBLEMS[name], over(layout)
+    options |= OPTIONS[option] | {"has_aux": problem.key}
     options |= {"has_model_state": True} if problem.state else {}
     options |= {"loss_fn": loss_fn(problem, problem.key), "k": K}
     step = meshes.make_step(way, SPY, **options)
-    given = placed(problem.params, layout, over.get("mesh"))
+    given = placed(problem.params, mesh, axis)
     model_state = (jax.tree.map(jnp.asarray, problem.state),) if problem.state else ()
     state = step.init(given, *model_state)
     windows = windows_of(problem)
     kwargs = {"rng": jax.random.wrap_key_data(KEY)} if problem.key else {}
     params, inner = [host(state.params)], [host(inner_of(state))]
     states, metrics, sums, deleted = [*map(host, model_state)], [], [], []
-    compiled = []
+    compiled, so_far = [], None
     before = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
     for i, window in enumerate(windows):
         if option == "skips":
             window = [*window[: i % K], bad(windows[0][0]), *window[i % K :]]
         old, found = jax.tree.leaves(state.params)[-1], []
-        with helpers.count_compilations() as compilations:
-            for batch in [helpers.stack(window)] if "window" in way else window:
+        calls, number = [helpers.stack(window)] if "window" in way else window, 0
+        if layout == "8, no mesh":
+            rows = NamedSharding(mesh, P(*[None] * ("window" in way), "data"))
+            calls = jax.device_put(calls, rows)
+        for j, batch in enumerate(calls):
+            if i == 0 and j == len(window) - 1:
+                so_far = host(window_gradient(state.opt_state, state.params))
+            with helpers.count_compilations() as compilations:
                 state, m = step(state, batch, **kwargs)
-                found.append(m)
-        compiled.append(len(compilations))
+            number += len(compilations)
+            found.append(m)
+        compiled.append(number)
         deleted.append(old.is_deleted())
         params.append(host(state.params))
         inner.append(host(inner_of(state)))
@@ -390,6 +418,7 @@ def of_step(name: str, way: str, layout: str, option: str) -> Run:
         params,
         inner,
         states,
+        so_far,
         metrics,
         sums,
         compiled,

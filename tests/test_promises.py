@@ -79,6 +79,12 @@ def test_a_loop_gives_the_update_of_all_tokens_once_a_window(loop: Run):
     check_updates(loop)
 
 
+def test_the_gradient_so_far_is_that_of_the_open_window(step: Run):
+    if step.so_far is not None:
+        expected = step.answer(0, K - 1).gradient
+        assert helpers.relative_error(step.so_far, expected) < 3e-6
+
+
 def test_sums_are_zeros_between_windows(step: Run):
     assert not any(np.any(x) for x in jax.tree.leaves(step.sums))
 
@@ -156,6 +162,8 @@ def test_programs_are_compiled_once(step: Run):
 def test_the_state_is_updated_in_place_and_stays_where_it_is(step: Run):
     assert step.deleted == [step.option != "kept"] * len(WINDOWS)
     before, after = step.placements
+    if step.layout == "8, no mesh":  # else the compiler may choose
+        before, after = before[0], after[0]
     named = jax.tree_util.tree_leaves_with_path(before)
     for (path, x), y in zip(named, jax.tree.leaves(after), strict=True):
         assert x == y or x.is_equivalent_to(y, 3), path
