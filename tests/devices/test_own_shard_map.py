@@ -7,7 +7,6 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import problems
 import pytest
 from helpers import relative_error
@@ -18,7 +17,6 @@ from problems import PARAMS
 
 from optax_tokenaccum import (
     accumulate_over_window,
-    token_accumulation,
     window_value_and_grad,
 )
 from optax_tokenaccum._trees import as_varying
@@ -225,29 +223,3 @@ def test_a_device_without_tokens_keeps_the_gradients_that_others_send_it(way: st
         )
         with pytest.raises(ValueError, match=BOTH):
             f.lower(PARAMS, WINDOW)
-
-
-@pytest.mark.slow
-def test_token_accumulation_of_parameters_that_differ():
-    """In 0.3.0, sums that are narrower than an update raised a `TypeError`."""
-    optimizer = token_accumulation(optax.sgd(1.0), K, accumulator_dtype="bfloat16")
-
-    def f(params: Any, window: Any) -> Any:
-        params = jax.tree.map(lambda x: x[0], params)
-        state, updates = optimizer.init(params), params
-        for i in range(K):
-            batch = jax.tree.map(lambda x, i=i: x[i], window)
-            gradient, n = jax.grad(problems.linear_loss, has_aux=True)(params, batch)
-            updates, state = optimizer.update(gradient, state, params, num_tokens=n)
-        return jax.tree.map(lambda x: x[None], updates)
-
-    scale = np.arange(1, DEVICES + 1)[:, None] / DEVICES
-    params = {"w": jnp.asarray(PARAMS["w"] * scale, jnp.float32)}
-    got = mapped(f, in_specs=(P("data"), ROW_SPEC), out_specs=P("data"))(params, WINDOW)
-    for device in range(DEVICES):
-        own, rows = {"w": params["w"][device]}, rows_of(device)
-        if rows["weights"].any():
-            expected = -problems.exact(own, rows)["w"]
-            assert relative_error(got["w"][device], expected) < 1e-2
-        else:
-            assert not got["w"][device].any()
