@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -498,3 +499,186 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
         assert len(lines) == 7 and lines[-1] == "\033[K"  # the bar is removed
     else:
         assert lines == ["audit: gradient 2 of 5", "audit: gradient 4 of 5", ""]
+
+
+# Low precision, and loops that move parameters without a gradient.
+
+ALL_ONES = np.ones(K)
+
+
+@functools.cache
+def rounded_to(dtype: str) -> Any:
+    """Compute `loss_fn` in `dtype`, whatever the dtype of the parameters."""
+
+    def rounded(params: Any, batch: Any) -> Any:
+        return loss_fn(jax.tree.map(lambda x: x.astype(dtype), params), batch)
+
+    return rounded
+
+
+# Three of them have a token in each row, of a thousand in the window.
+SHORT = [
+    batch | {"mask": batch["mask"] & (np.arange(64) < 1)} if i in (1, 3, 5) else batch
+    for i, batch in enumerate(helpers.cut(helpers.ragged_batch(0), K))
+]
+UNLIKE = np.ones(K)
+UNLIKE[[1, 5]], UNLIKE[3] = 0, 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (UNLIKE, "of the 8 micro-batches, 2 count for nothing and 1 twice"),
+        (ALL_ONES, "the exact mean of the window, by loss_fn's count"),
+    ],
+    ids=["two lost, one twice", "right"],
+)
+def test_weights_tell_what_rounding_hides(weights: Any, says: str):
+    run, params = (
+        of_weights(weights, helpers.loss_sum_fn),
+        helpers.init_params(0, "bfloat16"),
+    )
+    report = audit(run, helpers.loss_sum_fn, params, SHORT)
+    # By the relative error alone, all of them would pass.
+    assert report.relative_error < report.rtol or not (weights == 1).all()
+    assert report.passed == (weights == 1).all(), str(report)
+    assert says in report.explanation, str(report)
+
+
+@pytest.mark.slow
+def test_a_loop_in_lower_precision_than_loss_fn_needs_a_tolerance():
+    run = of_weights(ALL_ONES, rounded_to("bfloat16"))
+    report = audit(run, loss_fn, init_params(), MICRO_BATCHES)
+    assert report.verdict is Verdict.UNKNOWN
+    assert "lower precision than in loss_fn (give rtol)" in report.explanation
+    report = audit(run, loss_fn, init_params(), MICRO_BATCHES, rtol=0.05)
+    assert report.passed and report.relative_error > 1e-4
+    report = audit(run, loss_fn, init_params(), MICRO_BATCHES, rtol=1e-4)
+    assert report.verdict is Verdict.UNKNOWN and report.rtol == 1e-4
+
+
+def test_float32_is_as_strict_as_ever():
+    """An error of 1e-3 is not noise: it repeats at other parameters."""
+    for run in (
+        of_weights(ALL_ONES, foreign=1e-3),
+        of_weights(1 + 1e-3 * np.arange(K)),
+    ):
+        report = audit(run, loss_fn, init_params(), MICRO_BATCHES)
+        assert 1e-4 < report.relative_error < 1e-2
+        assert report.verdict is Verdict.UNKNOWN, str(report)
+        assert report.rtol == pytest.approx(1e-4, rel=0.1)
+
+
+def test_what_moves_without_a_gradient_is_no_step():
+    """Weight decay before the update."""
+
+    def drifting(run: Any) -> Any:
+        def around(optimizer: Any, params: Any, micro_batches: Any) -> Any:
+            decayed = jax.tree.map(lambda p: 0.99 * p, params)
+            return run(optimizer, decayed, micro_batches)
+
+        return around
+
+    for run, verdict in (
+        (of_weights(ALL_ONES), Verdict.EXACT),
+        (GALLERY["not wrapped"].run, Verdict.STEPPED_EVERY_MICRO_BATCH),
+        (of_weights(np.zeros(K)), Verdict.DISCARDED),
+    ):
+        report = audit(drifting(run), loss_fn, init_params(), MICRO_BATCHES)
+        assert report.verdict is verdict, str(report)
+
+
+# Losses that couple rows: never EXACT where the audit can look.
+
+PARAMS = {"w": jnp.float32([0.5, -1.0, 2.0])}
+COUPLED, NOT_LOOKED = "loss_fn couples rows:", "Not checked: whether loss_fn couples"
+
+
+def shaped_batch(seed: int, rows: int, length: int) -> Any:
+    random = np.random.default_rng(seed)
+    return {
+        "x": np.float32(random.normal(size=(rows, length, 3))),
+        "y": np.float32(random.normal(size=(rows, length))),
+        "mask": np.arange(length) < random.integers(1, length + 1, (rows, 1)),
+        "labels": random.integers(-1, 5, (rows, length)),
+    }
+
+
+def plain(params: Any, batch: Any) -> Any:
+    losses = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    return jnp.sum(jnp.where(batch["mask"], losses, 0)), jnp.sum(batch["mask"])
+
+
+def of_labels(params: Any, batch: Any) -> Any:
+    return plain(params, batch | {"mask": batch["labels"] >= 0})
+
+
+def contrastive(params: Any, batch: Any) -> Any:
+    rows = jnp.mean(batch["x"] * params["w"], 1)
+    scores = 5 * rows @ jnp.roll(rows, 1, axis=1).T
+    return -jnp.sum(jnp.diag(jax.nn.log_softmax(scores))), len(rows)
+
+
+def balanced_by_mask(params: Any, batch: Any) -> Any:
+    """A loss that couples rows, and leaves padding out."""
+    loss_sum, n = plain(params, batch)
+    gates = jax.nn.softmax(batch["x"] * params["w"])
+    gates = jnp.where(batch["mask"][..., None], gates, 0).sum((0, 1)) / n
+    return loss_sum + n * jnp.sum(gates**2), n
+
+
+def without_mask(params: Any, batch: Any) -> Any:
+    return plain(params, batch | {"mask": jnp.ones(batch["y"].shape)})
+
+
+def mean_of_plain(params: Any, batch: Any) -> Any:
+    loss_sum, n = plain(params, batch)
+    return loss_sum / n, n
+
+
+def of_four_rows(params: Any, batch: Any) -> Any:
+    assert batch["x"].shape[0] == 4
+    return plain(params, batch)
+
+
+def of_one_sequence(params: Any, batch: Any) -> Any:
+    return plain(params, jax.tree.map(lambda x: x[None], batch) | {"x": jnp.ones(3)})
+
+
+def attending(params: Any, batch: Any) -> Any:
+    """A loss of one sequence, whose tokens see each other."""
+    x = jnp.exp(batch["y"] * params["w"][0])
+    losses = (x / jnp.sum(x) * batch["y"] - 1) ** 2
+    return jnp.sum(jnp.where(batch["mask"], losses, 0)), jnp.sum(batch["mask"])
+
+
+# No two micro-batches have the same shape.
+SHAPES = [shaped_batch(i, 5 - i, 5 + i) for i in range(3)]
+FOUR = [shaped_batch(i, 4, 6) for i in range(3)]
+FLAT: Any = [{k: b[k][0] for k in ("y", "mask")} for b in FOUR]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "batches", "says"),
+    [
+        slow(contrastive, FOUR, COUPLED),
+        (contrastive, SHAPES, COUPLED),
+        (balanced_by_mask, SHAPES, COUPLED),
+        (mean_of_plain, SHAPES, "see check_loss_fn"),
+        (plain, SHAPES, None),
+        slow(of_labels, SHAPES, None),
+        (of_four_rows, FOUR, NOT_LOOKED),
+        (plain, [shaped_batch(i, 1, 4 + i) for i in range(3)], NOT_LOOKED),
+        slow(attending, FLAT, NOT_LOOKED),
+        slow(of_one_sequence, FLAT, None),
+        slow(without_mask, SHAPES, None),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_loss_that_couples_rows_is_never_exact(loss_fn: Any, batches: Any, says: Any):
+    report = audit(with_transformation(loss_fn), loss_fn, PARAMS, batches)
+    assert report.relative_error < 1e-5
+    is_right = says in (None, NOT_LOOKED)
+    assert report.verdict is (Verdict.EXACT if is_right else Verdict.UNKNOWN)
+    for text in (COUPLED, NOT_LOOKED, "see check_loss_fn"):
+        assert (text in report.explanation) == (text == says), str(report)

@@ -85,14 +85,3 @@ def test_float0_reaches_inner_as_it_would_without_accumulation():
     _, state = update(state, jnp.ones(3))
     updates, _ = close_window(optimizer, state, MIXED)
     chex.assert_trees_all_equal(updates["w"], jnp.full(3, -0.5))
-
-
-def test_a_key_among_the_parameters_is_named():
-    params = {"w": jnp.zeros(2), "key": jax.random.key(0)}
-    for init in (
-        token_accumulation(optax.identity(), 2).init,
-        make_train_step(mixed_loss, optax.identity(), 2).init,
-        make_window_step(mixed_loss, optax.identity()).init,
-    ):
-        with pytest.raises(TypeError, match=r"numbers: at \['key'\] got key<fry>.*rng"):
-            init(params)

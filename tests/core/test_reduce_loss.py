@@ -2,17 +2,14 @@
 
 from typing import Any, get_args
 
-import helpers
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from meshes import make_mesh
 
-from optax_tokenaccum import make_window_step, reduce_loss
+from optax_tokenaccum import reduce_loss
 from optax_tokenaccum._losses import Reduction
 
 REDUCTIONS = get_args(Reduction)
@@ -170,25 +167,3 @@ def test_a_wider_result_for_wider_losses():
             losses = jax.ShapeDtypeStruct((2, 3), dtype)
             found = jax.eval_shape(reduce_loss, losses, losses)
             assert {x.dtype for x in found} == {jnp.promote_types(dtype, jnp.float32)}
-
-
-def test_a_step_on_8_devices_descends_on_the_full_batch():
-    # Uneven micro-batches.
-    reduction = "seq-mean-token-mean"
-    parts = sequences_of(2, 5), sequences_of(3, 8)
-    batches = [packed(part, 2 * LENGTH, 8) for part in parts]
-
-    def loss_fn(w: Any, batch: Any) -> Any:
-        # The derivative of w times NaN would be NaN.
-        own = {"losses": w * jnp.nan_to_num(batch["losses"], nan=1e3)}
-        return reduce(batch | own, reduction)
-
-    mesh = make_mesh((8,))
-    step = make_window_step(loss_fn, optax.sgd(1.0), mesh=mesh, data_axes="data")
-    state, metrics = step(step.init(jnp.zeros(())), helpers.stack(batches))
-    total, count, size = exact([*parts[0], *parts[1]], reduction)
-    assert float(metrics.num_tokens) == count
-    assert abs(float(-state.params) - total / count) <= RTOL * size / count
-
-    means = [x / n for x, n, _ in (exact(part, reduction) for part in parts)]
-    assert abs(np.mean(means) - total / count) > 1e-3 * size / count

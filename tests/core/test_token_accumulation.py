@@ -110,15 +110,6 @@ def test_windows_close_as_scheduled(schedule: Any, counts: Any, expected: str):
     assert has_updated(state) == (expected[-1] == "0")
 
 
-def test_token_budget_does_not_close_on_the_tokens_of_the_last_window():
-    """A rejection at the start of a window finds stale sums of over 10 tokens."""
-    optimizer, state = new(optax.sgd(1.0), every_n_tokens=10, **SKIPS)
-    _, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=12)
-    updates, state = optimizer.update(grads(np.nan), state, PARAMS, num_tokens=3)
-    assert (int(state.gradient_step), bool(has_updated(state))) == (1, False)
-    chex.assert_trees_all_equal(updates, grads(0.0))
-
-
 @pytest.mark.parametrize("flag", [bool, jnp.asarray], ids=["python", "traced"])
 def test_close_window_closes_and_its_false_never_postpones(flag: Any):
     optimizer, state = new(optax.sgd(1.0), 2, **SKIPS)
@@ -145,18 +136,6 @@ def test_without_a_schedule_the_caller_closes():
         optimizer.update(grads(4.0), state, PARAMS, num_tokens=2)
 
 
-def test_micro_batch_without_tokens_counts_and_adds_nothing():
-    optimizer, start = new(optax.sgd(1.0), 3, gradients="mean")
-    update = jax.jit(optimizer.update)
-    expected = jax.tree.map(lambda p: p - np.float32(9.2), PARAMS)
-    for position, bad in enumerate((np.nan, 0.0, np.inf)):
-        micro_batches = [(grads(2.0), 1), (grads(10.0), 9)]
-        micro_batches.insert(position, (grads(bad), 0))
-        params, state = helpers.run_window(update, start, PARAMS, micro_batches)
-        chex.assert_trees_all_equal(params, expected)
-        assert int(state.gradient_step) == 1
-
-
 def test_impossible_count_raises_concrete_and_adds_nothing_traced():
     optimizer, start = new(optax.sgd(1.0), 3)
     update = jax.jit(optimizer.update)
@@ -167,21 +146,6 @@ def test_impossible_count_raises_concrete_and_adds_nothing_traced():
         micro_batches = list(zip(map(grads, (2.0, 7.0, 4.0)), counts, strict=True))
         params, _ = helpers.run_window(update, start, PARAMS, micro_batches)
         chex.assert_trees_all_equal(params, jax.tree.map(lambda p: p - 2.0, PARAMS))
-
-
-def test_window_without_tokens_closes_without_an_update():
-    optimizer, start = new(optax.adamw(0.1), 2)
-    update = jax.jit(optimizer.update)
-    nothing = [(grads(np.nan), 0)] * 2
-    params, state = helpers.run_window(update, start, PARAMS, nothing)
-    chex.assert_trees_all_equal(params, PARAMS)
-    chex.assert_trees_all_equal(state.inner_opt_state, start.inner_opt_state)
-    assert (int(state.mini_step), int(state.gradient_step)) == (0, 0)
-    assert not has_updated(state)
-    something = [(grads(1.0), 1)] * 2
-    params, state = helpers.run_window(update, state, params, something)
-    chex.assert_tree_all_finite((params, state))
-    assert int(state.gradient_step) == 1
 
 
 def test_rejected_micro_batch_never_happened():

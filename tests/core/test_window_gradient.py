@@ -10,7 +10,7 @@ import optax
 import pytest
 import window_gradients
 from flax import nnx
-from helpers import relative_error, run_step
+from helpers import relative_error
 
 from optax_tokenaccum import (
     linen,
@@ -35,19 +35,6 @@ def check(got: Any) -> None:
         *[jax.tree.map(lambda x, n=n: x / n, g) for g, n in means if n > 0],
     )
     assert relative_error(naive, expected) > 0.05
-
-
-@pytest.mark.parametrize("over", ["1", "8", "8, explicit", "8, each"])
-def test_states_of_steps(over: str):
-    step = make_train_step(window_gradients.loss_fn, SGD, 4, **meshes.over(over))
-    state, _ = run_step(step, step.init(PARAMS), BATCHES)
-    check(window_gradient(state))
-    check(window_gradient(state.opt_state, PARAMS))
-    if over in ("8", "8, explicit"):  # whose sums are those of each device
-        with pytest.raises(ValueError, match="needs the parameters"):
-            window_gradient(state.opt_state)
-    state, _ = step.close_window(state)
-    assert not any(map(np.any, jax.tree.leaves(window_gradient(state))))
 
 
 def test_states_of_optimizers():
@@ -76,5 +63,8 @@ def test_states_without_an_open_window_of_gradients():
     step = make_window_step(window_gradients.loss_fn, SGD)
     with pytest.raises(ValueError, match="got that of a window step"):
         window_gradient(step.init(PARAMS))
+    train = make_train_step(window_gradients.loss_fn, SGD, 4, **meshes.over("8"))
+    with pytest.raises(ValueError, match="needs the parameters"):
+        window_gradient(train.init(PARAMS).opt_state)  # whose sums are of each device
     none_yet = window_gradient(token_accumulation(SGD, 2).init(jnp.ones(3)))
     np.testing.assert_array_equal(none_yet, np.zeros(3))

@@ -16,63 +16,7 @@ from meshes import GRADIENT, K
 
 from optax_tokenaccum import make_train_step, window_value_and_grad
 
-# The state of this optimizer is not shaped like its parameters, so the compiler would
-# place it differently from `init`.
-FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
-
-
-def update(gradient: Any, state: Any, params: Any = None) -> Any:
-    _, state = FACTORED.update(gradient, state, params)
-    return jax.tree.map(lambda g: -meshes.SCALE * g, gradient), state
-
-
-SGD_BESIDE_A_FACTORED_STATE = optax.GradientTransformation(FACTORED.init, update)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-# (layout, kinds of axes, way, `reduce_every`); in place of the last one, "no mesh": the
-# step is not told of the devices.
-CASES: list[Any] = [
-    ("data parallel", "auto", "two programs", "window"),
-    ("tensor parallel", "auto explicit", "window", "window"),
-    ("fsdp", "explicit", "two programs", "micro_batch"),
-    slow("fsdp and tensor parallel", "explicit auto", "one program", "window"),
-    slow("tensor parallel", "auto", "two programs", "no mesh"),
-]
-
-
-@pytest.mark.parametrize(("layout", "kind", "way", "reduce_every"), CASES)
-def test_windows_are_exact_and_their_arrays_stay_where_they_are(
-    layout: str, kind: str, way: str, reduce_every: str
-):
-    shape, specs = meshes.LAYOUTS[layout]
-    mesh, batch = meshes.make_mesh(shape, kind), meshes.make_batch(shape[0])
-    given = [meshes.stacked(batch)] if "window" in way else helpers.cut(batch, K)
-    options: dict[str, Any] = {"mesh": mesh, "reduce_every": reduce_every}
-    if reduce_every == "no mesh":
-        options = {"mesh": None, "data_axes": None}
-        rows = NamedSharding(mesh, P(None, "data") if "window" in way else P("data"))
-        given = jax.device_put(given, rows)
-    step = meshes.make_step(way, SGD_BESIDE_A_FACTORED_STATE, **options)
-    state = step.init(meshes.placed(mesh, specs))
-    where = jax.tree.map(lambda x: x.sharding, state)
-    with helpers.count_compilations() as compilations:
-        state, metrics = helpers.run_step(step, state, given)
-        gradient = meshes.applied(state.params)
-        state, _ = helpers.run_step(step, state, given * 2)
-    assert len(compilations) == (2 if "two programs" in way else 1)
-    assert helpers.relative_error(gradient, meshes.exact(shape[0])) < 2e-6
-    assert metrics.updated and metrics.num_tokens == batch["mask"].sum()
-    norm = optax.tree.norm(jax.tree.map(np.float64, meshes.exact(shape[0])))
-    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
-    jax.tree.map(
-        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{s}"),
-        state,
-        where,
-    )
-    keeps = reduce_every == "no mesh" and "window" not in way
-    sums = state.opt_state.grad_sums if keeps else {}
-    for arrays in (state.params, sums):
-        for name, x in arrays.items():
-            assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim)
 
 
 @pytest.mark.slow
@@ -85,15 +29,6 @@ def test_what_is_sent_in_a_window(layout: str, sent: float):
     lowered = step.lower(step.init(meshes.placed(mesh, specs)), meshes.stacked(batch))
     window = helpers.bytes_sent(lowered.compile()) / GRADIENT
     assert sent <= window < sent + 0.02  # including K losses and counts
-
-
-def test_mean_over_devices_of_means_is_another_gradient():
-    batch = meshes.make_batch(8)
-    grad = jax.jit(jax.grad(helpers.loss_mean_fn, has_aux=True))
-    parts = [part for part in helpers.cut(batch, K * 8) if part["mask"].any()]
-    means = [grad(helpers.init_params(0), part)[0] for part in parts]
-    naive = jax.tree.map(lambda *gs: np.mean(gs, 0), *means)
-    assert helpers.relative_error(naive, meshes.exact(8)) > 1e-2
 
 
 @pytest.mark.parametrize(

@@ -46,51 +46,6 @@ def mean_of(window: np.ndarray) -> float:
     return window.sum() / (window != 0).sum()
 
 
-@pytest.mark.parametrize("way", ["two programs", helpers.slow("window")])
-def test_windows_of_devices_and_micro_batches_without_tokens(way: str):
-    """With a gradient that is NaN on a device without tokens, keywords and aux."""
-
-    def mean_first(w: Any, x: Any, rng: Any, frozen: Any, sign: str) -> Any:
-        n = jnp.sum(x != 0)
-        loss_sum = jnp.sum(w * x) / n * n * frozen * (-1 if sign == "minus" else 1)
-        return loss_sum, (n, {"first": x[0], "bits": jax.random.bits(rng)})
-
-    window = ragged()
-    window[:, 2], window[1, 4:], window[2] = 0, 0, 0
-    step = make_step(way, mean_first, optax.sgd(1.0, momentum=0.5), has_aux=True)
-    kwargs = {"frozen": jnp.float32(2), "sign": "minus", "rng": jax.random.key(0)}
-    state, seen, bits = step.init(jnp.ones(())), [], []
-    for rows in (window, 0 * window):
-        for given in [rows] if "window" in way else rows:
-            before = jax.device_get((state.params, state.opt_state.inner_opt_state))
-            state, metrics = step(state, given, **kwargs)
-            np.testing.assert_array_equal(metrics.aux["first"], given)
-            bits.append(metrics.aux["bits"].ravel())
-        seen.append((bool(metrics.updated), int(metrics.num_tokens)))
-        np.testing.assert_allclose(state.params, 1 + 2 * mean_of(window), rtol=1e-6)
-    # A window without tokens anywhere changes nothing, no momentum either.
-    assert seen == [(True, (window != 0).sum()), (False, 0)]
-    after = state.params, state.opt_state.inner_opt_state
-    chex.assert_trees_all_equal(after, before)
-    # No two devices or micro-batches of a window share a key.
-    assert len(np.unique(np.concatenate(bits)[: 3 * DEVICES])) == 3 * DEVICES
-    means = [d[d != 0].mean() for d in window.swapaxes(0, 1) if (d != 0).any()]
-    assert abs(np.mean(means) - mean_of(window)) > 1e-2
-
-
-def test_rejection_on_one_device_rejects_on_all():
-    step = make_step("one program", loss_fn, **helpers.SKIPS)
-    window, state = ragged(), step.init(jnp.zeros(()))
-    bad, skips = window.copy(), []
-    bad[1, 5, 0] = np.inf
-    for rows in [*bad, window[1]]:
-        state, metrics = step(state, rows)
-        skips.append(bool(metrics.skipped))
-    assert skips == [False, True, False, False]
-    assert metrics.updated and metrics.num_tokens == (window != 0).sum()
-    np.testing.assert_allclose(state.params, -mean_of(window), rtol=1e-6)
-
-
 def test_token_budget_counts_all_devices():
     mesh = make_mesh((DEVICES,))
     step = make_train_step(loss_fn, SGD, every_n_tokens=40, mesh=mesh, data_axes="data")

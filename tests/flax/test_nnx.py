@@ -253,38 +253,6 @@ def test_windows_are_those_of_a_plain_loop(
     assert compiled == [2 if way == "two programs" else 1, 0]
 
 
-def poisoning_loss_fn(model: Model, batch: Any) -> Any:
-    """The rows have a scale, which the statistics take over."""
-    scale = jnp.mean(batch["scale"])
-    loss_sum, n = loss_fn(model, batch)
-    model.norm.mean[...] *= scale
-    return loss_sum * scale, n
-
-
-@pytest.mark.slow
-def test_a_rejected_micro_batch_moves_nothing_and_one_without_tokens_statistics():
-    good = [m | {"scale": np.ones(16, np.float32)} for m in MICRO_BATCHES]
-    good[0] = good[0] | {"mask": np.zeros_like(good[0]["mask"])}
-    bad = good[1] | {"scale": np.where(np.arange(16) == 5, np.float32(np.nan), 1)}
-    got = Run("two programs", with_dropout(), poisoning_loss_fn, **SKIPS)
-    expected = got.again(with_dropout())
-    metrics = got.window([bad, good[0], bad, *good[1:]])
-    expected.window(good)
-    skipped = [bool(m.skipped) for m in metrics]
-    assert skipped == [True, False, True, False, False, False]
-    for x, y in zip(held(got.model), held(expected.model), strict=True):
-        chex.assert_trees_all_close(x, y, rtol=RTOL, atol=0)
-    chex.assert_tree_all_finite(held(got.model))
-    plain, forward = with_dropout(), nnx.jit(poisoning_loss_fn)
-    for batch in good:
-        forward(plain, batch)
-    statistics = held(plain, nnx.BatchStat)
-    moved = held(got.model, nnx.BatchStat)
-    assert helpers.relative_error(moved, statistics) < RTOL
-    forward(plain, bad)
-    assert np.isnan(held(plain, nnx.BatchStat)[0]).any()
-
-
 ROWS = jnp.arange(48.0).reshape(16, 3) / 48
 
 

@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import meshes
 import nnx_ways
 import optax
+import problems
 import pytest
-import ways_in
 from flax import nnx
 from helpers import run_step, stack
 from jax.experimental import io_callback
 
 from optax_tokenaccum import make_train_step
 
-BATCHES = [ways_in.batch_of(i, [i + 1.0] * 8) for i in range(4)]
+BATCHES = [problems.batch_of(i, [i + 1.0] * 8) for i in range(4)]
 
 
 def run(step: Any, batches: Any, retries: Any = ()) -> Any:
     """Repeat each failed call, whose arguments must still be alive."""
-    state, failures = step.init(ways_in.PARAMS), 0
+    state, failures = step.init(problems.PARAMS), 0
     for batch in batches:
         try:
             state, metrics = step(state, batch)
@@ -42,7 +42,7 @@ def test_an_error_in_the_optimizer_leaves_the_window_open():
         return 1.0
 
     failing, works = (
-        make_train_step(ways_in.loss_fn, optax.sgd(rate), 4, **meshes.over("8"))
+        make_train_step(problems.linear_loss, optax.sgd(rate), 4, **meshes.over("8"))
         for rate in (fails_when_first_traced, 1.0)
     )
     got, metrics = run(failing, BATCHES, KeyboardInterrupt)
@@ -56,7 +56,7 @@ class FullDisk:
     is_full = False
 
     def __call__(self, params: Any, batch: Any) -> Any:
-        loss_sum, n = ways_in.loss_fn(params, batch)
+        loss_sum, n = problems.linear_loss(params, batch)
         return loss_sum, io_callback(self._write, jax.ShapeDtypeStruct((), n.dtype), n)
 
     def _write(self, n: Any) -> Any:
@@ -75,7 +75,7 @@ def fail_in_the_second_window(way: str, **options: Any) -> Any:
     options |= {"data_axes": None}
     step = meshes.make_step(way, MOMENTUM, None, loss_fn=loss_fn, k=K, **options)
     window = [stack([BATCHES[0]] * 2)] if "window" in way else [BATCHES[0]] * 2
-    state, _ = run_step(step, step.init(ways_in.PARAMS), window)
+    state, _ = run_step(step, step.init(problems.PARAMS), window)
     loss_fn.is_full = True
     with pytest.raises(Exception, match="disk full"):
         step(state, window[0])
@@ -84,9 +84,9 @@ def fail_in_the_second_window(way: str, **options: Any) -> Any:
 
 
 def after_two_windows() -> Any:
-    params, state = ways_in.PARAMS, MOMENTUM.init(ways_in.PARAMS)
+    params, state = problems.PARAMS, MOMENTUM.init(problems.PARAMS)
     for _ in range(2):
-        gradient = jax.tree.map(jnp.float32, ways_in.exact(params, BATCHES[0]))
+        gradient = jax.tree.map(jnp.float32, problems.exact(params, BATCHES[0]))
         updates, state = MOMENTUM.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
     return params
@@ -117,8 +117,8 @@ def test_a_checkpoint_takes_the_place_of_what_a_failed_call_took():
     step, state, window = fail_in_the_second_window(way)
     with pytest.raises(ValueError, match=r"Restore a checkpoint, nnx\.update"):
         step(state, window[0])
-    other = nnx_ways.make_step(way, ways_in.loss_fn, MOMENTUM, K)
-    saved, _ = run_step(other, other.init(ways_in.PARAMS), window)
+    other = nnx_ways.make_step(way, problems.linear_loss, MOMENTUM, K)
+    saved, _ = run_step(other, other.init(problems.PARAMS), window)
     nnx.update(tuple(state), nnx.state(tuple(saved)))
     state, _ = run_step(step, state, window)
     chex.assert_trees_all_close(state.params, after_two_windows(), rtol=1e-5)

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import ways_in
 
 from optax_tokenaccum import (
-    StepMetrics,
     _state,
     has_updated,
     make_train_step,
@@ -58,78 +56,6 @@ def run(way: str, step: Any, state: Any, *micro_batches: Any, **kwargs: Any) -> 
     return helpers.run_step(step, state, calls(way, *micro_batches), **kwargs)
 
 
-def numbers(metrics: StepMetrics) -> dict[str, Any]:
-    found = metrics._replace(aux=None)._asdict().items()
-    return {k: np.asarray(v).item() for k, v in found if v is not None}
-
-
-@pytest.mark.parametrize("way", ["two programs", "one program", "window"])
-def test_state_and_metrics_of_every_call_of_a_window(way: str):
-    step = new_step(way)
-    state = step.init(PARAMS)
-    chex.assert_trees_all_equal(state.params, PARAMS)
-    *opening, closing = calls(way, FIRST, SECOND)
-    for batch in opening:
-        state, metrics = step(state, batch)
-        assert numbers(metrics) == {
-            "loss": -2.0,
-            "num_tokens": 1.0,
-            "grad_norm": 0.0,
-            "updated": False,
-            "skipped": False,
-            "mini_step": 1,
-            "gradient_step": 0,
-        }
-        chex.assert_trees_all_equal(state.params, PARAMS)
-    state, metrics = step(state, closing)
-    assert numbers(metrics) == {
-        "loss": pytest.approx(-9.2),
-        "num_tokens": 10.0,
-        "grad_norm": pytest.approx(9.2 * 2**0.5),
-        "updated": True,
-        "skipped": False,
-        "mini_step": 0,
-        "gradient_step": 1,
-    }
-    chex.assert_trees_all_equal(state.params, MOVED)
-    assert metrics.aux is None
-
-
-@every_way
-def test_inner_is_given_the_loss_and_metrics_the_norm_before_it_clips(way: str):
-    inner = optax.chain(
-        optax.clip_by_global_norm(0.01), optax.polyak_sgd(max_learning_rate=1e9)
-    )
-    batches = ways_in.batch_of(1, [1.0, 0.0]), ways_in.batch_of(2, [1.0, 1.0])
-    step, params = new_step(way, 2, ways_in.loss_fn, inner), ways_in.PARAMS
-    state, metrics = run(way, step, step.init(params), *batches)
-    gradient = jax.tree.map(jnp.float32, ways_in.exact(params, *batches))
-    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-6)
-    assert metrics.grad_norm > 0.05
-    value = sum(ways_in.loss_fn(params, batch)[0] for batch in batches) / 3
-    updates, _ = inner.update(gradient, inner.init(params), params, value=value)
-    applied = helpers.difference(state.params, params)
-    assert helpers.relative_error(applied, updates) < 5 * helpers.RTOL["float32"]
-
-
-@every_way
-def test_donates_its_state_and_neither_the_callers_arrays_nor_metrics(way: str):
-    step, params = new_step(way, inner=ADAMW), jax.tree.map(jnp.copy, PARAMS)
-    tied = {"w": params["w"], "again": params["w"]}
-    state, kept = step.init(tied), []
-    for batch in 2 * calls(way, FIRST, SECOND):
-        old = state.params["w"]
-        state, metrics = step(state, batch)
-        assert old.is_deleted() or not metrics.updated
-        kept.append(metrics)
-    chex.assert_trees_all_equal(params, PARAMS)
-    assert not np.array_equal(state.params["w"], state.params["again"])
-    jax.tree.map(lambda x: x.delete(), state)
-    steps = [numbers(m)["gradient_step"] for m in kept]
-    assert steps == ([1, 2] if way == "window" else [0, 1, 1, 2])
-    assert all(np.isfinite(list(numbers(m).values())).all() for m in kept)
-
-
 @every_way
 def test_without_donation_every_state_can_be_used_again(way: str):
     step = new_step(way, 3, donate=False)
@@ -138,28 +64,6 @@ def test_without_donation_every_state_can_be_used_again(way: str):
     chex.assert_trees_all_equal(states[-1].params, MOVED)
     for before, batch, after in zip(states, data, states[1:], strict=False):
         chex.assert_trees_all_equal(step(before, batch)[0], after)
-
-
-def skips(updates: Any, gradient_step: Any, params: Any) -> Any:
-    """Before 0.3.0, a window step told it 0 at every update."""
-    is_bad, state = optax.skip_not_finite(updates, gradient_step, params)
-    return is_bad | (gradient_step >= 1), state
-
-
-@pytest.mark.parametrize("way", ["one program", "window"])
-def test_a_rejected_micro_batch_is_reported_and_never_happened(way: str):
-    step = new_step(way, should_skip_update_fn=skips)
-    state, seen = step.init(PARAMS), []
-    for batch in calls(way, FIRST, BAD, SECOND):
-        state, metrics = step(state, batch)
-        seen.append((bool(metrics.skipped), bool(metrics.updated)))
-    of_calls = [(False, False), (True, False), (False, True)]
-    assert seen == ([(True, True)] if way == "window" else of_calls)
-    assert metrics.num_tokens == 10
-    chex.assert_trees_all_equal(state.params, MOVED)
-    state, metrics = run(way, step, state, FIRST, FIRST)
-    assert metrics.skipped and not metrics.updated
-    chex.assert_trees_all_equal(state.params, MOVED)
 
 
 def test_halves_for_loops_whose_data_says_where_a_window_ends():

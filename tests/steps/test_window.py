@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ways_in import mean_of, of_gradients
 
 from optax_tokenaccum import accumulate_over_window, split_batch, window_value_and_grad
 
@@ -20,11 +19,24 @@ def sum_fn(params: Any, batch: Any) -> Any:
     return jnp.sum(params["w"]) * jnp.sum(batch["x"]), jnp.sum(batch["n"])
 
 
+def of_gradients(loss_fn: Any, **options: Any) -> Any:
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    return accumulate_over_window(grad_fn, **options)
+
+
+def of_means(loss_fn: Any) -> Any:
+    def mean_fn(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_fn(params, batch)
+        return loss_sum / n, n
+
+    return of_gradients(mean_fn, gradients="mean")
+
+
 # From a summed loss to a function of parameters and a window.
 WAYS: dict[str, Any] = {
     "loss": window_value_and_grad,
     "gradients of sums": of_gradients,
-    "gradients of means": lambda f: of_gradients(mean_of(f), gradients="mean"),
+    "gradients of means": of_means,
 }
 
 
@@ -57,14 +69,15 @@ def test_outside_of_jit_a_python_number_is_a_parameter(way: str):
     assert grad["w"].dtype == jax.grad(jnp.square)(-2.0).dtype
 
 
-def test_aux_and_a_key_for_each_micro_batch():
+@pytest.mark.parametrize("way", [window_value_and_grad, of_gradients])
+def test_aux_and_a_key_for_each_micro_batch(way: Any):
     def loss_fn(params: Any, batch: Any, rng: Any, scale: Any) -> Any:
         noise = jax.random.normal(batch["key"])
         loss_sum, n = sum_fn(params, batch)
         key = jax.random.key_data(rng)
         return scale * noise * loss_sum, (n, {"noise": noise, "two": 2.0, "key": key})
 
-    f = jax.jit(window_value_and_grad(loss_fn, has_aux=True))
+    f = jax.jit(way(loss_fn, has_aux=True))
     x, n = np.float32([0, 2, 3, 4]), np.arange(4.0, dtype=np.float32)
     window = {"x": x, "n": n, "key": jax.random.split(jax.random.key(0), 4)}
     seen = set()
