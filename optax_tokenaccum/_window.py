@@ -43,8 +43,8 @@ from optax_tokenaccum._trees import (
 # loss, (num_tokens, aux)
 WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
 Bound = ArrayLike | None  # of the micro-batches that run
-# Leaf index -> (source axis, destination axis), both negative: where each device has its
-# own sum, this has one more axis in front.
+# Leaf index -> (source axis, destination axis), both negative: a sum that each device
+# has of its own has one more axis in front.
 Moves = dict[int, tuple[int, int]]
 
 
