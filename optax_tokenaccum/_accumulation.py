@@ -13,14 +13,14 @@ from jax.typing import ArrayLike
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum._backward import (
     CAN_ADD_IN_PLACE,
-    LossOfTwins,
+    PerturbedLoss,
     add,
     add_gradients,
     at_most_once,
     can_overwrite,
     emptied,
     report,
-    twins_of,
+    zero_perturbations,
 )
 from optax_tokenaccum._checks import (
     ACCUMULATES,
@@ -29,9 +29,9 @@ from optax_tokenaccum._checks import (
     check_params,
     check_state,
 )
-from optax_tokenaccum._scans import counted
+from optax_tokenaccum._perturbations import counted
 from optax_tokenaccum._schedule import Schedule
-from optax_tokenaccum._state import TokenAccumulationState, stable
+from optax_tokenaccum._state import TokenAccumulationState, canonicalize_state
 from optax_tokenaccum._trees import (
     Aux,
     DType,
@@ -106,7 +106,7 @@ class Accumulation:
             has_updated=jnp.zeros((), jnp.bool_),
             skip_state=skip_state,
         )
-        return stable(params, state)
+        return canonicalize_state(params, state)
 
     def zeros(self, params: Params) -> Gradients:
         return jax.tree.map(jnp.zeros_like, params, self.dtypes(params))
@@ -142,17 +142,17 @@ class Accumulation:
         dtype = state.acc_tokens.dtype
         n = as_num_tokens(num_tokens, dtype)
         value = as_real_scalar(0.0 if value is None else value, "value", dtype)
-        skipped, skip_state = self.asked(gradients, state, params, n)
+        skipped, skip_state = self.should_skip(gradients, state, params, n)
         # Before 0.5, sums were not emptied at the end of a window.
         is_open = state.mini_step > 0
 
-        def add_leaf(total: jax.Array, x: Leaf) -> jax.Array:
-            total = zero_unless(is_open, total)
+        def add_leaf(so_far: jax.Array, x: Leaf) -> jax.Array:
+            so_far = zero_unless(is_open, so_far)
             if trees.is_float0(x):
-                return total
-            wide = jnp.asarray(x).astype(trees.at_least_float32(total.dtype))
+                return so_far
+            wide = jnp.asarray(x).astype(trees.at_least_float32(so_far.dtype))
             x = counted(self._weighted(wide, n), n)
-            return add(total, zero_unless(~skipped, x))
+            return add(so_far, zero_unless(~skipped, x))
 
         sums = jax.tree.map(add_leaf, state.grad_sums, gradients)
         weighted = self._weighted(jnp.asarray(value), n)
@@ -160,16 +160,18 @@ class Accumulation:
 
     def add_loss(
         self,
-        loss: LossOfTwins,
+        loss: PerturbedLoss,
         state: TokenAccumulationState,
         params: Params,
         is_spread: list[bool],
         *,
-        total: Callable[[Gradients], Gradients] = lambda gradients: gradients,
+        reduce_over_devices: Callable[[Gradients], Gradients] = lambda gradients: (
+            gradients
+        ),
     ) -> Added:
-        """Differentiates the loss of twins of the parameters, and adds the micro-batch.
+        """Differentiates the loss of perturbations of the parameters, and adds the micro-batch.
 
-        `total` gives the gradients over all devices, for `should_skip_update_fn`. For
+        `reduce_over_devices` gives the gradients over all devices, for `should_skip_update_fn`. For
         `is_spread`, see `add_gradients`.
         """
         sums, structure = jax.tree.flatten(state.grad_sums)
@@ -182,11 +184,13 @@ class Accumulation:
             why = "should_skip_update_fn is given the whole gradient"
             report(params, dict.fromkeys(range(len(leaves)), why))
             differentiate = jax.value_and_grad(loss, has_aux=True)
-            (value, (n, aux)), gradients = differentiate(twins_of(sums, leaves))
+            (value, (n, aux)), gradients = differentiate(
+                zero_perturbations(sums, leaves)
+            )
             pairs = zip(gradients, sums, strict=True)
             whole = [jnp.zeros_like(x) if g is None else g for g, x in pairs]
-            over_all = total(structure.unflatten(whole))
-            skipped, skip_state = self.asked(over_all, state, params, n)
+            over_all = reduce_over_devices(structure.unflatten(whole))
+            skipped, skip_state = self.should_skip(over_all, state, params, n)
             sums = [
                 add(x, zero_unless(~skipped, g))
                 for x, g in zip(sums, whole, strict=True)
@@ -196,7 +200,7 @@ class Accumulation:
         added = self._added(state, sums, n, value, skipped, skip_state)
         return added._replace(aux=aux)
 
-    def asked(
+    def should_skip(
         self,
         gradients: Gradients,
         state: TokenAccumulationState,
@@ -276,20 +280,20 @@ class Accumulation:
         update: Callable[..., tuple[T, OptState]],
         otherwise: T,
         *,
-        total: Callable[[Gradients], Gradients] = lambda sums: sums,
+        reduce_over_devices: Callable[[Gradients], Gradients] = lambda sums: sums,
     ) -> tuple[T, TokenAccumulationState]:
         """If `closes`, ends the window, with an update if it holds any token.
 
         `update(gradient, norm, otherwise, inner_opt_state)` runs the inner optimizer on
         a gradient with the dtypes of `like`, whose global norm is `norm()`. It returns
-        a result and the optimizer's state. `total` adds up the sums of all devices.
+        a result and the optimizer's state. `reduce_over_devices` adds up the sums of all devices.
         Returns the result, `otherwise` without an update, and the new state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
         in_place = can_overwrite(state.grad_sums)
 
-        def run(sums: Gradients, held: tuple[T, OptState]) -> tuple[T, OptState]:
-            whole = state._replace(grad_sums=total(sums))
+        def run(sums: Gradients, carried: tuple[T, OptState]) -> tuple[T, OptState]:
+            whole = state._replace(grad_sums=reduce_over_devices(sums))
             if in_place and trees.are_wide(sums):
                 # A TPU would store gradients that are narrower than their sums, unless
                 # it casts them where the update reads them.
@@ -300,23 +304,23 @@ class Accumulation:
             else:
                 gradient = self.window_gradient(whole, like)
                 norm = functools.partial(self._norm, whole)
-            result, inner_opt_state = update(gradient, norm, *held)
+            result, inner_opt_state = update(gradient, norm, *carried)
             return result, trees.cast_like(inner_opt_state, state.inner_opt_state)
 
         def run_and_empty(carry: tuple[Gradients, Tree]) -> tuple[Gradients, Tree]:
-            held = run(*carry)
+            carried = run(*carry)
             # Until the update has ended, their memory is free for what it computes.
-            return zeros_after(carry[0], held), held
+            return zeros_after(carry[0], carried), carried
 
-        sums, held = state.grad_sums, (otherwise, state.inner_opt_state)
+        sums, carried = state.grad_sums, (otherwise, state.inner_opt_state)
         if in_place:
-            sums, held = at_most_once(due, run_and_empty, (sums, held))
+            sums, carried = at_most_once(due, run_and_empty, (sums, carried))
             # A window without tokens may hold sums: of losses that are real.
             sums = emptied(closes & jnp.logical_not(due), sums)
         else:  # a conditional would copy the sums
-            held = in_conditional(due, functools.partial(run, sums), held)
+            carried = in_conditional(due, functools.partial(run, sums), carried)
             sums = emptied(closes, sums)
-        result, inner_opt_state = held
+        result, inner_opt_state = carried
         return result, self.closed(state, closes, due, sums, inner_opt_state)
 
     def closed(

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 from optax_tokenaccum import _checks as checks
-from optax_tokenaccum._audit_parts import Model, copied, flat
-from optax_tokenaccum._audit_report import AuditReport, Parameter, Verdict, progress
-from optax_tokenaccum._loss import LossFn, unpack
+from optax_tokenaccum._audit_model import Model, as_vector, copied
+from optax_tokenaccum._audit_report import AuditReport, ParameterRow, Verdict, progress
+from optax_tokenaccum._micro_batch import LossFn, unpack
 from optax_tokenaccum._trees import (
     Batch,
     Gradients,
@@ -81,7 +81,7 @@ STEP_RTOL = 0.1  # relative error of a step on one micro-batch
 
 
 @dataclass(frozen=True)
-class Window:
+class MeasuredWindow:
     """What was measured of a window of `k` micro-batches."""
 
     tokens: np.ndarray  # [k]
@@ -256,7 +256,7 @@ def audit(
     noise = np.linalg.norm(scaled - gradients, axis=1)
     units = [float(jnp.finfo(x.dtype).eps) / 2 for x in model.trained]
     rtol = rtol or max(1e-4, *units, 4 * drift)
-    window = Window(tokens, gradients, noise, rtol, first, second)
+    window = MeasuredWindow(tokens, gradients, noise, rtol, first, second)
     verdict, explanation = _judge(window)
     if explanation == NOT_A_SUM and _is_of_devices(summed, micro_batches, window):
         explanation = OF_DEVICES
@@ -267,7 +267,7 @@ def audit(
     else:
         said.append(explanation)
     explanation = " ".join([*said, doubt]).rstrip()
-    ends = np.cumsum([flat([x]).size for x in model.trained])[:-1]
+    ends = np.cumsum([as_vector([x]).size for x in model.trained])[:-1]
     parts = [np.split(x, ends) for x in (first, exact, first - exact)]
     norms = [[float(np.linalg.norm(part)) for part in x] for x in parts]
     right, weights, both = window.right, window.weights, np.linalg.norm(first) * size
@@ -281,7 +281,7 @@ def audit(
         candidates=window.candidates(),
         tokens=tuple(tokens.tolist()),
         weights=None if weights is None else tuple(weights[0].tolist()),
-        parameters=[*map(Parameter, model.names, *norms)],
+        parameters=[*map(ParameterRow, model.names, *norms)],
     )
 
 
@@ -312,7 +312,7 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
     def summed(batch: Batch, share: float = 1.0) -> tuple[np.ndarray, float]:
         found, n = gradient(model.trained, batch, share)
         n = float(as_num_tokens(n, np.float64))
-        found = flat(found) / share
+        found = as_vector(found) / share
         return np.where((n > 0) | np.isfinite(found), found, 0), n  # 0/0 adds nothing
 
     return summed
@@ -325,7 +325,7 @@ def _read(
     # Rounding of such an update costs a unit of the gradient, not of the parameters.
     # The margin leaves room for small gradients; float16 has none.
     margin = 4.0 if jnp.float16 in [x.dtype for x in model.trained] else 2.0**30
-    start = flat(model.trained)
+    start = as_vector(model.trained)
     size = np.linalg.norm(start) or exact
     scale = float(2.0 ** np.round(np.log2(margin * size / exact)))
     unit = 0.73 * exact / np.sqrt(start.size)  # what a gradient of zeros applies
@@ -375,7 +375,7 @@ def _sgd_once(
     return optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)
 
 
-def _doubt(summed: Gradient, batches: list[Batch], window: Window) -> str:
+def _doubt(summed: Gradient, batches: list[Batch], window: MeasuredWindow) -> str:
     """What is wrong with `loss_fn` if two halves of a micro-batch do not add up."""
     try:
         sizes = [leading_axis(batch, "a micro-batch") for batch in batches]
@@ -403,7 +403,9 @@ def _parts(batch: Batch, slices: list[slice]) -> list[Batch]:
     return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
 
 
-def _is_of_devices(summed: Gradient, batches: list[Batch], window: Window) -> bool:
+def _is_of_devices(
+    summed: Gradient, batches: list[Batch], window: MeasuredWindow
+) -> bool:
     """Whether the loop applies means over the local devices' means."""
     d, means = jax.local_device_count(), []
     for batch in batches:
@@ -418,7 +420,7 @@ def _is_of_devices(summed: Gradient, batches: list[Batch], window: Window) -> bo
     return dataclasses.replace(window, gradients=means).weights is not None
 
 
-def _judge(window: Window) -> tuple[Verdict, str]:
+def _judge(window: MeasuredWindow) -> tuple[Verdict, str]:
     """The verdict on a loop, and why."""
     candidates, stepped = window.candidates(), Verdict.STEPPED_EVERY_MICRO_BATCH
     if not np.isfinite(window.first).all():
@@ -447,7 +449,7 @@ def _judge(window: Window) -> tuple[Verdict, str]:
     return Verdict.UNKNOWN, _explain(window)
 
 
-def _explain(window: Window) -> str:
+def _explain(window: MeasuredWindow) -> str:
     """Explains a gradient that matches no known one."""
     n, k, total = window.tokens, len(window.tokens), window.tokens.sum()
     size, clipped = np.linalg.norm(window.first), "is clipped to a norm of"

@@ -32,7 +32,7 @@ class Verdict(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Parameter(NamedTuple):
+class ParameterRow(NamedTuple):
     """The L2 norms of one parameter array's gradients, see `AuditReport`."""
 
     path: str
@@ -80,7 +80,7 @@ class AuditReport:
     candidates: dict[Verdict, float]
     tokens: tuple[float, ...]
     weights: tuple[float, ...] | None
-    parameters: list[Parameter]
+    parameters: list[ParameterRow]
 
     @property
     def passed(self) -> bool:

@@ -2,7 +2,7 @@
 
 `jax.vjp(...).with_refs` adds gradients to mutable arrays within the backward pass. The
 gradient of layers that a scan takes is then added layer by layer, and never exists as a
-whole next to the sums. Every other gradient is added as soon as it is whole. Without
+materialized next to the sums. Every other gradient is added as soon as it is materialized. Without
 such layers, gradients are added after the backward pass.
 """
 
@@ -19,7 +19,11 @@ from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._jaxprs import TRANSPOSE
-from optax_tokenaccum._scans import TwinArrays, as_array, traced_with_reads
+from optax_tokenaccum._perturbations import (
+    Perturbations,
+    as_array,
+    traced_with_consumers,
+)
 from optax_tokenaccum._trees import (
     Aux,
     DType,
@@ -39,8 +43,8 @@ from optax_tokenaccum._trees import (
     zeros_after,
 )
 
-# A loss of the twins of parameters -> loss_sum, (num_tokens, aux).
-LossOfTwins = Callable[[TwinArrays], tuple[jax.Array, tuple[jax.Array, Aux]]]
+# A loss of the perturbations of parameters -> loss_sum, (num_tokens, aux).
+PerturbedLoss = Callable[[Perturbations], tuple[jax.Array, tuple[jax.Array, Aux]]]
 
 # Below jax 0.11, two gradients of a scan can be swapped when they are added to mutable
 # arrays, without an error (fixed in jax commit 5991d42590).
@@ -51,8 +55,8 @@ CAN_ADD_IN_PLACE = jax.__version_info__ >= (0, 11)
 AddedGradients = tuple[list[jax.Array], jax.Array, tuple[jax.Array, Aux]]
 
 
-def twins_of(sums: list[jax.Array], params: list[jax.Array]) -> TwinArrays:
-    """A twin for each parameter that can be differentiated, else `None`."""
+def zero_perturbations(sums: list[jax.Array], params: list[jax.Array]) -> Perturbations:
+    """A perturbation for each parameter that can be differentiated, else `None`."""
     return [
         jnp.zeros_like(x, at_least_float32(x.dtype)) if is_float(p) else None
         for x, p in zip(sums, params, strict=True)
@@ -60,7 +64,7 @@ def twins_of(sums: list[jax.Array], params: list[jax.Array]) -> TwinArrays:
 
 
 class LossTrace(NamedTuple):
-    """A trace of a loss of twins, without the values that the loss closes over.
+    """A trace of a loss of perturbations, without the values that the loss closes over.
 
     These are arguments of its methods, because a `custom_vmap` maps nothing but
     arguments, and because jax keeps in its caches what a traced function holds.
@@ -69,9 +73,9 @@ class LossTrace(NamedTuple):
     jaxpr: Jaxpr
     shapes: Tree  # of what the loss returns
 
-    def loss(self, consts: list[Leaf]) -> LossOfTwins:
-        def loss(twins: TwinArrays) -> Any:
-            inputs = jax.tree.leaves(twins)
+    def loss(self, consts: list[Leaf]) -> PerturbedLoss:
+        def loss(perturbations: Perturbations) -> Any:
+            inputs = jax.tree.leaves(perturbations)
             outputs = jax.core.eval_jaxpr(self.jaxpr, consts, *inputs)
             return jax.tree.unflatten(jax.tree.structure(self.shapes), outputs)
 
@@ -79,51 +83,57 @@ class LossTrace(NamedTuple):
 
 
 def add_gradients(
-    loss: LossOfTwins, sums: list[jax.Array], params: Params, is_spread: list[bool]
+    loss: PerturbedLoss, sums: list[jax.Array], params: Params, is_spread: list[bool]
 ) -> AddedGradients:
     """Adds the gradients of a micro-batch to the sums.
 
     Only paths, shapes and dtypes of `params` matter. A scan over a sum whose first axis
     is spread over devices (`is_spread`) would gather it.
     """
-    twins = twins_of(sums, jax.tree.leaves(params))
-    closed, shapes, reads = traced_with_reads(loss, twins)
+    perturbations = zero_perturbations(sums, jax.tree.leaves(params))
+    closed, shapes, consumers = traced_with_consumers(loss, perturbations)
     jaxpr, consts = closed.jaxpr, [*map(as_array, closed.consts)]
     if hasattr(jaxpr, "with_consts"):  # newer jax, where it holds them
         jaxpr = jaxpr.with_consts([None] * len(consts))
     trace = LossTrace(jaxpr, shapes)
-    leaves = [i for i, x in enumerate(twins) if x is not None]
-    layered = {i for i in leaves if 0 in reads[i]}
+    leaves = [i for i, x in enumerate(perturbations) if x is not None]
+    layered = {i for i in leaves if 0 in consumers[i]}
     # Why gradients are returned, and added after the backward pass.
-    whole = {i: "its first axis is spread" for i in layered if is_spread[i]}
+    materialized = {i: "its first axis is spread" for i in layered if is_spread[i]}
     for i in leaves:
         if not are_wide(sums[i]):
-            whole[i] = f"a {sums[i].dtype} sum is rounded with every addition"
+            materialized[i] = f"a {sums[i].dtype} sum is rounded with every addition"
     why_all = _why_after()
-    why = {i: why_all or whole.get(i) or _why_whole(reads[i]) for i in leaves}
+    why = {
+        i: why_all or materialized.get(i) or _why_materialized(consumers[i])
+        for i in leaves
+    }
     report(params, why)
-    if why_all or not layered - {*whole}:
-        return _add_after(trace, consts, sums, twins)
+    if why_all or not layered - {*materialized}:
+        return _add_after(trace, consts, sums, perturbations)
     # The functions must not hold values: see `LossTrace`.
     like = jax.eval_shape(lambda: params)
 
     def add_mapped(
-        consts: list[Leaf], sums: list[jax.Array], twins: TwinArrays
+        consts: list[Leaf], sums: list[jax.Array], perturbations: Perturbations
     ) -> AddedGradients:
         report(like, dict.fromkeys(leaves, "jax.vmap cannot map mutable arrays"))
-        return _add_after(trace, consts, sums, twins)
+        return _add_after(trace, consts, sums, perturbations)
 
-    dtypes = {i: jax.tree.leaves(like)[i].dtype for i in whole}
+    dtypes = {i: jax.tree.leaves(like)[i].dtype for i in materialized}
     add_within = functools.partial(_add_within, trace, dtypes)
-    return _unless_mapped(add_within, add_mapped)(consts, sums, twins)
+    return _unless_mapped(add_within, add_mapped)(consts, sums, perturbations)
 
 
 def _add_after(
-    trace: LossTrace, consts: list[Leaf], sums: list[jax.Array], twins: TwinArrays
+    trace: LossTrace,
+    consts: list[Leaf],
+    sums: list[jax.Array],
+    perturbations: Perturbations,
 ) -> AddedGradients:
-    """After a backward pass that returns whole gradients."""
+    """After a backward pass that returns materialized gradients."""
     differentiate = jax.value_and_grad(trace.loss(consts), has_aux=True)
-    (value, rest), gradients = differentiate(twins)
+    (value, rest), gradients = differentiate(perturbations)
     pairs = zip(sums, gradients, strict=True)
     added = [x if g is None else add(x, g) for x, g in pairs]
     return added, value, rest
@@ -131,24 +141,24 @@ def _add_after(
 
 def _add_within(
     trace: LossTrace,
-    whole: dict[int, DType],
+    materialized: dict[int, DType],
     consts: list[Leaf],
     sums: list[jax.Array],
-    twins: TwinArrays,
+    perturbations: Perturbations,
 ) -> AddedGradients:
     """Within the backward pass.
 
-    `whole` has the dtypes of parameters whose gradients are returned.
+    `materialized` has the dtypes of parameters whose gradients are returned.
     """
-    floats = [i for i, x in enumerate(twins) if x is not None]
-    refs = {i: jax.new_ref(sums[i]) for i in floats if i not in whole}
+    floats = [i for i, x in enumerate(perturbations) if x is not None]
+    refs = {i: jax.new_ref(sums[i]) for i in floats if i not in materialized}
     # Its type does not know with_refs.
-    differentiated: Any = jax.vjp(trace.loss(consts), twins, has_aux=True)
+    differentiated: Any = jax.vjp(trace.loss(consts), perturbations, has_aux=True)
     value, vjp, rest = differentiated
-    to = [x if x is None else refs.get(i, False) for i, x in enumerate(twins)]
+    to = [x if x is None else refs.get(i, False) for i, x in enumerate(perturbations)]
     [gradients] = vjp.with_refs(to)(jnp.ones_like(value))
     added = [*sums]
-    for i, dtype in whole.items():
+    for i, dtype in materialized.items():
         # In the dtype of the parameter, which it had before.
         added[i] = add(sums[i], gradients[i].astype(dtype))
     for i, ref in refs.items():
@@ -165,14 +175,14 @@ def _why_after() -> str | None:
     return None
 
 
-def _why_whole(reads: set[int | str]) -> str | None:
-    """Why a gradient is whole, unless scans alone read a parameter, layer by layer."""
-    names = {TRANSPOSE if isinstance(x, int) else x for x in reads - {0}}
+def _why_materialized(consumers: set[int | str]) -> str | None:
+    """Why a gradient is materialized, unless scans alone read a parameter, layer by layer."""
+    names = {TRANSPOSE if isinstance(x, int) else x for x in consumers - {0}}
     others = ", ".join(sorted(names))
     return f"not only a scan takes it, layer by layer: {others}" if others else None
 
 
-# A parameter's shape, and why its gradient is whole, if it is.
+# A parameter's shape, and why its gradient is materialized, if it is.
 Report = tuple[tuple[int, ...], str | None]
 # What `whole_gradients` collects while it traces a program, by the path of parameters.
 _reports: ContextVar[dict[str, Report] | None] = ContextVar("reports", default=None)
@@ -189,7 +199,7 @@ def collected_reports() -> Iterator[dict[str, Report]]:
 
 
 def report(params: Params, reasons: Mapping[int, str | None]) -> None:
-    """Tells `whole_gradients` why gradients are whole.
+    """Tells `whole_gradients` why gradients are materialized.
 
     `None` is the reason of a gradient that is added layer by layer.
     """

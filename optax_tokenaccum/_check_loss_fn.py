@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_tokenaccum._audit_parts import Model, flat
+from optax_tokenaccum._audit_model import Model, as_vector
 from optax_tokenaccum._audit_report import progress, wrapped
 from optax_tokenaccum._checks import as_micro_batches, check_function
-from optax_tokenaccum._loss import LossFn, unpack
+from optax_tokenaccum._micro_batch import LossFn, unpack
 from optax_tokenaccum._trees import (
     Batch,
     Leaf,
@@ -208,12 +208,12 @@ def check_loss_fn(
         raise ValueError(f"mask must be one of {[*leaves]}: got {mask!r}.")
     program = str(jax.make_jaxpr(loss_and_count)(model.trained, given))
     rtol = 1e-2 if re.search(r"\b(b?f16|f8_\w+)\[", program) else 1e-4
-    gradient, of_count = map(flat, backward(given, 1.0))
+    gradient, of_count = map(as_vector, backward(given, 1.0))
     findings = [*_trains(gradient, of_count)] or [*_sums(loss, batch, rtol)]
     if findings:
         return LossReport(tuple(findings), None, FIRST)
     share = 2.0 ** -max(1.0, np.round(np.log2(max(loss(batch)[1], 1.0))))
-    findings += _scales(gradient, flat(backward(given, share)[0]) / share, rtol)
+    findings += _scales(gradient, as_vector(backward(given, share)[0]) / share, rtol)
     if mask is None:
         return LossReport(tuple(findings), None)
     losses = [at([*map(jnp.zeros_like, model.trained)]), loss]
@@ -442,12 +442,12 @@ def _tokens(
         before = [loss(row) for loss in views]
         for by_row, batch_without in zip(lost, without, strict=False):
             after = [loss(batch_without) for loss in views]
-            counts = before[0][1] != after[0][1]
+            is_counted = before[0][1] != after[0][1]
             pairs = zip(before, after, strict=True)
             changes = [abs(y - x) > 1e-6 * abs(x) for (x, _), (y, _) in pairs]
-            only_loss += not counts and changes[0] and adds_up  # not by attention
-            only_count += counts and not any(changes)
-            by_row.append(counts and not changes[0])
+            only_loss += not is_counted and changes[0] and adds_up  # not by attention
+            only_count += is_counted and not any(changes)
+            by_row.append(is_counted and not changes[0])
     size, findings = sum(map(len, lost)), []
     # At parameters of zero some tokens may have no loss, but not the first everywhere.
     if only_count or any(len(x) > 1 and all(x) for x in lost):

@@ -13,9 +13,9 @@ from optax_tokenaccum import _window
 from optax_tokenaccum._accumulation import make_accumulation
 from optax_tokenaccum._checks import check_function, check_params
 from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._loss import Keywords, Loss, MicroBatch, Setup, describe
-from optax_tokenaccum._rows import spread
+from optax_tokenaccum._micro_batch import Keywords, Loss, MicroBatch, Setup, describe
 from optax_tokenaccum._schedule import make_schedule
+from optax_tokenaccum._shard_batch import shard_rows
 from optax_tokenaccum._trees import Aux, Batch, DType, ModelState, Params, Tree
 
 
@@ -154,7 +154,7 @@ def of_model_state(
         differentiate = jax.value_and_grad(loss_and_aux, has_aux=True, allow_int=True)
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
-        rows = spread((micro_batches, weights), setup.devices, axis=1)
+        rows = shard_rows((micro_batches, weights), setup.devices, axis=1)
         given = MicroBatch(rows, rng, Keywords(kwargs))
         window = _window.run_window(
             setup, given, params, model_state, num_micro_batches

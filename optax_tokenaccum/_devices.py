@@ -46,7 +46,7 @@ class Devices:
     size: int = 1  # the number of devices along them
     # The axes of a sum before those of its parameter: `(size,)` if each device sums
     # its own gradients.
-    lead: tuple[int, ...] = ()
+    device_axis: tuple[int, ...] = ()
     warns: bool = False  # that parameters are spread, and sums are not
 
     def place(self, tree: T) -> T:
@@ -71,7 +71,7 @@ class Devices:
         leaves = jax.tree.leaves(params)
         if self.mesh is None or not all(map(is_concrete, leaves)):
             return init(params)
-        if not self.lead:
+        if not self.device_axis:
             params = jax.tree.map(lambda x: put(x, self._sharding_of_sum(x)), params)
         # An optimizer's init may make arrays from those that the mesh's types bind.
         are_arrays = all(isinstance(x, jax.Array) for x in leaves)
@@ -85,7 +85,10 @@ class Devices:
         def zero(p: Leaf, dtype: DType) -> Leaf:
             if self.mesh is None:
                 return jnp.zeros_like(p, dtype)
-            shape, sharding = (*self.lead, *jnp.shape(p)), self._sharding_of_sum(p)
+            shape, sharding = (
+                (*self.device_axis, *jnp.shape(p)),
+                self._sharding_of_sum(p),
+            )
             if is_concrete(p):  # never made on one device first, where it may not fit
                 return jnp.zeros(shape, dtype, device=sharding)
             zeros, known = jnp.zeros(shape, dtype), sharding_of(p)
@@ -96,7 +99,7 @@ class Devices:
 
         return jax.tree.map(zero, params, dtypes)
 
-    def flat(
+    def flatten_device_axis(
         self, sums: Params, params: Params, shardings: Shardings
     ) -> tuple[Params, list[bool], Callable[[Params], Params]]:
         """The sums as arrays that the gradients of all devices can be added to.
@@ -113,20 +116,22 @@ class Devices:
 
         def is_spread(spec: list[Entry], sharding: NamedSharding | None) -> bool:
             mesh: Any = self.mesh or (sharding and sharding.mesh)
-            first = spec[len(self.lead) :][:1]
+            first = spec[len(self.device_axis) :][:1]
             return any(mesh.shape[n] > 1 for x in first for n in names_in(x))
 
         def flat(x: jax.Array, spec: list[Entry]) -> jax.Array:
-            if x.ndim == 1 or not self.lead:
+            if x.ndim == 1 or not self.device_axis:
                 return x
             _, first, *rest = spec
             x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-            return self._held(x, [entry_of((*self.names, *names_in(first))), *rest])
+            return self._constrain(
+                x, [entry_of((*self.names, *names_in(first))), *rest]
+            )
 
         def stacked(x: jax.Array, spec: list[Entry], shape: tuple[int, ...]) -> Leaf:
-            x = x.reshape(*self.lead, *shape) if self.lead else x
+            x = x.reshape(*self.device_axis, *shape) if self.device_axis else x
             holds = self.mesh is not None and shardings is not None
-            return self._held(x, spec) if holds else x
+            return self._constrain(x, spec) if holds else x
 
         def stack(sums: Params) -> Params:
             leaves = jax.tree.leaves(sums)
@@ -135,27 +140,31 @@ class Devices:
         are_spread = [shardings is not None and x for x in map(is_spread, specs, known)]
         return structure.unflatten(map(flat, leaves, specs)), are_spread, stack
 
-    def held(self, params: T, shardings: Shardings, *, like_sums: bool = False) -> T:
+    def constrain(
+        self, params: T, shardings: Shardings, *, like_sums: bool = False
+    ) -> T:
         """Parameters in their own shardings, or laid out like the sums.
 
         The update computes them like the sums, which may be spread further.
         """
-        if self.mesh is None or self.lead or shardings is None:
+        if self.mesh is None or self.device_axis or shardings is None:
             return params
 
         def held(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
             own = entries_of(sharding, x.ndim)
-            return self._held(x, self._spec(x.shape, sharding) if like_sums else own)
+            return self._constrain(
+                x, self._spec(x.shape, sharding) if like_sums else own
+            )
 
         leaves, structure = jax.tree.flatten(params)
         return structure.unflatten(map(held, leaves, shardings))
 
-    def total(self, sums: Params, shardings: Shardings) -> Params:
+    def reduce_over_devices(self, sums: Params, shardings: Shardings) -> Params:
         """The sums over all devices: called once, when the window closes.
 
         Each device gets the part of a sum that it has of the parameter.
         """
-        if self.mesh is None or not self.lead:
+        if self.mesh is None or not self.device_axis:
             return sums
         leaves, structure = jax.tree.flatten(sums)
         known = shardings or [None] * len(leaves)
@@ -192,7 +201,7 @@ class Devices:
 
     def of_rows(self, axis: int) -> NamedSharding | None:
         """The sharding of rows along `axis`, if each device has its own."""
-        if not self.lead:
+        if not self.device_axis:
             return None
         return self._sharding(*[None] * axis, entry_of(self.names))
 
@@ -214,7 +223,7 @@ class Devices:
         spec = entries_of(sharding, len(shape))
         if self.mesh is None:
             return spec
-        if self.lead:
+        if self.device_axis:
             others = [name for name in self.mesh.axis_names if name not in self.names]
             return [entry_of(self.names), *only(others, spec)]
         free = tuple(n for n in self.names if n not in used(sharding))
@@ -225,7 +234,7 @@ class Devices:
                 break
         return spec
 
-    def _held(self, x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
+    def _constrain(self, x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
         mesh: Any = self.mesh
         if is_concrete(x):
             return x
@@ -262,8 +271,8 @@ def make_devices(
             f"{data_axes!r}, the mesh has {mesh.axis_names}."
         )
     size = math.prod(mesh.shape[name] for name in names)
-    lead = () if reduce_every == "micro_batch" else (size,)
-    return Devices(mesh, names, size, lead, warns=reduce_every is None)
+    device_axis = () if reduce_every == "micro_batch" else (size,)
+    return Devices(mesh, names, size, device_axis, warns=reduce_every is None)
 
 
 def over_devices(
@@ -289,7 +298,9 @@ def over_devices(
     )
 
 
-def auto(f: Callable[..., T], devices: Devices, out: Tree) -> Callable[..., T]:
+def with_auto_axes(
+    f: Callable[..., T], devices: Devices, out: Tree
+) -> Callable[..., T]:
     """`f`, with the compiler choosing shardings on an Explicit mesh too.
 
     `out` is a prefix of the tree that `f` returns, of the shardings that are known.

@@ -135,7 +135,7 @@ def evaluated(jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Leaf]) -> list[Leaf]:
 
 
 def passes_on(eqn: JaxprEqn) -> bool:
-    """Whether a twin can stand for what an operation makes of a parameter.
+    """Whether a perturbation can stand for what an operation makes of a parameter.
 
     A cast to fewer bits is one: its gradient is cast to more bits, and loses none.
     """
@@ -153,7 +153,7 @@ def passes_on(eqn: JaxprEqn) -> bool:
 
 
 def changed(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    """`x` after an operation that `passes_on` a twin, and calls no function."""
+    """`x` after an operation that `passes_on` a perturbation, and calls no function."""
     name, params = operation(eqn), _params(eqn)
     if name == TRANSPOSE:
         return jax.lax.transpose(x, params["permutation"])

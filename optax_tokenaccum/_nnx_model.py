@@ -13,8 +13,8 @@ from jax.tree_util import PyTreeDef
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import put
 from optax_tokenaccum._jaxprs import changed_paths
-from optax_tokenaccum._loss import Keywords, LossFn
-from optax_tokenaccum._state import ModelStepState, settled
+from optax_tokenaccum._micro_batch import Keywords, LossFn
+from optax_tokenaccum._state import ModelStepState, strong_and_unaliased
 from optax_tokenaccum._step import Step, shapes_of
 from optax_tokenaccum._trees import (
     Leaf,
@@ -170,7 +170,9 @@ def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepSta
         old, new = getattr(x, "sharding", None) if is_chosen else None, like.sharding
         is_spread = isinstance(old, NamedSharding) and not old.is_fully_replicated
         is_free = old is None or (isinstance(new, NamedSharding) and not is_spread)
-        x = settled(x, taken)  # before it moves: `device_put` may share its buffer
+        x = strong_and_unaliased(
+            x, taken
+        )  # before it moves: `device_put` may share its buffer
         return put(x, new) if is_free and new is not None else x
 
     sums = jax.tree.map(sum_of, opt_state.grad_sums, like.opt_state.grad_sums)

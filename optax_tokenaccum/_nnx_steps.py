@@ -13,7 +13,7 @@ from optax_tokenaccum import _train_step, _window_step
 from optax_tokenaccum._accumulation import Accumulation
 from optax_tokenaccum._checks import as_inner_optimizer
 from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._loss import Loss
+from optax_tokenaccum._micro_batch import Loss
 from optax_tokenaccum._multi_steps import transformation_of
 from optax_tokenaccum._nnx_model import Opened, laid_out, open_model
 from optax_tokenaccum._state import (
@@ -22,7 +22,7 @@ from optax_tokenaccum._state import (
     StepMetrics,
     TokenAccumulationState,
     key_array,
-    settled,
+    strong_and_unaliased,
 )
 from optax_tokenaccum._step import Step
 from optax_tokenaccum._trees import OptState, Tree, is_concrete, nodes_of
@@ -113,7 +113,7 @@ class ModelStep(abc.ABC):
         if is_array and self._donate:
             leaves = jax.tree.leaves(state)
             if len({*map(id, leaves)} | taken) < len(leaves) + len(taken):
-                state = jax.tree.map(lambda x: settled(x, taken), state)
+                state = jax.tree.map(lambda x: strong_and_unaliased(x, taken), state)
         return step, opened, state
 
     def _count_call(self, variable: nnx.Variable) -> None:

@@ -104,12 +104,12 @@ def _regrouped(acc: Leaf, like: Leaf) -> Leaf:
     shape, expected = (x.shape[x.ndim - rank :] for x in (acc, like))
     if acc.shape == like.shape or shape != expected:
         return acc
-    held, groups = (x.shape[0] if x.ndim > rank else 1 for x in (acc, like))
-    each = -(-held // groups)
+    given, groups = (x.shape[0] if x.ndim > rank else 1 for x in (acc, like))
+    each = -(-given // groups)
 
     def regroup(acc: jax.Array) -> jax.Array:
-        missing = [(0, each * groups - held), *[(0, 0)] * rank]
-        acc = jnp.pad(acc.reshape(held, *shape), missing)
+        missing = [(0, each * groups - given), *[(0, 0)] * rank]
+        acc = jnp.pad(acc.reshape(given, *shape), missing)
         return acc.reshape(groups, each, *shape).sum(1).reshape(like.shape)
 
     sharding = _sharding(like)

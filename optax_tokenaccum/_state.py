@@ -241,25 +241,25 @@ class ArrayMemo(Generic[T]):
             self._known[key] = (ref, value)
 
 
-def stable(params: Params, state: T) -> T:
+def canonicalize_state(params: Params, state: T) -> T:
     """`state` as strongly typed arrays on the devices of `params`, none of them twice.
 
     A Python number, a weak type, or a scalar on the default device while the parameters
     are elsewhere would make the second call compile again. A buffer can be donated only
     once, and the `init` of some optimizers returns an array twice.
     """
-    where = home(params)
+    where = scalar_sharding(params)
     taken = {id(x) for x in jax.tree.leaves(params)}
 
     def settle(x: Leaf) -> Leaf:
-        x = settled(x, taken)
+        x = strong_and_unaliased(x, taken)
         is_unplaced = isinstance(x, jax.Array) and is_concrete(x) and not x.committed
         return jax.device_put(x, where) if where and is_unplaced else x
 
     return jax.tree.map(settle, state)
 
 
-def settled(x: Leaf, taken: set[int]) -> Leaf:
+def strong_and_unaliased(x: Leaf, taken: set[int]) -> Leaf:
     """`x`, strongly typed, copied if its id is in `taken`; adds the id to `taken`."""
     if isinstance(x, jax.ShapeDtypeStruct):  # nothing to donate
         return x
@@ -281,7 +281,7 @@ def apart(given: T, donated: Tree) -> T:
     return jax.tree.map(copied, given)
 
 
-def owned(tree: T) -> T:
+def copy_for_donation(tree: T) -> T:
     """Copies every leaf: donating the copies keeps the caller's arrays alive."""
     leaves, structure = jax.tree.flatten(tree)
     paths = [path for path, _ in named_leaves(tree)]
@@ -309,7 +309,7 @@ def _strong(x: Leaf) -> Leaf:
     return x
 
 
-def home(params: Params) -> jax.sharding.Sharding | None:
+def scalar_sharding(params: Params) -> jax.sharding.Sharding | None:
     """Where scalars belong: on all devices of the first leaf that has a place."""
     for leaf in jax.tree.leaves(params):
         if not is_concrete(leaf) or not getattr(leaf, "committed", True):

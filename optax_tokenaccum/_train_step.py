@@ -10,15 +10,15 @@ from optax_tokenaccum._accumulation import Added, SkipFn, make_accumulation
 from optax_tokenaccum._backward import emptied
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._loss import (
+from optax_tokenaccum._micro_batch import (
     Loss,
     LossFn,
     MicroBatch,
     add_micro_batch,
     keywords,
 )
-from optax_tokenaccum._rows import spread
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
+from optax_tokenaccum._shard_batch import shard_rows
 from optax_tokenaccum._state import (
     S,
     StepMetrics,
@@ -193,7 +193,7 @@ class TrainStep(Step):
     def _micro_batch(
         self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
     ) -> MicroBatch:
-        return MicroBatch(spread(batch, self.devices), rng, keywords(loss_kwargs))
+        return MicroBatch(shard_rows(batch, self.devices), rng, keywords(loss_kwargs))
 
     def _add(
         self,

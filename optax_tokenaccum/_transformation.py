@@ -379,10 +379,10 @@ def _close(
         sums, others, inner_opt_state = carry
         updates, new = run(sums, inner_opt_state)
 
-        def held(fits: bool, u: Leaf, acc: jax.Array) -> jax.Array:
+        def stored(fits: bool, u: Leaf, acc: jax.Array) -> jax.Array:
             return u.astype(acc.dtype) if fits else acc
 
-        sums = jax.tree.map(held, fits, updates, sums)
+        sums = jax.tree.map(stored, fits, updates, sums)
         others = jax.tree.map(lambda fits, u: [] if fits else u, fits, updates)
         return sums, others, trees.cast_like(new, inner_opt_state)
 

@@ -16,7 +16,7 @@ from optax_tokenaccum import _trees as trees
 from optax_tokenaccum._accumulation import Added, make_accumulation
 from optax_tokenaccum._checks import as_count, check_function, check_params
 from optax_tokenaccum._devices import Devices, Shardings, entries_of, over_devices
-from optax_tokenaccum._loss import (
+from optax_tokenaccum._micro_batch import (
     Inputs,
     Keywords,
     Loss,
@@ -27,9 +27,9 @@ from optax_tokenaccum._loss import (
     check_own_map,
     unpack,
 )
-from optax_tokenaccum._rows import spread
-from optax_tokenaccum._scans import Traced
+from optax_tokenaccum._perturbations import Traced
 from optax_tokenaccum._schedule import make_schedule
+from optax_tokenaccum._shard_batch import shard_rows
 from optax_tokenaccum._trees import (
     Aux,
     Batch,
@@ -139,7 +139,7 @@ def window_value_and_grad(
     ) -> Any:
         check_params(params)
         check_micro_batches(micro_batches, num_micro_batches)
-        rows = spread(micro_batches, setup.devices, axis=1)
+        rows = shard_rows(micro_batches, setup.devices, axis=1)
         given = MicroBatch(rows, rng, Keywords(loss_kwargs))
         state, _, aux, model_state = run_window(
             setup, given, params, model_state, num_micro_batches
@@ -240,7 +240,7 @@ def moves_of_layers(
         axes = Traced(setup.loss, params, inputs).axes_of_layers(params)
         moves.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
 
-    if devices.lead:  # where the loss may ask for the device's place
+    if devices.device_axis:  # where the loss may ask for the device's place
         specs = everywhere, micro_batch.specs()
         look = over_devices(look, devices.mesh, devices.names, specs, everywhere)
     jax.eval_shape(look, params, micro_batch.inputs(model_state))

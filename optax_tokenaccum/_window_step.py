@@ -8,9 +8,9 @@ import optax
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._loss import Loss, LossFn, MicroBatch, keywords
-from optax_tokenaccum._rows import spread
+from optax_tokenaccum._micro_batch import Loss, LossFn, MicroBatch, keywords
 from optax_tokenaccum._schedule import make_schedule
+from optax_tokenaccum._shard_batch import shard_rows
 from optax_tokenaccum._state import (
     S,
     StepMetrics,
@@ -23,7 +23,7 @@ from optax_tokenaccum._trees import Batch, DType, Tree
 from optax_tokenaccum._window import Bound, check_micro_batches, explained, run_window
 
 
-class Window(Program["WindowStep"]):
+class RunWindow(Program["WindowStep"]):
     """The program of a window and its update."""
 
     row_axis = 1
@@ -38,7 +38,7 @@ class Window(Program["WindowStep"]):
     ) -> tuple[MicroBatch, Bound]:
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
-            rows = spread(micro_batches, self.step.devices, axis=1)
+            rows = shard_rows(micro_batches, self.step.devices, axis=1)
         return MicroBatch(rows, rng, keywords(loss_kwargs)), num_micro_batches
 
     def body(
@@ -93,7 +93,7 @@ class WindowStep(Step):
     accumulates = False
 
     def __post_init__(self) -> None:
-        self._run = Window(self)
+        self._run = RunWindow(self)
         self.lower = self._run.lower
 
     def __call__(

@@ -15,7 +15,7 @@ from optax_tokenaccum import _window
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._coupled import of_model_state
 from optax_tokenaccum._devices import ReduceEvery, make_devices
-from optax_tokenaccum._loss import Loss, LossFn
+from optax_tokenaccum._micro_batch import Loss, LossFn
 from optax_tokenaccum._nnx_model import of_parts, open_model
 from optax_tokenaccum._nnx_steps import TrainStep, WindowStep
 from optax_tokenaccum._schedule import make_schedule

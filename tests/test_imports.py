@@ -16,7 +16,7 @@ PACKAGE = "optax_tokenaccum"
 # What needs an extra, by the names of files that may import it.
 FLAX = {"nnx", "_nnx_model", "_nnx_steps", "linen"}
 # The core: a scalar loss of a tree, and nothing of devices, models or losses.
-CORE = "_accumulation", "_backward", "_jaxprs", "_scans"
+CORE = "_accumulation", "_backward", "_jaxprs", "_perturbations"
 BELOW_CORE = {"_trees", "_checks", "_schedule", "_state", *CORE}
 
 
@@ -101,7 +101,7 @@ def test_one_file_names_operations_of_jaxprs_and_their_parameters():
                 case ast.Attribute(ast.Name("eqn"), "params"):
                     raise AssertionError((file, node.lineno))
                 case ast.Attribute(attr="eqns"):  # `_scans` evaluates them, in order
-                    assert file == "_scans", (file, node.lineno)
+                    assert file == "_perturbations", (file, node.lineno)
                 case ast.Constant(str(text)):
                     assert text not in names, (file, text)
 

@@ -1,10 +1,10 @@
-"""The loss of twins: gradients in the dtype of their sums, layer by layer.
+"""The loss of perturbations: gradients in the dtype of their sums, layer by layer.
 
-A twin is an input of zeros that receives the cotangent of a parameter. It has the shape
+A perturbation is an input of zeros that receives the cotangent of a parameter. It has the shape
 of the parameter and the dtype of its sum, at least float32; its value is never read.
-The loss is evaluated with `stand_in(parameter, twin)` in place of each parameter. Where
+The loss is evaluated with `perturbed(parameter, perturbation)` in place of each parameter. Where
 a scan takes a parameter layer by layer, also after a cast, a transposition or inside of
-`jax.checkpoint`, the scan takes the twin too, so that the gradient of each layer is
+`jax.checkpoint`, the scan takes the perturbation too, so that the gradient of each layer is
 made in the scan, in the dtype of the sum.
 """
 
@@ -41,8 +41,8 @@ from optax_tokenaccum._jaxprs import (
 )
 from optax_tokenaccum._trees import DType, Leaf, Params, Tree, is_concrete, zeros_after
 
-# A twin for each parameter; `None` for one that cannot be differentiated.
-TwinArrays = list[jax.Array | None]
+# A perturbation for each parameter; `None` for one that cannot be differentiated.
+Perturbations = list[jax.Array | None]
 
 
 def counted(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
@@ -58,20 +58,26 @@ def counted(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stand_in(
-    dtype: DType, value: jax.Array, twin: jax.Array, num_tokens: jax.Array | None
+def perturbed(
+    dtype: DType,
+    value: jax.Array,
+    perturbation: jax.Array,
+    num_tokens: jax.Array | None,
 ) -> jax.Array:
-    """`value`, as a function of `twin`, whose gradient is `counted`, of this dtype."""
+    """`value`, as a function of `perturbation`, whose gradient is `counted`, of this dtype."""
     return value
 
 
-def _stand_in_forward(
-    dtype: DType, value: jax.Array, twin: jax.Array, num_tokens: jax.Array | None
+def _perturbed_forward(
+    dtype: DType,
+    value: jax.Array,
+    perturbation: jax.Array,
+    num_tokens: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     return value, num_tokens
 
 
-def _stand_in_backward(
+def _perturbed_backward(
     dtype: DType, num_tokens: jax.Array | None, cotangent: jax.Array
 ) -> tuple[None, jax.Array, None]:
     cotangent = cotangent.astype(dtype)
@@ -80,27 +86,29 @@ def _stand_in_backward(
     return None, cotangent, None
 
 
-stand_in.defvjp(_stand_in_forward, _stand_in_backward)
+perturbed.defvjp(_perturbed_forward, _perturbed_backward)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that has a twin, or what casts and transpositions made of it."""
+    """A parameter that has a perturbation, or what casts and transpositions made of it."""
 
     value: Leaf
     leaf: int = field(metadata={"static": True})  # of the parameters
-    axes: tuple[int, ...] = field(metadata={"static": True})  # of the twin, in order
+    axes: tuple[int, ...] = field(
+        metadata={"static": True}
+    )  # of the perturbation, in order
 
 
-class Twins(NamedTuple):
-    """The twins of parameters, or of one layer of each."""
+class LayerPerturbations(NamedTuple):
+    """The perturbations of parameters, or of one layer of each."""
 
     arrays: dict[int, jax.Array]  # by the leaf of the parameters
     layered: set[int]  # the leaves that scans take layer by layer
     num_tokens: jax.Array | None
 
-    def stand_in(self, x: Leaf | Parameter) -> Leaf:
+    def perturbed(self, x: Leaf | Parameter) -> Leaf:
         if not isinstance(x, Parameter):
             return x
         array = jnp.transpose(self.arrays[x.leaf], x.axes)
@@ -115,7 +123,7 @@ class Twins(NamedTuple):
             # wrong rows if a negative index was clamped. Over devices, it would also
             # gather the sum.
             array = array * jnp.ones((), array.dtype)
-        return stand_in(array.dtype, x.value, array, self.num_tokens)
+        return perturbed(array.dtype, x.value, array, self.num_tokens)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -134,28 +142,28 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)
 
 
-# What reads a parameter: an operation, by its name, or a scan that takes layers along
+# What consumers a parameter: an operation, by its name, or a scan that takes layers along
 # an axis, by this axis.
-Reads = dict[int, set[int | str]]  # by the leaf of the parameters
-# Where `of_twins` tells what reads the parameters.
-_collected: ContextVar[Reads | None] = ContextVar("collected", default=None)
+Consumers = dict[int, set[int | str]]  # by the leaf of the parameters
+# Where `Traced.perturbed` tells what consumers the parameters.
+_collected: ContextVar[Consumers | None] = ContextVar("collected", default=None)
 
 
-def traced_with_reads(
-    loss: Callable[[TwinArrays], Any], twins: TwinArrays
-) -> tuple[ClosedJaxpr, Tree, Reads]:
-    """The trace of a loss that calls `of_twins`, its shapes, and what reads twins."""
-    reads: Reads = defaultdict(set)
-    token = _collected.set(reads)
+def traced_with_consumers(
+    loss: Callable[[Perturbations], Any], perturbations: Perturbations
+) -> tuple[ClosedJaxpr, Tree, Consumers]:
+    """The trace of a loss that calls `Traced.perturbed`, its shapes, and what consumers perturbations."""
+    consumers: Consumers = defaultdict(set)
+    token = _collected.set(consumers)
     try:
-        closed, shapes = jax.make_jaxpr(loss, return_shape=True)(twins)
+        closed, shapes = jax.make_jaxpr(loss, return_shape=True)(perturbations)
     finally:
         _collected.reset(token)
-    return closed, shapes, reads
+    return closed, shapes, consumers
 
 
 class Traced:
-    """The trace of `f(params, *args)`, to be evaluated with twins of the parameters."""
+    """The trace of `f(params, *args)`, to be evaluated with perturbations of the parameters."""
 
     def __init__(self, f: Callable[..., Any], params: Params, *args: Any):
         self.closed, shapes = jax.make_jaxpr(f, return_shape=True)(params, *args)
@@ -166,30 +174,38 @@ class Traced:
         closed = self.closed
         return output_alone(closed.jaxpr, closed.consts, self.inputs, output)
 
-    def _with_twins(self, twins: Sequence[Leaf | None]) -> list[Leaf | Parameter]:
+    def _with_perturbations(
+        self, perturbations: Sequence[Leaf | None]
+    ) -> list[Leaf | Parameter]:
         inputs = [*self.inputs]
-        for i, twin in enumerate(twins):
-            if twin is not None:
-                inputs[i] = Parameter(inputs[i], i, tuple(range(jnp.ndim(twin))))
+        for i, perturbation in enumerate(perturbations):
+            if perturbation is not None:
+                inputs[i] = Parameter(
+                    inputs[i], i, tuple(range(jnp.ndim(perturbation)))
+                )
         return inputs
 
     def axes_of_layers(self, params: Params) -> dict[int, int]:
         """The axes of parameters, by their leaves, along which scans take layers."""
-        reads, _ = _reads_of(self.closed, self._with_twins(jax.tree.leaves(params)))
-        axes = {i: [x for x in by if isinstance(x, int)] for i, by in reads.items()}
+        consumers, _ = _consumers_of(
+            self.closed, self._with_perturbations(jax.tree.leaves(params))
+        )
+        axes = {i: [x for x in by if isinstance(x, int)] for i, by in consumers.items()}
         return {i: min(found) for i, found in axes.items() if found}
 
-    def of_twins(self, twins: TwinArrays, num_tokens: jax.Array | None = None) -> Any:
-        """What `f` returned, as a function of twins; `None` is one that has none."""
-        inputs = self._with_twins(twins)
-        reads, _ = _reads_of(self.closed, inputs)
+    def perturbed(
+        self, perturbations: Perturbations, num_tokens: jax.Array | None = None
+    ) -> Any:
+        """What `f` returned, as a function of perturbations; `None` is one that has none."""
+        inputs = self._with_perturbations(perturbations)
+        consumers, _ = _consumers_of(self.closed, inputs)
         if (collected := _collected.get()) is not None:
-            collected.update(reads)
-        arrays = {i: x for i, x in enumerate(twins) if x is not None}
-        layered = {leaf for leaf, found in reads.items() if 0 in found}
-        given = Twins(arrays, layered, num_tokens)
+            collected.update(consumers)
+        arrays = {i: x for i, x in enumerate(perturbations) if x is not None}
+        layered = {leaf for leaf, found in consumers.items() if 0 in found}
+        given = LayerPerturbations(arrays, layered, num_tokens)
         outputs = _evaluate(self.closed, self.closed.consts, inputs, given)
-        return self.structure.unflatten(map(given.stand_in, outputs))
+        return self.structure.unflatten(map(given.perturbed, outputs))
 
 
 def as_array(constant: Leaf) -> Leaf:
@@ -204,7 +220,7 @@ def _evaluate(
     traced: Trace,
     consts: Sequence[Leaf],
     inputs: Sequence[Leaf | Parameter],
-    twins: Twins,
+    perturbations: LayerPerturbations,
 ) -> list[Leaf | Parameter]:
     """The outputs of a traced function."""
     jaxpr = as_jaxpr(traced)
@@ -220,26 +236,26 @@ def _evaluate(
         if not isinstance(read(x), Parameter):
             return read(x)
         if x not in differentiable:
-            differentiable[x] = twins.stand_in(values[x])
+            differentiable[x] = perturbations.perturbed(values[x])
         return differentiable[x]
 
     for eqn in jaxpr.eqns:
         given = [*map(read, eqn.invars)]
-        knows_twins = any(isinstance(x, Parameter) for x in given)
-        knows_twins = knows_twins and (is_scan(eqn) or passes_on(eqn))
-        if not knows_twins:  # outside of the operation's context: it may have a mesh
+        is_perturbed = any(isinstance(x, Parameter) for x in given)
+        is_perturbed = is_perturbed and (is_scan(eqn) or passes_on(eqn))
+        if not is_perturbed:  # outside of the operation's context: it may have a mesh
             given = [*map(array, eqn.invars)]
         with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
-            if not knows_twins:
+            if not is_perturbed:
                 outputs = evaluated(jaxpr, eqn, given)
             elif is_scan(eqn):
-                outputs = _scan(eqn, given, array, twins)
+                outputs = _scan(eqn, given, array, perturbations)
             elif is_remat(eqn):
-                outputs = _remat(eqn, given, twins)
+                outputs = _remat(eqn, given, perturbations)
             elif is_call(eqn):
                 [called] = subjaxprs(eqn)
                 own = getattr(called, "consts", ())
-                outputs = _evaluate(called, own, given, twins)
+                outputs = _evaluate(called, own, given, perturbations)
             else:
                 [x] = given
                 outputs = [replace(_moved(eqn, x), value=changed(eqn, x.value))]
@@ -252,35 +268,35 @@ def _moved(eqn: JaxprEqn, x: Parameter) -> Parameter:
 
 
 def _remat(
-    eqn: JaxprEqn, given: list[Leaf | Parameter], twins: Twins
+    eqn: JaxprEqn, given: list[Leaf | Parameter], perturbations: LayerPerturbations
 ) -> list[Leaf | Parameter]:
     [called] = subjaxprs(eqn)
 
     def call(given: list[Leaf], arrays: dict[int, jax.Array]) -> list[Leaf]:
-        return _evaluate(called, (), given, twins._replace(arrays=arrays))
+        return _evaluate(called, (), given, perturbations._replace(arrays=arrays))
 
     run = jax.checkpoint(call, **remat_options(eqn))
     used = {x.leaf for x in given if isinstance(x, Parameter)}
-    return run(given, {i: twins.arrays[i] for i in sorted(used)})
+    return run(given, {i: perturbations.arrays[i] for i in sorted(used)})
 
 
 def _scan(
     eqn: JaxprEqn,
     given: list[Leaf | Parameter],
     array: Callable[[Atom], Leaf],
-    twins: Twins,
+    perturbations: LayerPerturbations,
 ) -> list[Leaf]:
     [body] = subjaxprs(eqn)
     first, last = carry_of(eqn)
     fixed = [*map(array, eqn.invars[:first])]
     carry = [*map(array, eqn.invars[first:last])]
     slices = [
-        x if isinstance(x, Parameter) and _read_by(eqn, i, x) == 0 else array(variable)
+        x if isinstance(x, Parameter) and _consumer(eqn, i, x) == 0 else array(variable)
         for i, (x, variable) in enumerate(zip(given, eqn.invars, strict=True))
         if i >= last
     ]
     leaves = [x.leaf for x in slices if isinstance(x, Parameter)]
-    layers = {leaf: twins.arrays[leaf] for leaf in leaves}
+    layers = {leaf: perturbations.arrays[leaf] for leaf in leaves}
 
     def of_layer(x: Leaf | Parameter) -> Leaf | Parameter:
         if not isinstance(x, Parameter):
@@ -289,10 +305,10 @@ def _scan(
 
     def iterate(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
         elements, arrays = given
-        own = twins._replace(arrays=arrays)
+        own = perturbations._replace(arrays=arrays)
         inputs = [*fixed, *carry, *map(of_layer, elements)]
         outputs = _evaluate(body, getattr(body, "consts", ()), inputs, own)
-        outputs = [*map(own.stand_in, outputs)]
+        outputs = [*map(own.perturbed, outputs)]
         return outputs[: len(carry)], outputs[len(carry) :]
 
     options = scan_options(eqn)
@@ -300,10 +316,10 @@ def _scan(
     return [*carry, *stacks]
 
 
-def _reads_of(
+def _consumers_of(
     traced: Trace, inputs: Sequence[Leaf | Parameter | None]
-) -> tuple[Reads, list[Parameter | None]]:
-    """What reads each parameter, and the outputs that are parameters."""
+) -> tuple[Consumers, list[Parameter | None]]:
+    """What consumers each parameter, and the outputs that are parameters."""
     jaxpr, found = as_jaxpr(traced), defaultdict[int, set[int | str]](set)
     pairs = zip(jaxpr.invars, inputs, strict=True)
     known = {x: value if isinstance(value, Parameter) else None for x, value in pairs}
@@ -316,19 +332,19 @@ def _reads_of(
         parameters = {i: x for i, x in enumerate(given) if x is not None}
         if not parameters or not passes_on(eqn):
             for i, x in parameters.items():
-                found[x.leaf].add(_read_by(eqn, i, x))
+                found[x.leaf].add(_consumer(eqn, i, x))
             continue
         if called := subjaxprs(eqn):
-            inner, outputs = _reads_of(called[0], given)
-            for leaf, reads in inner.items():
-                found[leaf] |= reads
+            inner, outputs = _consumers_of(called[0], given)
+            for leaf, consumers in inner.items():
+                found[leaf] |= consumers
         else:
             outputs = [_moved(eqn, x) for x in parameters.values()]
         known.update(zip(eqn.outvars, outputs, strict=True))
     return found, [*map(read, jaxpr.outvars)]
 
 
-def _read_by(eqn: JaxprEqn, position: int, x: Parameter) -> int | str:
+def _consumer(eqn: JaxprEqn, position: int, x: Parameter) -> int | str:
     if not is_scan(eqn):
         return operation(eqn)
     if position < carry_of(eqn)[1]:

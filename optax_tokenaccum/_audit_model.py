@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_tokenaccum._state import owned
+from optax_tokenaccum._state import copy_for_donation
 from optax_tokenaccum._trees import T, Tree, check_same_tree, is_float, named_leaves
 
 
@@ -23,12 +23,12 @@ class Model:
         if not found:
             raise TypeError(f"params must hold arrays of floats: got {model!r}.")
         self._places, self.names, arrays = zip(*found, strict=True)
-        self.trained: list[jax.Array] = owned([*arrays])
+        self.trained: list[jax.Array] = copy_for_donation([*arrays])
 
     def build(self, trained: list[jax.Array]) -> Any:
         """A model like the given one, with copies of these arrays."""
         leaves = copied(self._leaves)
-        for i, array in zip(self._places, owned(trained), strict=True):
+        for i, array in zip(self._places, copy_for_donation(trained), strict=True):
             leaves[i] = array
         return self._merge(self._structure.unflatten(leaves))
 
@@ -44,7 +44,7 @@ class Model:
         for before, after in zip(self._leaves, leaves, strict=True):
             if isinstance(before, float) and before != after:  # Equinox has constants
                 raise TypeError(f"params must be arrays: {before} was trained.")
-        return flat([leaves[i] for i in self._places])
+        return as_vector([leaves[i] for i in self._places])
 
 
 def _params_of(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
@@ -65,7 +65,7 @@ def copied(tree: T) -> T:
     return jax.tree.map(lambda x: copy.copy(x) if _is_array(x) else x, tree)
 
 
-def flat(arrays: list[Any]) -> np.ndarray:
+def as_vector(arrays: list[Any]) -> np.ndarray:
     """All numbers as float64; a complex one is two."""
     parts = [np.ravel(np.asarray(x)) for x in arrays]
     return np.concatenate([x.view(x.real.dtype).astype(np.float64) for x in parts])

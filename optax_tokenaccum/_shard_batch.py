@@ -89,7 +89,7 @@ class MicroBatch(NamedTuple):
         return self._replace(rng=folded)
 
 
-def spread(batch: Batch, devices: Devices, axis: int = 0) -> Rows:
+def shard_rows(batch: Batch, devices: Devices, axis: int = 0) -> Rows:
     """Spreads the rows of a batch; arrays that are on a mesh are not moved."""
     mesh = devices.mesh
     if mesh is None:
@@ -153,10 +153,10 @@ def _check_rows(
     over = f"the {devices.size} devices of data_axes {devices.names}"
     found = [(path, jnp.shape(x)) for path, x in named_leaves(batch)]
     divide = all(found[i][1][axis] % devices.size == 0 for i in rows)
-    if divide and not devices.lead:
+    if divide and not devices.device_axis:
         return
     path, shape = found[rows[0]]
-    for i in [*rows, *(copies if devices.lead else [])]:
+    for i in [*rows, *(copies if devices.device_axis else [])]:
         other, its_shape = found[i]
         if (its_shape[axis] == shape[axis]) == (i in copies):
             raise ValueError(

@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation, Added
-from optax_tokenaccum._copies import of_copies
 from optax_tokenaccum._devices import Devices, Shardings
 from optax_tokenaccum._jaxprs import Trace, changed_paths, collectives
-from optax_tokenaccum._rows import Inputs, MicroBatch
-from optax_tokenaccum._scans import Traced, TwinArrays
+from optax_tokenaccum._per_device_loss import per_device_loss
+from optax_tokenaccum._perturbations import Perturbations, Traced
+from optax_tokenaccum._shard_batch import Inputs, MicroBatch
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     Aux,
@@ -171,24 +171,30 @@ def add_micro_batch(
         loss_sum, (num_tokens, rest) = loss(params, inputs)
         return loss_sum, (as_num_tokens(num_tokens, dtype), rest)
 
-    if devices.lead:
-        of_twins = of_copies(of_rows, devices, params, micro_batch, model_state)
+    if devices.device_axis:
+        perturbed_loss = per_device_loss(
+            of_rows, devices, params, micro_batch, model_state
+        )
     else:
         traced = Traced(of_rows, params, micro_batch.inputs(model_state))
         check_own_map(traced.closed, params)
         n = traced.alone(1).value()
 
-        def of_twins(twins: TwinArrays) -> Any:
-            loss_sum, (_, rest) = traced.of_twins(twins, n)
+        def perturbed_loss(perturbations: Perturbations) -> Any:
+            loss_sum, (_, rest) = traced.perturbed(perturbations, n)
             return loss_sum, (n, rest)
 
-    flat, are_spread, stack = devices.flat(opt_state.grad_sums, params, shardings)
+    flat, are_spread, stack = devices.flatten_device_axis(
+        opt_state.grad_sums, params, shardings
+    )
     added = setup.accumulation.add_loss(
-        of_twins,
+        perturbed_loss,
         opt_state._replace(grad_sums=flat),
         params,
         are_spread,
-        total=lambda gradients: devices.total(stack(gradients), shardings),
+        reduce_over_devices=lambda gradients: devices.reduce_over_devices(
+            stack(gradients), shardings
+        ),
     )
     aux, changed = added.aux
     opt_state = added.opt_state._replace(grad_sums=stack(added.opt_state.grad_sums))

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from optax_tokenaccum._devices import Devices, entry_of, over_devices
 from optax_tokenaccum._jaxprs import asks_for_device, collectives, has_rules
-from optax_tokenaccum._rows import Inputs, MicroBatch
-from optax_tokenaccum._scans import Traced, TwinArrays, counted, stand_in
+from optax_tokenaccum._perturbations import Perturbations, Traced, counted, perturbed
+from optax_tokenaccum._shard_batch import Inputs, MicroBatch
 from optax_tokenaccum._trees import (
     Leaf,
     ModelState,
@@ -33,21 +33,21 @@ from optax_tokenaccum._trees import (
 LossOfRows = Callable[[Params, Inputs], tuple[jax.Array, tuple[jax.Array, Tree]]]
 
 
-def of_copies(
+def per_device_loss(
     loss: LossOfRows,
     devices: Devices,
     params: Params,
     micro_batch: MicroBatch,
     model_state: ModelState,
-) -> Callable[[TwinArrays], Any]:
-    """The loss of all rows, as a function of the twins of each device's copy.
+) -> Callable[[Perturbations], Any]:
+    """The loss of all rows, as a function of the perturbations of each device's copy.
 
     It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`.
     """
     names = devices.names
     differ = micro_batch.differ(model_state)
 
-    def of_device(twins: TwinArrays, params: Params, inputs: Inputs) -> Any:
+    def of_device(perturbations: Perturbations, params: Params, inputs: Inputs) -> Any:
         place = jax.lax.axis_index(names)
         own_key = functools.partial(_own_key, place)
         model_state = jax.tree.map(own_key, inputs.model_state)
@@ -57,17 +57,19 @@ def of_copies(
         inputs = inputs._replace(model_state=model_state, rng=rng)
         traced = Traced(loss, params, inputs)
         own = [
-            twin if twin is None else twin.reshape(p.shape)
-            for twin, p in zip(twins, jax.tree.leaves(params), strict=True)
+            perturbation if perturbation is None else perturbation.reshape(p.shape)
+            for perturbation, p in zip(
+                perturbations, jax.tree.leaves(params), strict=True
+            )
         ]
         _check_names(traced, own, names)
         if devices.size > 1:
             _check_sums(traced, loss, differ, devices.size, params, inputs)
         n = traced.alone(1).value()
-        loss_sum, (_, (aux, changed)) = traced.of_twins(own, n)
+        loss_sum, (_, (aux, changed)) = traced.perturbed(own, n)
         # Only its value: a gradient may be finite where the loss is not.
         value = counted(jax.lax.stop_gradient(loss_sum), n)
-        loss_sum = stand_in(loss_sum.dtype, value, loss_sum, None)
+        loss_sum = perturbed(loss_sum.dtype, value, loss_sum, None)
         aux = jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux)
         changed = {i: _unified(x, names) for i, x in changed.items()}
         loss_sum = loss_sum.astype(at_least_float32(loss_sum.dtype))
@@ -78,7 +80,9 @@ def of_copies(
     in_specs = own, P(), micro_batch.specs()
     out_specs = P(), (P(), (own, P()))
     mapped = over_devices(of_device, devices.mesh, names, in_specs, out_specs)
-    return lambda twins: mapped(twins, params, micro_batch.inputs(model_state))
+    return lambda perturbations: mapped(
+        perturbations, params, micro_batch.inputs(model_state)
+    )
 
 
 def _own_key(place: jax.Array, x: Leaf) -> Leaf:
@@ -98,12 +102,14 @@ def _unified(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def _check_names(traced: Traced, twins: TwinArrays, names: tuple[str, ...]) -> None:
+def _check_names(
+    traced: Traced, perturbations: Perturbations, names: tuple[str, ...]
+) -> None:
     """Raises `ValueError` if devices exchange values along the data axes."""
     passes = {"": traced.closed}
-    if has_rules(traced.closed) and jax.tree.leaves(twins):
-        gradient = jax.grad(lambda twins: traced.of_twins(twins)[0])
-        passes[" in its backward pass"] = jax.make_jaxpr(gradient)(twins)
+    if has_rules(traced.closed) and jax.tree.leaves(perturbations):
+        gradient = jax.grad(lambda perturbations: traced.perturbed(perturbations)[0])
+        passes[" in its backward pass"] = jax.make_jaxpr(gradient)(perturbations)
     for where, one in passes.items():
         for name, along in collectives(one):
             if not along.isdisjoint(names):
