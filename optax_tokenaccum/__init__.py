@@ -21,6 +21,7 @@ from optax_tokenaccum._transformation import (
     has_updated,
     token_accumulation,
     window_gradient,
+    with_num_tokens,
 )
 from optax_tokenaccum._whole_gradients import whole_gradients
 from optax_tokenaccum._window import (
@@ -28,7 +29,6 @@ from optax_tokenaccum._window import (
     window_value_and_grad,
 )
 from optax_tokenaccum._window_step import WindowStep, make_window_step
-from optax_tokenaccum._with_num_tokens import with_num_tokens
 
 __version__ = "0.4.0"
 

@@ -169,10 +169,10 @@ class Accumulation:
             gradients
         ),
     ) -> Added:
-        """Differentiates the loss of perturbations of the parameters, and adds the micro-batch.
+        """Differentiates a perturbed loss, and adds the micro-batch.
 
-        `reduce_over_devices` gives the gradients over all devices, for `should_skip_update_fn`. For
-        `is_spread`, see `add_gradients`.
+        `reduce_over_devices` is for `should_skip_update_fn`, which is given the
+        gradients over all devices. For `is_spread`, see `add_gradients`.
         """
         sums, structure = jax.tree.flatten(state.grad_sums)
         leaves = jax.tree.leaves(params)
@@ -286,8 +286,9 @@ class Accumulation:
 
         `update(gradient, norm, otherwise, inner_opt_state)` runs the inner optimizer on
         a gradient with the dtypes of `like`, whose global norm is `norm()`. It returns
-        a result and the optimizer's state. `reduce_over_devices` adds up the sums of all devices.
-        Returns the result, `otherwise` without an update, and the new state.
+        a result and the optimizer's state. `reduce_over_devices` adds up the sums of
+        all devices. Returns the result, `otherwise` without an update, and the new
+        state.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
         in_place = can_overwrite(state.grad_sums)

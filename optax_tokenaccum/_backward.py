@@ -2,8 +2,8 @@
 
 `jax.vjp(...).with_refs` adds gradients to mutable arrays within the backward pass. The
 gradient of layers that a scan takes is then added layer by layer, and never exists as a
-materialized next to the sums. Every other gradient is added as soon as it is materialized. Without
-such layers, gradients are added after the backward pass.
+whole next to the sums. Every other gradient is materialized: it is added as soon as it
+is whole. Without such layers, gradients are added after the backward pass.
 """
 
 import contextlib
@@ -176,7 +176,7 @@ def _why_after() -> str | None:
 
 
 def _why_materialized(consumers: set[int | str]) -> str | None:
-    """Why a gradient is materialized, unless scans alone read a parameter, layer by layer."""
+    """Why a gradient is materialized, unless scans alone read it, layer by layer."""
     names = {TRANSPOSE if isinstance(x, int) else x for x in consumers - {0}}
     others = ", ".join(sorted(names))
     return f"not only a scan takes it, layer by layer: {others}" if others else None

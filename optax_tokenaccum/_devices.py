@@ -150,14 +150,14 @@ class Devices:
         if self.mesh is None or self.device_axis or shardings is None:
             return params
 
-        def held(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+        def placed(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
             own = entries_of(sharding, x.ndim)
             return self._constrain(
                 x, self._spec(x.shape, sharding) if like_sums else own
             )
 
         leaves, structure = jax.tree.flatten(params)
-        return structure.unflatten(map(held, leaves, shardings))
+        return structure.unflatten(map(placed, leaves, shardings))
 
     def reduce_over_devices(self, sums: Params, shardings: Shardings) -> Params:
         """The sums over all devices: called once, when the window closes.

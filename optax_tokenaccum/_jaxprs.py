@@ -8,7 +8,7 @@ pass is checked. To support a new operation, or a new name of one, change this f
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import eq
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import keystr, tree_leaves_with_path
-
-from optax_tokenaccum._trees import Leaf, Tree
+from jax.typing import ArrayLike
 
 Atom = Var | Literal
 Trace = Jaxpr | ClosedJaxpr
+T = TypeVar("T")
 
 # With the flags jax_custom_jvp3, jax_custom_vjp3 and jax_remat3 (jax 0.12), these are
 # classes, and all have the primitive `call_hi_primitive`, whose parameter `_prim` is an
@@ -120,7 +120,7 @@ def aval(x: Atom) -> Any:
     return x.aval
 
 
-def evaluated(jaxpr: Jaxpr, eqn: JaxprEqn, given: list[Leaf]) -> list[Leaf]:
+def evaluated(jaxpr: Jaxpr, eqn: JaxprEqn, given: Sequence[Any]) -> list[ArrayLike]:
     """The outputs of one operation of `jaxpr`."""
     pairs = zip(eqn.invars, given, strict=True)
     values = {x: value for x, value in pairs if not isinstance(x, Literal)}
@@ -196,7 +196,7 @@ def _rank(x: Atom) -> int:
     return len(getattr(aval(x), "shape", ()))
 
 
-def changed_paths(f: Callable[[Tree], Tree], given: Tree, returned: Tree) -> list[str]:
+def changed_paths(f: Callable[[T], T], given: T, returned: T) -> list[str]:
     """The paths of what `f` changes; `returned` is what it returned for `given`.
 
     nnx.remat and nnx.jit write everything back, mostly as it was.
@@ -234,8 +234,8 @@ class Alone(NamedTuple):
     """One output of a traced function, by dead-code elimination."""
 
     jaxpr: Jaxpr
-    consts: Sequence[Leaf]
-    args: Sequence[Leaf]
+    consts: Sequence[ArrayLike]
+    args: Sequence[ArrayLike]
     needed: list[bool]  # of the inputs
 
     def value(self) -> jax.Array:
@@ -244,7 +244,7 @@ class Alone(NamedTuple):
 
 
 def output_alone(
-    jaxpr: Jaxpr, consts: Sequence[Leaf], inputs: Sequence[Leaf], output: int
+    jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[ArrayLike], output: int
 ) -> Alone:
     alone, needed = _alone(jaxpr, output)
     if any(needed):

@@ -57,10 +57,8 @@ def per_device_loss(
         inputs = inputs._replace(model_state=model_state, rng=rng)
         traced = Traced(loss, params, inputs)
         own = [
-            perturbation if perturbation is None else perturbation.reshape(p.shape)
-            for perturbation, p in zip(
-                perturbations, jax.tree.leaves(params), strict=True
-            )
+            x if x is None else x.reshape(p.shape)
+            for x, p in zip(perturbations, jax.tree.leaves(params), strict=True)
         ]
         _check_names(traced, own, names)
         if devices.size > 1:

@@ -1,11 +1,29 @@
-"""The loss of perturbations: gradients in the dtype of their sums, layer by layer.
+"""The loss as a function of perturbations: gradients layer by layer, in float32.
 
-A perturbation is an input of zeros that receives the cotangent of a parameter. It has the shape
-of the parameter and the dtype of its sum, at least float32; its value is never read.
-The loss is evaluated with `perturbed(parameter, perturbation)` in place of each parameter. Where
-a scan takes a parameter layer by layer, also after a cast, a transposition or inside of
-`jax.checkpoint`, the scan takes the perturbation too, so that the gradient of each layer is
-made in the scan, in the dtype of the sum.
+A perturbation is an input of zeros that receives the cotangent of a parameter, as in
+Flax. It has the shape of the parameter and the dtype of its sum, at least float32; its
+value is never read. The loss is evaluated with `perturbed(parameter, perturbation)` in
+place of each parameter. Where a scan takes a parameter layer by layer, also after a
+cast, a transposition or inside of `jax.checkpoint`, the scan takes the perturbation
+too, so that the gradient of each layer is made in the scan, in the dtype of the sum.
+
+The traces of a loss with three layers `w`, before and after, shortened; `d` is the
+perturbation of `w`, and `n` the number of tokens:
+
+    { lambda ; w:f32[3,4,4] x:bf16[4]. let
+        y:bf16[4] = scan[length=3 jaxpr={ lambda ; x:bf16[4] w:f32[4,4]. let
+            v:bf16[4,4] = convert_element_type[new_dtype=bfloat16] w
+            y:bf16[4] = dot_general x v
+          in (y,) }] x w
+      in (sum y,) }
+
+    { lambda w:f32[3,4,4] x:bf16[4]; d:f32[3,4,4] n:f32[]. let
+        y:bf16[4] = scan[length=3 jaxpr={ lambda ; x:bf16[4] w d:f32[4,4]. let
+            v:bf16[4,4] = convert_element_type[new_dtype=bfloat16] w
+            v:bf16[4,4] = custom_vjp_call[name=perturbed] v d n  # its value is v
+            y:bf16[4] = dot_general x v
+          in (y,) }] x w d
+      in (sum y,) }
 """
 
 import functools
@@ -64,7 +82,7 @@ def perturbed(
     perturbation: jax.Array,
     num_tokens: jax.Array | None,
 ) -> jax.Array:
-    """`value`, as a function of `perturbation`, whose gradient is `counted`, of this dtype."""
+    """`value`, as a function of `perturbation`; its gradient is `counted`."""
     return value
 
 
@@ -92,13 +110,12 @@ perturbed.defvjp(_perturbed_forward, _perturbed_backward)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that has a perturbation, or what casts and transpositions made of it."""
+    """A parameter with a perturbation, or what casts and transpositions made of it."""
 
     value: Leaf
     leaf: int = field(metadata={"static": True})  # of the parameters
-    axes: tuple[int, ...] = field(
-        metadata={"static": True}
-    )  # of the perturbation, in order
+    # Of the perturbation, in order.
+    axes: tuple[int, ...] = field(metadata={"static": True})
 
 
 class LayerPerturbations(NamedTuple):
@@ -142,17 +159,17 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)
 
 
-# What consumers a parameter: an operation, by its name, or a scan that takes layers along
+# What reads a parameter: an operation, by its name, or a scan that takes layers along
 # an axis, by this axis.
 Consumers = dict[int, set[int | str]]  # by the leaf of the parameters
-# Where `Traced.perturbed` tells what consumers the parameters.
+# Where `Traced.perturbed` tells what reads the parameters.
 _collected: ContextVar[Consumers | None] = ContextVar("collected", default=None)
 
 
 def traced_with_consumers(
     loss: Callable[[Perturbations], Any], perturbations: Perturbations
 ) -> tuple[ClosedJaxpr, Tree, Consumers]:
-    """The trace of a loss that calls `Traced.perturbed`, its shapes, and what consumers perturbations."""
+    """The trace of a loss that calls `Traced.perturbed`, its shapes, its consumers."""
     consumers: Consumers = defaultdict(set)
     token = _collected.set(consumers)
     try:
@@ -163,7 +180,7 @@ def traced_with_consumers(
 
 
 class Traced:
-    """The trace of `f(params, *args)`, to be evaluated with perturbations of the parameters."""
+    """The trace of `f(params, *args)`, to be evaluated with perturbed parameters."""
 
     def __init__(self, f: Callable[..., Any], params: Params, *args: Any):
         self.closed, shapes = jax.make_jaxpr(f, return_shape=True)(params, *args)
@@ -178,25 +195,22 @@ class Traced:
         self, perturbations: Sequence[Leaf | None]
     ) -> list[Leaf | Parameter]:
         inputs = [*self.inputs]
-        for i, perturbation in enumerate(perturbations):
-            if perturbation is not None:
-                inputs[i] = Parameter(
-                    inputs[i], i, tuple(range(jnp.ndim(perturbation)))
-                )
+        for i, x in enumerate(perturbations):
+            if x is not None:
+                inputs[i] = Parameter(inputs[i], i, tuple(range(jnp.ndim(x))))
         return inputs
 
     def axes_of_layers(self, params: Params) -> dict[int, int]:
         """The axes of parameters, by their leaves, along which scans take layers."""
-        consumers, _ = _consumers_of(
-            self.closed, self._with_perturbations(jax.tree.leaves(params))
-        )
+        inputs = self._with_perturbations(jax.tree.leaves(params))
+        consumers, _ = _consumers_of(self.closed, inputs)
         axes = {i: [x for x in by if isinstance(x, int)] for i, by in consumers.items()}
         return {i: min(found) for i, found in axes.items() if found}
 
     def perturbed(
         self, perturbations: Perturbations, num_tokens: jax.Array | None = None
     ) -> Any:
-        """What `f` returned, as a function of perturbations; `None` is one that has none."""
+        """What `f` returned, as a function of perturbations, `None` where none is."""
         inputs = self._with_perturbations(perturbations)
         consumers, _ = _consumers_of(self.closed, inputs)
         if (collected := _collected.get()) is not None:
@@ -319,7 +333,7 @@ def _scan(
 def _consumers_of(
     traced: Trace, inputs: Sequence[Leaf | Parameter | None]
 ) -> tuple[Consumers, list[Parameter | None]]:
-    """What consumers each parameter, and the outputs that are parameters."""
+    """What reads each parameter, and the outputs that are parameters."""
     jaxpr, found = as_jaxpr(traced), defaultdict[int, set[int | str]](set)
     pairs = zip(jaxpr.invars, inputs, strict=True)
     known = {x: value if isinstance(value, Parameter) else None for x, value in pairs}

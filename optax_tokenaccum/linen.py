@@ -11,9 +11,8 @@ from jax.typing import ArrayLike
 from optax_tokenaccum._checks import check_params
 from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._state import TokenAccumulationState
-from optax_tokenaccum._transformation import has_updated
+from optax_tokenaccum._transformation import has_updated, with_num_tokens
 from optax_tokenaccum._trees import Params, TracedBool, nodes_of
-from optax_tokenaccum._with_num_tokens import with_num_tokens
 
 
 class TrainState(train_state.TrainState):
