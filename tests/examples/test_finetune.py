@@ -1,5 +1,6 @@
 """The example: its data, its model, the comparison, and runs that are killed."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -59,6 +60,11 @@ def test_a_split_is_judged_by_its_tokens_not_by_its_batches(monkeypatch: Any):
     assert abs(naive - exact) > 1e-4 * exact
 
 
+def test_the_loss_of_a_window_weights_those_of_its_micro_batches():
+    results = [(np.float32(2.0), 1), (np.float32(10.0), 9)]
+    assert finetune.window_loss(results) == pytest.approx(9.2)  # the mean is 6
+
+
 def start(*words: Any) -> subprocess.Popen:
     """Start the example; its programs are cached like those of the tests."""
     return subprocess.Popen(
@@ -83,20 +89,24 @@ def resumable(directory: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_the_program_prints_a_table_and_draws_a_picture(tmp_path: Path):
+def test_the_program_prints_a_table_and_draws_pictures(tmp_path: Path):
     words = "--gradient-accumulation-steps", 4, "--updates", 3, "--out", tmp_path
+    start = time.monotonic()
     status, printed = run(*words)
+    minutes = (time.monotonic() - start) / 60
     assert status == 0, printed
     cells = [line.split() for line in printed.splitlines()]
     rows = {row[0]: row[1:] for row in cells if len(row) == 3}
     assert rows["full-batch"][0] == "reference"
-    assert "minutes of CPU time" in printed
+    [took] = re.findall(r"^took (.*) minutes$", printed, re.MULTILINE)
+    assert 0 <= float(took) <= minutes + 0.05  # wall time
     assert float(rows["optax.MultiSteps"][0]) > 1e-4
     for way in ("MultiSteps", "make_train_step", "make_window_step"):
         assert float(rows[way][0]) < 1e-5, way
-    assert [path.name for path in tmp_path.iterdir()] == ["weights.png"]
-    picture = (tmp_path / "weights.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    pictures = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert pictures.keys() == {"weights.png", "results.png"}
+    for picture in pictures.values():
+        assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
 def end_of(directory: Path) -> Any:
