@@ -2,8 +2,9 @@
 
 `jax.vjp(...).with_refs` adds gradients to mutable arrays within the backward pass. The
 gradient of layers that a scan takes is then added layer by layer, and never exists as a
-whole next to the sums. Every other gradient is materialized: it is added as soon as it
-is whole. Without such layers, gradients are added after the backward pass.
+whole next to the sums. That of a large parameter which a scan is given whole is added
+in every iteration. Every other gradient is materialized: it is added as soon as it is
+whole. Without such scans, gradients are added after the backward pass.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum._jaxprs import TRANSPOSE
 from optax_tokenaccum._perturbations import (
+    IN_LOOP,
     Perturbations,
     as_array,
     traced_with_consumers,
@@ -109,7 +111,8 @@ def add_gradients(
         for i in leaves
     }
     report(params, why)
-    if why_all or not layered - {*materialized}:
+    within = {i for i in leaves if not consumers[i].isdisjoint({0, IN_LOOP})}
+    if why_all or not within - {*materialized}:
         return _add_after(trace, consts, sums, perturbations)
     # The functions must not hold values: see `LossTrace`.
     like = jax.eval_shape(lambda: params)
@@ -176,10 +179,14 @@ def _why_after() -> str | None:
 
 
 def _why_materialized(consumers: set[int | str]) -> str | None:
-    """Why a gradient is materialized, unless scans alone read it, layer by layer."""
-    names = {TRANSPOSE if isinstance(x, int) else x for x in consumers - {0}}
-    others = ", ".join(sorted(names))
-    return f"not only a scan takes it, layer by layer: {others}" if others else None
+    """Why a gradient is materialized, unless scans alone read it, in the right way."""
+    others = consumers - {0, IN_LOOP}
+    names = {TRANSPOSE if isinstance(x, int) else x for x in others}
+    if not names:
+        return None
+    return (
+        f"not only scans take it, layer by layer or large: {', '.join(sorted(names))}"
+    )
 
 
 # A parameter's shape, and why its gradient is materialized, if it is.

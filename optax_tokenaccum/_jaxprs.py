@@ -137,7 +137,8 @@ def evaluated(jaxpr: Jaxpr, eqn: JaxprEqn, given: Sequence[Any]) -> list[ArrayLi
 def passes_on(eqn: JaxprEqn) -> bool:
     """Whether a perturbation can stand for what an operation makes of a parameter.
 
-    A cast to fewer bits is one: its gradient is cast to more bits, and loses none.
+    A cast to fewer bits is one: its gradient is cast to more bits, and loses none. So
+    is one from 16 bits to more, whose gradient is then not rounded to 16 bits.
     """
     name, params = operation(eqn), _params(eqn)
     if name == "convert_element_type":
@@ -145,7 +146,8 @@ def passes_on(eqn: JaxprEqn) -> bool:
         are_floats = all(jnp.issubdtype(x, jnp.floating) for x in (old, new))
         if params["sharding"] or not are_floats:
             return False
-        return old == new or jnp.finfo(new).bits < jnp.finfo(old).bits
+        bits = jnp.finfo(old).bits
+        return old == new or bits == 16 or jnp.finfo(new).bits < bits
     if name == "jit":
         given = [*params["in_shardings"], *params["out_shardings"]]
         return not any(isinstance(x, jax.sharding.Sharding) for x in given)

@@ -5,7 +5,8 @@ Flax. It has the shape of the parameter and the dtype of its sum, at least float
 value is never read. The loss is evaluated with `perturbed(parameter, perturbation)` in
 place of each parameter. Where a scan takes a parameter layer by layer, also after a
 cast, a transposition or inside of `jax.checkpoint`, the scan takes the perturbation
-too, so that the gradient of each layer is made in the scan, in the dtype of the sum.
+too, so that the gradient of each layer is made in the scan, in the dtype of the sum. A
+large parameter that a scan is given whole is perturbed in the scan, too.
 
 The traces of a loss with three layers `w`, before and after, shortened; `d` is the
 perturbation of `w`, and `n` the number of tokens:
@@ -162,6 +163,12 @@ def _rounded(x: jax.Array) -> jax.Array:
 # What reads a parameter: an operation, by its name, or a scan that takes layers along
 # an axis, by this axis.
 Consumers = dict[int, set[int | str]]  # by the leaf of the parameters
+# An operation in a loop that is given all of the parameter.
+IN_LOOP = "in a loop"
+GIVEN_ALL = "a loop that is given all of it"
+# The elements from which on a parameter that a loop is given whole adds its gradient in
+# every iteration. In smaller ones, the memory is not worth the time of the additions.
+LARGE = 2**20
 # Where `Traced.perturbed` tells what reads the parameters.
 _collected: ContextVar[Consumers | None] = ContextVar("collected", default=None)
 
@@ -302,15 +309,14 @@ def _scan(
 ) -> list[Leaf]:
     [body] = subjaxprs(eqn)
     first, last = carry_of(eqn)
-    fixed = [*map(array, eqn.invars[:first])]
-    carry = [*map(array, eqn.invars[first:last])]
-    slices = [
-        x if isinstance(x, Parameter) and _consumer(eqn, i, x) == 0 else array(variable)
-        for i, (x, variable) in enumerate(zip(given, eqn.invars, strict=True))
-        if i >= last
-    ]
-    leaves = [x.leaf for x in slices if isinstance(x, Parameter)]
-    layers = {leaf: perturbations.arrays[leaf] for leaf in leaves}
+    known = _perturbed_inside(eqn, given)
+    pairs = zip(known, eqn.invars, strict=True)
+    inputs = [array(variable) if x is None else x for x, variable in pairs]
+    fixed, carry, slices = inputs[:first], inputs[first:last], inputs[last:]
+    shared, layers = (
+        {x.leaf: perturbations.arrays[x.leaf] for x in some if isinstance(x, Parameter)}
+        for some in (fixed, slices)
+    )
 
     def of_layer(x: Leaf | Parameter) -> Leaf | Parameter:
         if not isinstance(x, Parameter):
@@ -319,7 +325,7 @@ def _scan(
 
     def iterate(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
         elements, arrays = given
-        own = perturbations._replace(arrays=arrays)
+        own = perturbations._replace(arrays=shared | arrays)
         inputs = [*fixed, *carry, *map(of_layer, elements)]
         outputs = _evaluate(body, getattr(body, "consts", ()), inputs, own)
         outputs = [*map(own.perturbed, outputs)]
@@ -328,6 +334,24 @@ def _scan(
     options = scan_options(eqn)
     carry, stacks = jax.lax.scan(iterate, carry, (slices, layers), **options)
     return [*carry, *stacks]
+
+
+def _perturbed_inside(
+    eqn: JaxprEqn, given: Sequence[Leaf | Parameter | None]
+) -> list[Parameter | None]:
+    """What a scan perturbs in its body: layers, and large parameters; else `None`."""
+    first, _ = carry_of(eqn)
+    found = [x if isinstance(x, Parameter) else None for x in given]
+    is_layered = [x and _consumer(eqn, i, x) == 0 for i, x in enumerate(found)]
+    pairs = zip(found, is_layered, strict=True)
+    layered = {x.leaf for x, is_its_layer in pairs if x and is_its_layer}
+
+    def is_inside(i: int, x: Parameter) -> bool:
+        # JAX cannot add to one array both layer by layer and as a whole.
+        is_constant = i < first and x.leaf not in layered
+        return bool(is_layered[i] or (is_constant and jnp.size(x.value) >= LARGE))
+
+    return [x if x and is_inside(i, x) else None for i, x in enumerate(found)]
 
 
 def _consumers_of(
@@ -344,6 +368,15 @@ def _consumers_of(
     for eqn in jaxpr.eqns:
         given = [*map(read, eqn.invars)]
         parameters = {i: x for i, x in enumerate(given) if x is not None}
+        if parameters and is_scan(eqn):
+            first, _ = carry_of(eqn)
+            whole = _perturbed_inside(eqn, given)[:first]
+            rest = [None] * (len(given) - first)
+            inner, _ = _consumers_of(subjaxprs(eqn)[0], [*whole, *rest])
+            for leaf, consumers in inner.items():
+                found[leaf] |= {_in_loop(x) for x in consumers}
+            shared = {i for i, x in enumerate(whole) if x is not None}
+            parameters = {i: x for i, x in parameters.items() if i not in shared}
         if not parameters or not passes_on(eqn):
             for i, x in parameters.items():
                 found[x.leaf].add(_consumer(eqn, i, x))
@@ -358,11 +391,16 @@ def _consumers_of(
     return found, [*map(read, jaxpr.outvars)]
 
 
+def _in_loop(consumer: int | str) -> int | str:
+    is_kept = isinstance(consumer, int) or consumer == GIVEN_ALL
+    return consumer if is_kept else IN_LOOP
+
+
 def _consumer(eqn: JaxprEqn, position: int, x: Parameter) -> int | str:
     if not is_scan(eqn):
         return operation(eqn)
     if position < carry_of(eqn)[1]:
-        return "a loop that is given all of it"
+        return GIVEN_ALL
     options = scan_options(eqn)
     if options["length"] == 0:  # `with_refs` would take a slice of no layers
         return "scan over no layers"

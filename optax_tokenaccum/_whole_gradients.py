@@ -21,9 +21,10 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     """The parameters whose gradients need memory next to their sums, and why.
 
     A backward pass of this library adds the gradients of layers that are stacked for a
-    scan layer by layer. Every other gradient of a micro-batch exists as a whole next to
-    its sum, which costs memory of its size. This names those that are at least 1 % of
-    the parameters. Nothing is compiled or run: this traces `f`.
+    scan layer by layer, and that of a parameter of at least 2**20 elements which a scan
+    is given whole in every iteration. Every other gradient of a micro-batch exists as a
+    whole next to its sum, which costs memory of its size. This names those that are at
+    least 1 % of the parameters. Nothing is compiled or run: this traces `f`.
 
     Args:
       f: a step; one of its halves, `step.accumulate`; or any function that calls this

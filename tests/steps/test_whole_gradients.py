@@ -14,6 +14,7 @@ from meshes import make_mesh
 
 from optax_tokenaccum import (
     _backward,
+    _perturbations,
     make_train_step,
     make_window_step,
     whole_gradients,
@@ -147,6 +148,13 @@ def scanned(x: Any, layers: Any) -> Any:
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0]
 
 
+def scanned_with(x: Any, layers: Any, other: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ (w + jnp.sum(other))), None
+
+    return jax.lax.scan(layer, x, layers)[0]
+
+
 def by_index(x: Any, layers: Any) -> Any:
     return jax.lax.fori_loop(0, LAYERS, lambda i, x: jnp.tanh(x @ layers[i]), x)
 
@@ -166,16 +174,35 @@ def loss_of(network: Any) -> Any:
         # In 0.3.0, these were not named.
         (loss_of(lambda w, x: scanned(scanned(x, w[:2]), w[2:])), {}, "slice"),
         (loss_of(lambda w, x: scanned(x, jnp.concatenate([w, w]))), {}, "concatenate"),
+        (
+            loss_of(lambda w, x: scanned_with(x, w, w)),
+            {},
+            "a loop that is given all of it",
+        ),
         (loss_of(lambda w, x: by_index(x, w)), {}, "a loop that is given all of it"),
     ],
     ids=["unrolled", "custom", "skips", "narrow sums"]
-    + ["in two parts", "joined", "by index in a loop"],
+    + ["in two parts", "joined", "whole and by layer", "by index in a loop"],
 )
 def test_the_reason_is_named(loss_fn: Any, options: Any, reason: str):
     step = make_train_step(loss_fn, optax.sgd(0.1), 2, **options)
     found = whole_gradients(step, step.init(PARAMS), X)
     assert [*found] == ALL
     assert reason in found["['layers']"]
+
+
+@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+def test_what_is_large_and_given_whole_to_a_loop_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(_perturbations, "LARGE", 100)
+
+    def shared(layers: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 2, lambda _, x: scanned(x, layers), x)
+
+    for network in (lambda w, x: by_index(x, w), shared):
+        step = make_train_step(loss_of(network), optax.sgd(0.1), 2)
+        assert whole_gradients(step, step.init(PARAMS), X) == {}
 
 
 @pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")

@@ -1,0 +1,148 @@
+"""Parameters that a loop is given whole add their gradients to the sums in the loop."""
+
+import random
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import optax
+import pytest
+from helpers import cut, relative_error, run_step
+from window_gradients import (
+    BATCHES,
+    by_hand,
+    layer,
+    loss_through,
+    params_of,
+    train_step,
+    value_and_grad,
+    window_step,
+)
+
+from optax_tokenaccum import _perturbations, window_value_and_grad
+
+WAYS = [train_step, window_step, value_and_grad]
+MANY = [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 25))]
+
+
+@pytest.fixture(autouse=True)
+def _small_ones_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_perturbations, "LARGE", 0)
+
+
+def cell(params: Any, x: Any) -> Any:
+    w = params["layers"]
+    return jax.lax.fori_loop(0, 4, lambda _, x: jnp.tanh(x @ w[0] + x @ w[1].T), x)
+
+
+def shared_over_depth(params: Any, x: Any) -> Any:
+    def again(x: Any, _: Any) -> Any:
+        return jax.lax.scan(layer, x, params["layers"])[0], x
+
+    return jax.lax.scan(jax.checkpoint(again), x, None, length=3)[0]
+
+
+def whole_and_by_layer(params: Any, x: Any) -> Any:
+    def both(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w + x @ params["layers"][1]), None
+
+    return jax.lax.scan(both, x, params["layers"])[0]
+
+
+def in_two_loops(params: Any, x: Any) -> Any:
+    return cell(params, jax.lax.fori_loop(0, 2, lambda _, x: cell(params, x), x))
+
+
+def whole_and_by_layer_in_a_loop(params: Any, x: Any) -> Any:
+    f = jax.checkpoint(lambda _, x: whole_and_by_layer(params, x))
+    return shared_over_depth(params, jax.lax.fori_loop(0, 2, f, x))
+
+
+def by_clamped_index(params: Any, x: Any) -> Any:
+    def read(x: Any, i: Any) -> Any:
+        return x + params["layers"][i, i], None
+
+    return jax.lax.scan(read, x, jnp.array([-9, -1, 0, 7]))[0]
+
+
+NETWORKS = [cell, shared_over_depth, whole_and_by_layer, in_two_loops]
+NETWORKS += [whole_and_by_layer_in_a_loop, by_clamped_index]
+
+
+@pytest.mark.parametrize(("network", "way"), [*zip(NETWORKS, WAYS * 2, strict=True)])
+def test_every_contribution_arrives(network: Any, way: Any):
+    loss_fn = loss_through(network)
+    got = way(loss_fn, params_of(), BATCHES)
+    expected = by_hand(loss_fn, params_of(), BATCHES)
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", MANY)
+def test_random_loops_in_loops(seed: int):
+    rng = random.Random(seed)
+    chosen = [rng.choice(NETWORKS) for _ in range(3)]
+    changes = [rng.choice([lambda f: f, jax.checkpoint, jax.jit]) for _ in chosen]
+    trips = [rng.randint(1, 3) for _ in chosen]
+
+    def network(params: Any, x: Any) -> Any:
+        for f, change, n in zip(chosen, changes, trips, strict=True):
+            run = change(lambda x, f=f: f(params, x))
+            x = jax.lax.fori_loop(0, n, lambda _, x, run=run: run(x), x)
+        return x
+
+    test_every_contribution_arrives(network, rng.choice(WAYS))
+
+
+def test_bfloat16_is_summed_in_float32_over_iterations():
+    """Equal gradients of many steps: a sum in bfloat16 stops growing."""
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        total = jax.lax.fori_loop(
+            0, 1000, lambda _, y: y + jnp.float32(jnp.sum(params * x)), jnp.float32(0)
+        )
+        return total, 1
+
+    w, xs = jnp.ones(2, jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16)
+    _, gradient = jax.jit(window_value_and_grad(loss_fn))(w, xs)
+    np.testing.assert_allclose(gradient, 1000)
+    naive, _ = jax.jit(jax.grad(loss_fn, has_aux=True))(w, xs[0])
+    assert np.float32(naive).max() < 500
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    def of_token(x: Any, given: Any) -> Any:
+        x = jnp.tanh(params["embed"][given] @ params["hidden"] + x)
+        return x, jax.nn.log_softmax(x @ params["out"])
+
+    tokens = batch["tokens"].T
+    x = jnp.zeros_like(params["embed"][tokens[0]] @ params["hidden"])
+    _, log_probs = jax.lax.scan(jax.checkpoint(of_token), x, tokens)
+    labels = jax.nn.one_hot(batch["labels"].T, log_probs.shape[-1])
+    losses = -jnp.sum(labels * log_probs, -1).T
+    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "way", "reduce_every"),
+    [
+        ("data parallel", "auto", "window", "window"),
+        ("data parallel", "explicit", "two programs", "window"),
+        ("data parallel", "auto", "two programs", "micro_batch"),
+        ("fsdp", "auto", "two programs", "micro_batch"),
+        ("fsdp and tensor parallel", "auto", "window", "micro_batch"),
+    ],
+)
+def test_a_cell_on_a_mesh(layout: str, kind: str, way: str, reduce_every: str):
+    shape, specs = meshes.LAYOUTS[layout]
+    mesh, batch = meshes.make_mesh(shape, kind), meshes.make_batch(8)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "reduce_every": reduce_every}
+    step = meshes.make_step(way, optax.sgd(meshes.SCALE), mesh, **options)
+    given = [meshes.stacked(batch)] if way == "window" else cut(batch, meshes.K)
+    state = run_step(step, step.init(meshes.placed(mesh, specs)), given)[0]
+    params = meshes.placed(mesh, meshes.WHOLE)
+    gradient, n = jax.grad(loss_fn, has_aux=True)(jax.device_get(params), batch)
+    expected = jax.tree.map(lambda g: g / n, gradient)
+    assert relative_error(meshes.applied(state.params), expected) < 2e-6
