@@ -145,7 +145,7 @@ EQUAL["mask"] = np.broadcast_to(np.arange(16) < 9, EQUAL["mask"].shape)
 NAMED: dict[str, tuple[Any, str]] = {
     "means over padding": (N / PADDED, "divided by .* a wrong count"),
     "means given as sums": (1 / N, "a mean is given where a sum is expected"),
-    "three times": (np.full(K, 3), "direction is right, the size is not"),
+    "twice": (np.full(K, 2), "it is 2 times what it should be. Are two devices summed"),
     "its own": (np.linspace(2, 0.5, K), "weighted in a way of their own"),
 }
 
