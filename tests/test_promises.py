@@ -166,7 +166,7 @@ def test_programs_are_compiled_once(step: Run):
 
 
 def test_the_state_is_updated_in_place_and_stays_where_it_is(step: Run):
-    assert step.deleted == [step.option != "kept"] * len(WINDOWS)
+    assert step.deleted == [{step.option != "kept"}] * len(WINDOWS)
     before, after = step.placements
     if step.layout == "8, no mesh":  # else the compiler may choose
         before, after = before[0], after[0]
