@@ -444,7 +444,8 @@ def mean_fn(problem: Problem) -> Any:
 
 
 def by_transformation(problem: Problem) -> Any:
-    return by_update(token_accumulation(SPY, K), loss_fn(problem))
+    tx = optax.chain(optax.identity(), token_accumulation(SPY, K))
+    return by_update(tx, loss_fn(problem))
 
 
 def by_multi_steps(problem: Problem) -> Any:
@@ -465,7 +466,10 @@ def by_update(tx: Any, f: Any) -> Any:
             carry = step(carry, batch)
         return carry
 
-    return tx.init, run, lambda state: state.inner_opt_state, lambda s: s.grad_sums
+    def part(name: str) -> Any:
+        return lambda state: optax.tree.get(state, name)
+
+    return tx.init, run, part("inner_opt_state"), part("grad_sums")
 
 
 def by_linen(problem: Problem) -> Any:
@@ -580,12 +584,17 @@ def of_loop(name: str, way: str) -> Run:
     params = jax.tree.map(jnp.asarray, problem.params)
     carry, windows = (params, init(params)), windows_of(problem)
     after, inner, sums = [host(params)], [host(inner_of(carry[1]))], []
+    so_far = None
+    if way in ("transformation", "MultiSteps", "linen"):
+        _, opened = run(jax.tree.map(jnp.copy, carry), windows[0][:-1])
+        so_far = host(jax.jit(window_gradient)(opened))
     for window in windows:
         carry = run(carry, window)
         after.append(host(carry[0]))
         inner.append(host(inner_of(carry[1])))
         sums.append(host(sums_of(carry[1])))
-    return Run(name, way, "1", "plain", windows, after, inner, sums=sums)
+    given = {"so_far": so_far, "sums": sums}
+    return Run(name, way, "1", "plain", windows, after, inner, **given)
 
 
 def is_possible(name: str, way: str, layout: str, option: str) -> bool:
