@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 from optax_tokenaccum import AuditReport, Verdict, audit, make_train_step
-from optax_tokenaccum._audit_report import Parameter, progress
+from optax_tokenaccum._audit_report import ParameterRow, progress
 from optax_tokenaccum.ragged import pad_micro_batch, plan_window
 
 OF_THEIR_OWN = [k for k, x in GALLERY.items() if x.verdict is not Verdict.UNKNOWN]
@@ -395,7 +395,7 @@ def test_a_wide_report_is_aligned_and_cut():
         candidates={Verdict.EXACT: 1.0, Verdict.NOT_DIVIDED: np.inf},
         tokens=(1.0, 12345678.0, 0.125, *[3.0] * 7),
         weights=(1.0, 1234567.0, np.nan, *[1.0] * 7),
-        parameters=[Parameter(f"{name}/{i}", 1e100, 1.0, 1e100) for i in range(9)],
+        parameters=[ParameterRow(f"{name}/{i}", 1e100, 1.0, 1e100) for i in range(9)],
     )
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= 80
