@@ -205,21 +205,6 @@ broken(
     )
 )
 
-broken(
-    "summed over devices",
-    "counts equal gradients twice",
-    Verdict.UNKNOWN,
-    "it is 2 times what it should be. Are two devices summed",
-)(of_weights(np.full(K, 2)))
-
-
-broken(
-    "means as sums",
-    "divides means by the tokens of the window",
-    Verdict.UNKNOWN,
-    "the sum of means is divided by all tokens",
-)(with_transformation(loss_mean_fn))
-
 
 def clip(grads: Any, norm: float) -> Any:
     """Clips as `optax.clip_by_global_norm`."""
@@ -322,26 +307,6 @@ def updates_discarded(optimizer: Any, params: Any, micro_batches: Any) -> Any:
         updates, state = update(mean(params, batch), state, params)
         if (i + 1) % K == 0:
             params = optax.apply_updates(params, updates)
-    return params
-
-
-@broken(
-    "misaligned",
-    "closes its window too early",
-    Verdict.UNKNOWN,
-    "of the 8 micro-batches, 7 count for nothing",
-)
-def misaligned(optimizer: Any, params: Any, micro_batches: Any) -> Any:
-    """`if i % k == 0`, counted from 0: the first micro-batch closes the window."""
-    state = optimizer.init(params)
-    grads, num_tokens = scale(params, 0), 0
-    for i, batch in enumerate(micro_batches):
-        g, n = gradient_of(loss_sum_fn)(params, batch)
-        grads, num_tokens = jax.tree.map(jnp.add, grads, g), num_tokens + n
-        if i % K == 0:
-            grads = scale(grads, 1 / num_tokens)
-            params, state = apply(optimizer, params, state, grads)
-            grads, num_tokens = scale(params, 0), 0
     return params
 
 

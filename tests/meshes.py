@@ -1,6 +1,5 @@
 """Steps over 8 devices: layouts of the parameters, ragged rows, windows."""
 
-import functools
 import math
 from typing import Any
 
@@ -94,11 +93,6 @@ def state_and_shapes(step: Any, params: Any) -> tuple[Any, Any]:
 
 def stacked(batch: Any) -> Any:
     return helpers.stacked(batch, K)
-
-
-@functools.cache
-def exact(devices: int) -> Any:
-    return helpers.float64_gradient(helpers.init_params(0), make_batch(devices))
 
 
 def applied(params: Any) -> Any:

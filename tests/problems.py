@@ -312,7 +312,7 @@ class Run(NamedTuple):
     metrics: list[Any] = []  # of each call, in a list for each window
     sums: list[Any] = []  # between windows
     compilations: list[int] = []  # in each window
-    deleted: list[bool] = []  # whether each window deleted the old parameters
+    deleted: list[set[bool]] = []  # old parameters and states, by each window
     placements: tuple[Any, Any] = (None, None)
     given: Any = None  # parameters of the caller
 
@@ -369,6 +369,10 @@ def inner_of(state: Any) -> Any:
     return getattr(state.opt_state, "inner_opt_state", state.opt_state)
 
 
+def parts_of(state: Any) -> tuple[Any, Any, Any]:
+    return state.params, state.opt_state, getattr(state, "model_state", ())
+
+
 @functools.cache
 def of_step(name: str, way: str, layout: str, option: str) -> Run:
     problem, (mesh, axis, options) = PROBLEMS[name], over(layout)
@@ -380,15 +384,18 @@ def of_step(name: str, way: str, layout: str, option: str) -> Run:
     model_state = (jax.tree.map(jnp.asarray, problem.state),) if problem.state else ()
     state = step.init(given, *model_state)
     windows = windows_of(problem)
-    kwargs = {"rng": jax.random.wrap_key_data(KEY)} if problem.key else {}
+    raw = jnp.asarray(KEY)  # as `jax.random.PRNGKey` makes it
+    key = raw if option == "kept" else jax.random.wrap_key_data(raw)
+    kwargs = {"rng": key} if problem.key else {}
     params, inner = [host(state.params)], [host(inner_of(state))]
     states, metrics, sums, deleted = [*map(host, model_state)], [], [], []
     compiled, so_far = [], None
-    before = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
+    before = jax.tree.map(lambda x: x.sharding, parts_of(state))
     for i, window in enumerate(windows):
         if option == "skips":
             window = [*window[: i % K], bad(windows[0][0]), *window[i % K :]]
-        old, found = jax.tree.leaves(state.params)[-1], []
+        params_before, _, states_before = parts_of(state)
+        old, found = jax.tree.leaves((params_before, states_before)), []
         calls, number = [helpers.stack(window)] if "window" in way else window, 0
         if layout == "8, no mesh":
             rows = NamedSharding(mesh, P(*[None] * ("window" in way), "data"))
@@ -401,14 +408,14 @@ def of_step(name: str, way: str, layout: str, option: str) -> Run:
             number += len(compilations)
             found.append(m)
         compiled.append(number)
-        deleted.append(old.is_deleted())
+        deleted.append({x.is_deleted() for x in old})
         params.append(host(state.params))
         inner.append(host(inner_of(state)))
         metrics.append(host(found))
         sums.append(host(getattr(state.opt_state, "grad_sums", ())))
         if problem.state:
             states.append(host(state.model_state))
-    after = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
+    after = jax.tree.map(lambda x: x.sharding, parts_of(state))
     return Run(
         name,
         way,
@@ -437,7 +444,8 @@ def mean_fn(problem: Problem) -> Any:
 
 
 def by_transformation(problem: Problem) -> Any:
-    return by_update(token_accumulation(SPY, K), loss_fn(problem))
+    tx = optax.chain(optax.identity(), token_accumulation(SPY, K))
+    return by_update(tx, loss_fn(problem))
 
 
 def by_multi_steps(problem: Problem) -> Any:
@@ -458,7 +466,10 @@ def by_update(tx: Any, f: Any) -> Any:
             carry = step(carry, batch)
         return carry
 
-    return tx.init, run, lambda state: state.inner_opt_state, lambda s: s.grad_sums
+    def part(name: str) -> Any:
+        return lambda state: optax.tree.get(state, name)
+
+    return tx.init, run, part("inner_opt_state"), part("grad_sums")
 
 
 def by_linen(problem: Problem) -> Any:
@@ -573,12 +584,17 @@ def of_loop(name: str, way: str) -> Run:
     params = jax.tree.map(jnp.asarray, problem.params)
     carry, windows = (params, init(params)), windows_of(problem)
     after, inner, sums = [host(params)], [host(inner_of(carry[1]))], []
+    so_far = None
+    if way in ("transformation", "MultiSteps", "linen"):
+        _, opened = run(jax.tree.map(jnp.copy, carry), windows[0][:-1])
+        so_far = host(jax.jit(window_gradient)(opened))
     for window in windows:
         carry = run(carry, window)
         after.append(host(carry[0]))
         inner.append(host(inner_of(carry[1])))
         sums.append(host(sums_of(carry[1])))
-    return Run(name, way, "1", "plain", windows, after, inner, sums=sums)
+    given = {"so_far": so_far, "sums": sums}
+    return Run(name, way, "1", "plain", windows, after, inner, **given)
 
 
 def is_possible(name: str, way: str, layout: str, option: str) -> bool:

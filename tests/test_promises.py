@@ -85,10 +85,24 @@ def test_a_loop_gives_the_update_of_all_tokens_once_a_window(loop: Run):
     check_updates(loop)
 
 
+def check_so_far(run: Run) -> None:
+    expected = run.answer(0, K - 1).gradient
+    assert helpers.relative_error(run.so_far, expected) < 3e-6
+
+
 @only("two programs", "one program", "nnx two programs")
 def test_the_gradient_so_far_is_that_of_the_open_window(step: Run):
-    expected = step.answer(0, K - 1).gradient
-    assert helpers.relative_error(step.so_far, expected) < 3e-6
+    check_so_far(step)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [case(x) for x in LOOPS if x[1] in ("transformation", "MultiSteps", "linen")],
+    indirect=True,
+    scope="module",
+)
+def test_the_gradient_so_far_is_in_any_state_of_an_optimizer(loop: Run):
+    check_so_far(loop)
 
 
 def test_sums_are_zeros_between_windows(step: Run):
@@ -166,7 +180,7 @@ def test_programs_are_compiled_once(step: Run):
 
 
 def test_the_state_is_updated_in_place_and_stays_where_it_is(step: Run):
-    assert step.deleted == [step.option != "kept"] * len(WINDOWS)
+    assert step.deleted == [{step.option != "kept"}] * len(WINDOWS)
     before, after = step.placements
     if step.layout == "8, no mesh":  # else the compiler may choose
         before, after = before[0], after[0]

@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 from optax_tokenaccum import AuditReport, Verdict, audit, make_train_step
-from optax_tokenaccum._audit_report import Parameter, progress
+from optax_tokenaccum._audit_report import ParameterRow, progress
 from optax_tokenaccum.ragged import pad_micro_batch, plan_window
 
 OF_THEIR_OWN = [k for k, x in GALLERY.items() if x.verdict is not Verdict.UNKNOWN]
@@ -145,7 +145,7 @@ EQUAL["mask"] = np.broadcast_to(np.arange(16) < 9, EQUAL["mask"].shape)
 NAMED: dict[str, tuple[Any, str]] = {
     "means over padding": (N / PADDED, "divided by .* a wrong count"),
     "means given as sums": (1 / N, "a mean is given where a sum is expected"),
-    "three times": (np.full(K, 3), "direction is right, the size is not"),
+    "twice": (np.full(K, 2), "it is 2 times what it should be. Are two devices summed"),
     "its own": (np.linspace(2, 0.5, K), "weighted in a way of their own"),
 }
 
@@ -395,7 +395,7 @@ def test_a_wide_report_is_aligned_and_cut():
         candidates={Verdict.EXACT: 1.0, Verdict.NOT_DIVIDED: np.inf},
         tokens=(1.0, 12345678.0, 0.125, *[3.0] * 7),
         weights=(1.0, 1234567.0, np.nan, *[1.0] * 7),
-        parameters=[Parameter(f"{name}/{i}", 1e100, 1.0, 1e100) for i in range(9)],
+        parameters=[ParameterRow(f"{name}/{i}", 1e100, 1.0, 1e100) for i in range(9)],
     )
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= 80

@@ -7,12 +7,23 @@ import chex
 import helpers
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
+import problems
 import pytest
 from helpers import PARAMS, SKIPS, grads
 
-from optax_tokenaccum import close_window, has_updated, token_accumulation
+from optax_tokenaccum import (
+    close_window,
+    has_updated,
+    make_train_step,
+    make_window_step,
+    token_accumulation,
+    window_gradient,
+)
+
+SGD = optax.sgd(1.0)
 
 
 def new(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -195,3 +206,18 @@ def test_close_window_uses_the_denominator_of_the_partial_window():
     for _ in range(8):
         updates, state = optimizer.update(grads(6.0), state, PARAMS, num_tokens=3)
     chex.assert_trees_all_equal(updates, grads(-2.0))
+
+
+def test_window_gradient_of_states_without_an_open_window():
+    with pytest.raises(ValueError, match="got 0 in a"):
+        window_gradient(SGD.init(PARAMS))
+    step = make_window_step(problems.linear_loss, SGD)
+    with pytest.raises(ValueError, match="got that of a window step"):
+        window_gradient(step.init(problems.PARAMS))
+    train = make_train_step(problems.linear_loss, SGD, 4, **meshes.over("8"))
+    with pytest.raises(ValueError, match="needs the parameters"):
+        window_gradient(
+            train.init(problems.PARAMS).opt_state
+        )  # whose sums are of each device
+    none_yet = window_gradient(token_accumulation(SGD, 2).init(jnp.ones(3)))
+    np.testing.assert_array_equal(none_yet, np.zeros(3))

@@ -53,6 +53,10 @@ def rows_of(device: int) -> Any:
     return jax.tree.map(lambda x: x[:, own].reshape(-1, *x.shape[2:]), WINDOW)
 
 
+MEANS = [problems.exact(PARAMS, rows_of(i))["w"] for i in range(DEVICES) if i != 2]
+assert relative_error(np.mean(MEANS, 0), EXACT["w"]) > 1e-2
+
+
 def mapped(f: Any, *, in_specs: Any, out_specs: Any = WHOLE, **options: Any) -> Any:
     mesh = options.pop("mesh", None) or make_mesh((DEVICES,))
     return jax.jit(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative_error, slow, stack
+from helpers import relative_error, run_step, slow, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
@@ -84,6 +84,32 @@ def test_a_scan_over_layers_that_are_spread_would_gather_their_sum():
     found = whole_gradients(step, state, BATCHES[0])
     # What the step knows; "..., spread another axis" would be found by looking.
     assert found["['layers']"] == "its first axis is spread"
+
+
+@loss_through
+def of_two_stacks(params: Any, x: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w[0]) * w[1], None
+
+    return jax.lax.scan(layer, x, (params["w"], params["scale"]))[0]
+
+
+def test_layers_that_are_spread_are_added_next_to_layers_that_are_not():
+    mesh, specs = (
+        make_mesh((8,)),
+        {"w": P("data"), "scale": P(None, "data"), "out": P()},
+    )
+    shapes = {"w": (8, WIDTH, WIDTH), "scale": (8, WIDTH), "out": (WIDTH,)}
+    params = {k: np.float32(RNG.normal(size=x) / 2) for k, x in shapes.items()}
+    options = {"mesh": mesh, "data_axes": "data", "reduce_every": "micro_batch"}
+    step = make_train_step(of_two_stacks, KEEPS, len(BATCHES), **options)
+    placed = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+    state = step.init(jax.device_put(params, placed))
+    found = whole_gradients(step, state, BATCHES[0])
+    assert not NEW_JAX or {*found} == {"['w']", "['out']"}
+    state, _ = run_step(step, state, BATCHES)
+    got = state.opt_state.inner_opt_state
+    assert relative_error(got, by_hand(of_two_stacks, params, BATCHES)) < 1e-6
 
 
 def test_a_skip_function_is_shown_gradients_as_they_are():

@@ -166,10 +166,10 @@ def test_inside_an_outer_jit_and_scan_it_is_one_program():
     ids=["parameters", "a captured key and an array twice"],
 )
 def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(inner: Any):
-    """A buffer is donated only once."""
+    """A buffer is donated only once, also that of a parameter that is there twice."""
     step = new_step("window", inner=inner)
     for _ in range(2):
-        state = step.init(PARAMS)
+        state = step.init(PARAMS | {"again": PARAMS["w"]})
         for _ in range(2):
             state, metrics = run("window", step, state, FIRST, SECOND)
         assert int(metrics.gradient_step) == 2
