@@ -100,7 +100,7 @@ def test_one_file_names_operations_of_jaxprs_and_their_parameters():
                     raise AssertionError((file, node.lineno))
                 case ast.Attribute(ast.Name("eqn"), "params"):
                     raise AssertionError((file, node.lineno))
-                case ast.Attribute(attr="eqns"):  # `_scans` evaluates them, in order
+                case ast.Attribute(attr="eqns"):  # it evaluates them, in order
                     assert file == "_perturbations", (file, node.lineno)
                 case ast.Constant(str(text)):
                     assert text not in names, (file, text)
