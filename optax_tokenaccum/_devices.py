@@ -119,6 +119,10 @@ class Devices:
             first = spec[len(self.device_axis) :][:1]
             return any(mesh.shape[n] > 1 for x in first for n in names_in(x))
 
+        # A device's own sums are `[1, n, ...]` of `[devices, n, ...]`. The gradient of
+        # its copy of a parameter is a block of `[devices * n, ...]`, which is what the
+        # `shard_map` in the loss takes. To merge the two axes moves nothing: the data
+        # axes stay first in the spec, before those over which `n` is spread.
         def flat(x: jax.Array, spec: list[Entry]) -> jax.Array:
             if x.ndim == 1 or not self.device_axis:
                 return x
@@ -223,9 +227,13 @@ class Devices:
         spec = entries_of(sharding, len(shape))
         if self.mesh is None:
             return spec
+        # The first axis has one element for each device. The others are spread as the
+        # parameter is, except over the data axes, which are used up.
         if self.device_axis:
             others = [name for name in self.mesh.axis_names if name not in self.names]
             return [entry_of(self.names), *only(others, spec)]
+        # ZeRO-2: data axes that the parameter leaves free spread its sum, so that each
+        # gradient is scattered instead of copied to all devices.
         free = tuple(n for n in self.names if n not in used(sharding))
         parts = math.prod(self.mesh.shape[name] for name in free)
         for axis in np.argsort([-n for n in shape], kind="stable"):

@@ -69,16 +69,17 @@ class MicroBatch(NamedTuple):
 
     def specs(self) -> Inputs:
         """How the inputs are spread over the data axes, as prefixes of their trees."""
-        return Inputs(P(), self.rows.specs(), P(), P())
+        everywhere = Inputs(*[P()] * len(Inputs._fields))
+        return everywhere._replace(batch=self.rows.specs())
 
     def differ(self, model_state: ModelState) -> Inputs:
         """Of each leaf of the inputs, whether devices get different values."""
         is_whole = jax.tree.structure(self.rows.batch).unflatten(self.rows.is_whole)
-        return Inputs(
-            jax.tree.map(is_key, model_state),
-            jax.tree.map(lambda whole: not whole, is_whole),
-            jax.tree.map(lambda _: True, self.rng),
-            jax.tree.map(lambda _: False, self.loss_kwargs),
+        same = jax.tree.map(lambda _: False, self.inputs(model_state))
+        return same._replace(
+            model_state=jax.tree.map(is_key, model_state),
+            batch=jax.tree.map(lambda whole: not whole, is_whole),
+            rng=jax.tree.map(lambda _: True, self.rng),
         )
 
     def at(self, *position: ArrayLike) -> "MicroBatch":

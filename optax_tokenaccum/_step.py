@@ -163,14 +163,20 @@ class Program(abc.ABC, Generic[StepT]):
 
     def _make(self, layout: Layout) -> jax.stages.Wrapped:
         devices, of_params, out = self.step.devices, None, None
+        # `shardings` are those of the whole state, leaf by leaf. Put in the places of
+        # its leaves, they can be split as a state is: into those of the parameters,
+        # which the body constrains gradients to, and those of what is donated, which
+        # must come back where it was.
         if layout.shardings is not None:
             leaves = [x or UNKNOWN for x in layout.shardings]
             known: AnyStepState = layout.structure.unflatten(leaves)
             of_params = tuple(map(_or_none, jax.tree.leaves(known.params)))
             out = jax.tree.map(_or_none, self.describe(known)[0])
         unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
+        # Metrics are scalars on every device, except `aux`, which may have rows.
         metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
         body = functools.partial(self.body, of_params)
+        # In an outer `jit`, the caller's program decides where arrays are.
         is_pinned = layout.shardings is not None and layout.is_concrete
         return jax.jit(
             with_auto_axes(body, devices, (out, metrics)),
