@@ -190,7 +190,7 @@ def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):
 
     refs: list[Any] = []
     monkeypatch.setattr(_state.jnp, "array", counting)
-    copies = _state.owned(new())
+    copies = _state.copy_for_donation(new())
     monkeypatch.undo()
     assert alive == [4, 3, 2, 1]
     np.testing.assert_array_equal([x[0] for x in copies], range(4))
