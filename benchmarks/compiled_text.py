@@ -78,6 +78,8 @@ def _trips(loop: str, bodies: dict[str, str]) -> int:
     [place] = re.findall(r" get-tuple-element\(\S+ index=(\d+)", condition)
     [bound] = re.findall(r" constant\((\d+)\)(?s:.*), direction=LT", condition)
     after = NAME.findall(re.findall(r" ROOT .* tuple\((.*?)\)", body)[0])[int(place)]
+    while copied := re.findall(rf" %{re.escape(after)} = \S+ copy\(%(\S+?)\)", body):
+        [after] = copied
     [step] = re.findall(rf" %{re.escape(after)} = \S+ add\(\S+, (\S+?)\)", body)
     [_] = re.findall(rf" {re.escape(step)} = \S+ constant\(1\)", body)
     return int(bound)
