@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import ahead, chips, report
 from benchmarks.compiled_text import bytes_sent
-from benchmarks.measure import say
+from benchmarks.measure import interleaved, ratios, say
 from benchmarks.ways import size_in_bytes
-from benchmarks.workloads import stacked_layers
+from benchmarks.workloads import stacked_layers, window_of
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
 
@@ -262,9 +262,21 @@ def large_vocabularies(name: str, chip: chips.Chip) -> report.Rows:
     return rows
 
 
+def time_of_logits() -> report.Rows:
+    """The time of a loss with its gradient on this CPU, without layers."""
+    runs = {}
+    for name, chunked in LOSSES.items():
+        loss = stacked_layers(512, 0, 8, 160, WORDS[0], tied=False, chunked=chunked)
+        gradient = jax.jit(jax.value_and_grad(loss.loss_fn, has_aux=True))
+        batch = window_of(loss, 1).micro_batches[0]
+        runs[name] = functools.partial(gradient, loss.params, batch, {})
+    found = ratios(interleaved(runs, rounds=5), "all logits")["chunks"]
+    return [{"words": WORDS[0], "chunks / all logits": found}]
+
+
 def on_one_chip(folder: Path) -> None:
     """Writes a suite of results for each chip that programs can be compiled for."""
-    found: dict[str, report.Rows] = {}
+    found = {"time of the logits": time_of_logits()}
     for name, chip in chips.CHIPS.items():
         if missing := chip.missing():
             say(f"fits: {name} skipped: pip install {' '.join(missing)}")
