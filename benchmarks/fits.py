@@ -6,10 +6,10 @@ Prints the first table of docs/fit.md. Nothing runs. The memory is that of progr
 16 chips of a TPU v5e. What is sent is that of programs for as many devices of a CPU,
 because a program that does not fit on a TPU does not compile for it.
 
-    python -m benchmarks.fits words
+    python -m benchmarks.fits benchmarks/results/fits
 
-prints the second one: what a train step with SGD holds for large vocabularies, on each
-chip of `benchmarks.chips` whose packages are installed.
+writes the others: what a train step with SGD holds in an open micro-batch, on each chip
+of `benchmarks.chips` whose packages are installed.
 """
 
 import bisect
@@ -17,6 +17,7 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,9 +30,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import ahead, chips, report
 from benchmarks.compiled_text import bytes_sent
-from benchmarks.measure import say
+from benchmarks.measure import interleaved, ratios, say
 from benchmarks.ways import size_in_bytes
-from benchmarks.workloads import stacked_layers
+from benchmarks.workloads import stacked_layers, window_of
 from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
 
 
@@ -71,11 +72,12 @@ LAYOUTS = {
     "FSDP, tensor parallel": Layout((4, 4), "micro_batch", True, True),
 }
 DOES_NOT_FIT = {"temporaries": "does not compile", "in all": ""}
-# For `words`: width and layers, 0.5 billion parameters without embedding and head; the
+LOSSES = {"all logits": False, "chunks": True}
+# On one chip: width and layers, 0.5 billion parameters without embedding and head; the
 # bytes of a chip that a step may use; numbers of rows to try, of 1,024 tokens.
 DECODER, WORDS = (1536, 24), (32_000, 128_000, 256_000)
 LIMITS = {"H200": 80e9, "v5e": 15 * 2**30}
-ROWS_TO_TRY = [n * 2**i for i in range(8) for n in (4, 5, 6, 7)]
+ROWS_TO_TRY = [n * 2**i for i in range(9) for n in (2, 3)]
 # How every parameter is spread. The first axis of the layers' is that of the stack.
 COLUMNS, ROWS = P(None, "data", "model"), P(None, "model", "data")
 SPECS = {
@@ -192,44 +194,20 @@ def sent(programs: Programs) -> list[int]:
     return [bytes_sent(x.compile().as_text() or "") for x in programs[1:]]
 
 
-def large_vocabularies() -> report.Rows:
-    """What a chip holds in an open micro-batch, with and without all logits."""
-    rows: report.Rows = []
-    for name, limit in LIMITS.items():
-        if missing := chips.CHIPS[name].missing():
-            say(f"fits: {name} skipped: pip install {' '.join(missing)}")
-            continue
-        chip = ahead.Place(chips.CHIPS[name].devices(), None)
-        for words in WORDS:
-            row: dict[str, Any] = {"chip": name, "words": words}
-            for loss, chunked in {"all logits": False, "chunks": True}.items():
-                say(f"fits: {name}, {words} words, {loss}")
-                held = functools.cache(functools.partial(_held, chip, words, chunked))
-                row[f"{loss}, MB"] = round(held(4)[0] / 1e6)
-                fits = bisect.bisect_right(ROWS_TO_TRY, limit, key=lambda n: held(n)[1])
-                row[f"{loss}, rows"] = ROWS_TO_TRY[fits - 1] if fits else 0
-            rows.append(row)
-    return rows
-
-
-def _held(
-    place: ahead.Place, words: int, chunked: bool, rows: int
+def held_by_a_chip(
+    place: ahead.Place, rows: int, **options: Any
 ) -> tuple[float, float]:
-    """The bytes of temporaries, and of all that a chip holds."""
+    """The bytes of temporaries in an open micro-batch, and of all that a chip holds."""
+    sizes = {"rows": rows, "length": 1024, "vocabulary": 128_000} | options
     make = functools.partial(
-        stacked_layers,
-        *DECODER,
-        rows=rows,
-        length=1024,
-        vocabulary=words,
-        tied=False,
-        chunked=chunked,
-        dtype=jnp.bfloat16,
+        stacked_layers, *DECODER, tied=False, dtype=jnp.bfloat16, **sizes
     )
-    workload = place.workload(make, False)
-    step = make_train_step(
-        lambda params, batch: workload.loss_fn(params, batch, {}), ahead.SGD, 4
-    )
+    over: dict[str, Any] = {}
+    if place.layout:
+        over = {"mesh": place.mesh, "data_axes": "data", "reduce_every": "micro_batch"}
+    workload = place.workload(make, bool(over))
+    loss = functools.partial(workload.loss_fn, frozen={})
+    step = make_train_step(loss, ahead.SGD, 4, **over)
     state = step.init(workload.params)
     batch = place.window(workload, 1).micro_batches[0]
     try:
@@ -244,13 +222,81 @@ def _held(
     return memory.temp_size_in_bytes, made + memory.temp_size_in_bytes
 
 
+def what_to_try_first(chip: chips.Chip) -> report.Rows:
+    """What a chip holds with each change, and those before it."""
+    place = ahead.Place(chip.devices(), None)
+    options: dict[str, Any] = {"remat": False, "scanned": False}
+    changes = {
+        "64 rows": {"rows": 64},
+        "fewer rows: 16": {"rows": 16},
+        "`jax.checkpoint`": {"remat": True},
+        "layers in a scan": {"scanned": True},
+        "`linear_cross_entropy_sum`": {"chunked": True},
+        "FSDP on 8 chips": {"rows": 8 * 16},
+    }
+    rows: report.Rows = []
+    for change, new in changes.items():
+        say(f"fits: {change}")
+        options |= new
+        if "FSDP" in change:
+            place = ahead.Place(chip.devices(), ahead.LAYOUTS["FSDP"])
+        _, held = held_by_a_chip(place, **options)
+        rows.append({"change": change, "GB on a chip": round(held / 1e9, 1)})
+    return rows
+
+
+def large_vocabularies(name: str, chip: chips.Chip) -> report.Rows:
+    """Temporaries of 4 rows, and the most rows that fit, by either loss."""
+    place, rows = ahead.Place(chip.devices(), None), []
+    for words in WORDS:
+        memory, most = ({"words": words, "of": f"{name}, {x}"} for x in ("MB", "rows"))
+        for loss, chunked in LOSSES.items():
+            say(f"fits: {name}, {words} words, {loss}")
+            options = {"vocabulary": words, "chunked": chunked}
+            held = functools.cache(functools.partial(held_by_a_chip, place, **options))
+            found = held(4)[0] / 1e6
+            memory[loss] = round(found) if found < math.inf else "does not fit"
+            fit = bisect.bisect(ROWS_TO_TRY, LIMITS[name], key=lambda n: held(n)[1])
+            most[loss] = ROWS_TO_TRY[fit - 1] if fit else 0
+        rows += [memory, most]
+    return rows
+
+
+def time_of_logits() -> report.Rows:
+    """The time of a loss with its gradient on this CPU, without layers."""
+    runs = {}
+    for name, chunked in LOSSES.items():
+        loss = stacked_layers(512, 0, 8, 160, WORDS[0], tied=False, chunked=chunked)
+        gradient = jax.jit(jax.value_and_grad(loss.loss_fn, has_aux=True))
+        batch = window_of(loss, 1).micro_batches[0]
+        runs[name] = functools.partial(gradient, loss.params, batch, {})
+    found = ratios(interleaved(runs, rounds=5), "all logits")["chunks"]
+    return [{"words": WORDS[0], "chunks / all logits": found}]
+
+
+def on_one_chip(folder: Path) -> None:
+    """Writes a suite of results for each chip that programs can be compiled for."""
+    found = {"time of the logits": time_of_logits()}
+    for name, chip in chips.CHIPS.items():
+        if missing := chip.missing():
+            say(f"fits: {name} skipped: pip install {' '.join(missing)}")
+            continue
+        compiled: report.Rows = [{"chip": name, "compiled by": chip.version()}]
+        if name == "H200":
+            found["what to try first"] = compiled + what_to_try_first(chip)
+        found["large vocabularies"] = [
+            *found.get("large vocabularies", []),
+            *compiled,
+            *large_vocabularies(name, chip),
+        ]
+    print(report.write(found, folder))
+
+
 def main() -> None:
-    """Prints a table."""
-    if sys.argv[1:] == ["words"]:
-        chips.prepare()
-        print(report.table(large_vocabularies()))
-        return
+    """Prints a table, or all of those on one chip."""
     chips.prepare()
+    if sys.argv[1:]:
+        return on_one_chip(Path(sys.argv[1]))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 16)
     devices = jax.devices()

@@ -104,6 +104,7 @@ def stacked_layers(
     chunked: bool = False,
     axis: int = 0,
     scanned: bool = True,
+    remat: bool = True,
     rank: int = 0,
     spread: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Workload:
@@ -115,13 +116,13 @@ def stacked_layers(
       rows: of a micro-batch.
       length: of a row.
       vocabulary: tokens to embed and to predict; 0 for neither.
-      dtype: of the computation. If it is not float32, activations are computed again in
-        the backward pass.
+      dtype: of the computation.
       stored: the dtype of the parameters.
       tied: whether the embedding also predicts.
       chunked: whether the logits of a chunk of tokens exist at a time.
       axis: along which the layers are stacked.
       scanned: whether they are stacked; otherwise, every layer has arrays of its own.
+      remat: whether the backward pass computes activations again, except in float32.
       rank: of the adapters that are trained instead of the layers, if not 0.
       spread: called with the activations, to spread them over devices.
     """
@@ -157,7 +158,7 @@ def stacked_layers(
             x = params["embedding"][x]
         weights = {n: w for n, w in (params | frozen).items() if n not in ends}
         x = spread(x.astype(dtype))
-        body = _of_layer(layer, dtype)
+        body = _of_layer(layer, dtype, remat)
         if scanned:
             weights = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), weights)
             x, _ = jax.lax.scan(body, x, weights)
@@ -187,14 +188,14 @@ def stacked_layers(
 
 
 def _of_layer(
-    layer: Callable[[jax.Array, Any], jax.Array], dtype: Any
+    layer: Callable[[jax.Array, Any], jax.Array], dtype: Any, remat: bool = True
 ) -> Callable[[jax.Array, Any], tuple[jax.Array, None]]:
-    """The body of a scan; computing in another dtype than float32, with remat."""
+    """The body of a scan."""
 
     def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
         return layer(x, jax.tree.map(lambda w: w.astype(dtype), weights)), None
 
-    return body if dtype == jnp.float32 else jax.checkpoint(body)
+    return jax.checkpoint(body) if remat and dtype != jnp.float32 else body
 
 
 def transformer_of(
