@@ -1,6 +1,7 @@
 """Trees of arrays and scalars: their dtypes, and errors that name a leaf."""
 
 from collections.abc import Callable, Iterable
+from numbers import Complex
 from typing import Any, TypeVar
 
 import jax
@@ -224,11 +225,13 @@ def as_num_tokens(num_tokens: Leaf, dtype: DType) -> jax.Array:
 
 def as_real_scalar(x: ArrayLike, name: str, dtype: DType, xp: Any = jnp) -> Any:
     x = float(x) if type(x) is int else x  # which may exceed JAX's integers
-    given = jnp.result_type(x)
     rule = (
         f"{name} must be a real scalar, one number for the whole micro-batch such as "
-        f"mask.sum(): got {given} of shape {jnp.shape(x)}."
     )
+    if not hasattr(x, "dtype") and not isinstance(x, Complex):
+        raise TypeError(f"{rule}mask.sum(): got {type(x).__name__}.")
+    given = jnp.result_type(x)
+    rule += f"mask.sum(): got {given} of shape {jnp.shape(x)}."
     is_integer = jnp.issubdtype(given, jnp.integer)
     if not is_integer and not jnp.issubdtype(given, jnp.floating):
         raise TypeError(rule)

@@ -311,6 +311,8 @@ ERRORS = """
     update(params, state, params, num_tokens=mask)
       TypeError: num_tokens must be a real scalar, one number for the whole micro-batch
       such as mask.sum(): got bool of shape (2, 3).
+    update(params, state, params, num_tokens=[1])
+      TypeError: num_tokens must be a real scalar, …: got list.
     update(params, state, params, num_tokens=jnp.ones(8))
       ValueError: num_tokens must be a real scalar, …: got float32 of shape (8,).
     ours.update(params, state, params, num_tokens=True)
