@@ -165,22 +165,22 @@ def here(losses: Callable[[Any, Any], Any], name: str = "here") -> Loss:
 
 
 def of_all(losses: Callable[[Any, Any], Any], name: str = "here") -> Loss:
-    """Right, but for a count of all tokens."""
+    """Right, except that it counts all tokens."""
     return lambda p, b: masked(losses(p, b), b[name], 1.0 * b[name].size)
 
 
 def ignoring(losses: Callable[[Any, Any], Any], name: str = "here") -> Loss:
-    """Right, but for a loss over all tokens."""
+    """Right, except that its loss is over all tokens."""
     return lambda p, b: (jnp.sum(losses(p, b)), jnp.sum(b[name]))
 
 
 def counted(count: Callable[[Any], Any], losses: Any = nll) -> Loss:
-    """Right, but for a count of its own."""
+    """Right, except for its count."""
     return lambda p, b: masked(losses(p, b), b["here"], count(b))
 
 
 def more(extra: Callable[[Any, Any], Any]) -> Loss:
-    """Right, but for a term that is no loss of a token."""
+    """Right, except for a term that belongs to no token."""
     return lambda p, b: (here(nll)(p, b)[0] + extra(p, b), b["here"].sum())
 
 
@@ -414,7 +414,7 @@ def test_wrong_losses_are_named(name: str):
     assert not report.passed
     text = " ".join(str(report).split())
     assert says in text, str(report)
-    assert (NO_SUM in text) == (says == NO_SUM)  # coupled rows are no such term
+    assert (NO_SUM in text) == (says == NO_SUM)  # coupled rows have another text
     assert ('give per="sequence"' in text) == ("sequence" in says)
     assert max(map(len, str(report).splitlines())) <= 80
     with pytest.raises(AssertionError):
