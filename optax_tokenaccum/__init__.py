@@ -1,7 +1,5 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
-from typing import Any
-
 from optax_tokenaccum._audit import audit
 from optax_tokenaccum._audit_report import AuditReport, Verdict
 from optax_tokenaccum._check_loss_fn import LossReport, check_loss_fn
@@ -30,7 +28,7 @@ from optax_tokenaccum._window import (
 )
 from optax_tokenaccum._window_step import WindowStep, make_window_step
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __all__ = [
     "AuditReport",
@@ -62,21 +60,3 @@ __all__ = [
     "window_value_and_grad",
     "with_num_tokens",
 ]
-
-# Names of 0.3, and the pages that say what to write instead; until 0.5.
-_GONE = {
-    "GradientNoise": "fit.md#measure-the-noise",
-    "compiled": "fit.md#read-the-memory",
-    "gradient_noise": "fit.md#measure-the-noise",
-    "grain": "ragged.md#grain",
-    "microbatching": "trainers.md#optaxmicrobatching",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _GONE:
-        raise ImportError(
-            f"optax_tokenaccum.{name} is not in 0.4: docs/{_GONE[name]} says what to "
-            "write instead."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

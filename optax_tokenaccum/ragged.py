@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import mul
-from typing import NamedTuple, Never
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,15 +18,6 @@ __all__ = [
     "pad_micro_batch",
     "plan_window",
 ]
-
-
-def __getattr__(name: str) -> Never:
-    if name in ("PlannedWindow", "pad_window"):  # of 0.3; until 0.5
-        raise ImportError(
-            f"optax_tokenaccum.ragged.{name} is not in 0.4: "
-            "docs/ragged.md#pad-and-train says what to write instead."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class MicroBatchPlan(NamedTuple):

@@ -18,7 +18,12 @@ def settings(given: Mapping[str, str]) -> dict[str, str]:
         chosen["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         chosen["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
         return chosen | {x: given[x] for x in chosen if given.get(x)}
-    flags = {"xla_force_host_platform_device_count": 8}
+    # XLA ends a process whose devices do not meet in a collective within 40 seconds,
+    # which a busy machine may take.
+    flags: dict[str, Any] = {
+        "xla_force_host_platform_device_count": 8,
+        "xla_cpu_collective_call_terminate_timeout_seconds": 600,
+    }
     # Tests spend most of their time compiling, and few depend on how fast a program
     # runs. Every supported jax knows these flags; an unknown one would end the process.
     if not given.get("COMPILE_AS_USERS"):

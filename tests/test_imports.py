@@ -5,10 +5,8 @@ import functools
 import re
 from pathlib import Path
 
-import pytest
 from jax.extend.core import Primitive, primitives
 
-import optax_tokenaccum
 from optax_tokenaccum import _jaxprs
 
 ROOT = Path(__file__).parents[1]
@@ -104,15 +102,3 @@ def test_one_file_names_operations_of_jaxprs_and_their_parameters():
                     assert file == "_perturbations", (file, node.lineno)
                 case ast.Constant(str(text)):
                     assert text not in names, (file, text)
-
-
-def test_names_of_0_3_say_what_to_write_instead():
-    for name, place in optax_tokenaccum._GONE.items():
-        with pytest.raises(ImportError, match=place):
-            getattr(optax_tokenaccum, name)
-        page, _, anchor = place.partition("#")
-        headings = (ROOT / "docs" / page).read_text(encoding="utf-8").lower()
-        assert f"# {anchor.replace('-', ' ')}" in headings.replace("`", "").replace(
-            ".", ""
-        )
-    assert not hasattr(optax_tokenaccum, "another")
