@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import data
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import ahead, report
+from benchmarks import ahead, curves, report
 from benchmarks.chips import CHIPS
 from benchmarks.compiled_text import bytes_sent
 from benchmarks.ways import WAYS
@@ -37,6 +38,23 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     assert suites["ragged"]["rows"] == ours["rows"]  # counts, of the same sizes
     table = (tmp_path / "benchmarks.md").read_text()
     assert all(name in table for name in WAYS)
+
+
+def test_curves_of_exact_windows_are_those_of_full_batches(tmp_path, monkeypatch):
+    short = [[x for x in part if len(x.inputs) <= 64] for part in data.load()]
+    monkeypatch.setattr(data, "load", lambda: short)  # one shape to compile for
+    monkeypatch.setattr(curves, "SEEDS", 1)
+    monkeypatch.setattr(curves, "K", 4)
+    curves.main(str(tmp_path), "2")
+    suites = report.stored(tmp_path / "benchmarks.json")
+    rows = suites["curves by seed"]["rows"]
+    assert [row["updates"] for row in rows] == [1, 2]
+    for row, shown in zip(rows, suites["curves"]["rows"], strict=True):
+        full, exact, naive = (row[name] for name in curves.METHODS)
+        assert exact == pytest.approx(full, rel=1e-6)
+        assert abs(naive - full) > 1e-4 * full
+        assert row["distance, exact"] < 1e-5 < 1e-3 < row["distance, naive"]
+        assert shown["naive"] == f"{naive:.3f} ({naive:.3f} to {naive:.3f})"
 
 
 @pytest.mark.needs(devices=8)
