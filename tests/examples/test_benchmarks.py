@@ -91,6 +91,22 @@ KNOWN: list[tuple[dict[str, str], str]] = [
         {"optimizer": "Muon", "layout": "one device"},
         "matrix products are selected, for windows without tokens",
     ),
+    (
+        {"model": "along axis 1", "way": "train step", "chip": "v5e"},
+        "its gradients are whole",
+    ),
+    (
+        {"model": "unrolled", "way": "train step", "chip": "v5e"},
+        "2 %: gradients are whole, and selected by the count",
+    ),
+    (
+        {"model": "unrolled, bfloat16", "way": "train step", "chip": "v5e"},
+        "1 %: gradients are whole, and selected by the count",
+    ),
+    (
+        {"model": "LoRA", "way": "window_value_and_grad", "chip": "v5e"},
+        "1 %: adapters are small next to activations",
+    ),
 ]
 
 
