@@ -34,9 +34,11 @@ def test_counts_of_1_give_what_optax_gives_and_its_checkpoints_go_on(
     signatures = helpers.signatures(state)
     for i in range(9):
         if i == 6:  # at the boundary of a window
-            for taken in (their_state, jax.device_get(their_state)):
-                state = from_multi_steps_state(ours, taken, PARAMS)
-                assert helpers.signatures(state) == signatures
+            found = their_state, jax.device_get(their_state)
+            state, other = (from_multi_steps_state(ours, x, PARAMS) for x in found)
+            chex.assert_trees_all_equal(other, state)
+            for taken in (state, other):
+                assert helpers.signatures(taken) == signatures
         updates, state = update(grads(i - 3.0), state, PARAMS, num_tokens=1)
         expected, their_state = their_update(grads(i - 3.0), their_state, PARAMS)
         chex.assert_trees_all_close(updates, expected, rtol=helpers.RTOL["float32"])
