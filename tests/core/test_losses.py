@@ -1,87 +1,159 @@
-"""The sum and the count use the same mask."""
+"""Losses whose sum and count use one mask, from all logits and from chunks of them."""
 
+from functools import partial
 from typing import Any
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
 
-from optax_tokenaccum import softmax_cross_entropy_sum, window_value_and_grad
+from optax_tokenaccum import linear_cross_entropy_sum, softmax_cross_entropy_sum
 
+ROWS, TOKENS, WIDTH, VOCABULARY = 3, 37, 16, 60
 RNG = np.random.default_rng(0)
-LOGITS = RNG.normal(size=(3, 5, 7)).astype(np.float32)
-LABELS = RNG.integers(0, 7, (3, 5))
-MASK = np.arange(5) < np.array([2, 5, 0])[:, None]
-LOSSES = np.asarray(
-    optax.losses.softmax_cross_entropy_with_integer_labels(LOGITS, LABELS), np.float64
-)
-IN_JIT = jax.jit(softmax_cross_entropy_sum, static_argnames="ignore_index")
-IGNORED = np.where(np.arange(5) % 2 == 0, LABELS, -100)
+HIDDEN = RNG.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
+HEAD = RNG.normal(size=(WIDTH, VOCABULARY)).astype(np.float32)
+LOGITS = HIDDEN @ HEAD
+LABELS = RNG.integers(0, VOCABULARY, (ROWS, TOKENS))
+MASK = np.arange(TOKENS) < np.array([20, 37, 0])[:, None]
+WEIGHTS = np.where(MASK, RNG.uniform(0.5, 2, MASK.shape), 0).astype(np.float32)
+BIAS = RNG.normal(size=VOCABULARY).astype(np.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all tokens": {},
+    "mask": {"mask": MASK},
+    "weights": {"mask": WEIGHTS},
+    "ignored": {"mask": MASK, "ignore_index": 7},
+    "all masked": {"mask": 0 * MASK},
+    "z-loss, smoothing": {"mask": MASK, "z_loss": 0.1, "label_smoothing": 0.2},
+    "bias, cap": {"mask": MASK, "bias": BIAS, "logit_cap": 5.0},
+}
+
+
+def in_float64(options: dict[str, Any], hidden: Any = HIDDEN, head: Any = HEAD) -> Any:
+    """Plain JAX, all logits at once: the sum and both gradients, and the count."""
+    weights = np.asarray(options.get("mask", np.ones(LABELS.shape)), np.float64)
+    weights = np.where(LABELS == options.get("ignore_index", -1), 0, weights)
+    smoothing = options.get("label_smoothing", 0.0)
+
+    def loss_sum(hidden: Any, head: Any) -> Any:
+        logits = hidden @ head + options.get("bias", 0)
+        if cap := options.get("logit_cap"):
+            logits = cap * jnp.tanh(logits / cap)
+        targets = optax.smooth_labels(jax.nn.one_hot(LABELS, VOCABULARY), smoothing)
+        losses = -jnp.sum(targets * jax.nn.log_softmax(logits), -1)
+        log_normalizers = jax.nn.logsumexp(logits, axis=-1)
+        losses += options.get("z_loss", 0) * log_normalizers**2
+        return jnp.sum(weights * losses)
+
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (hidden, head)]
+        found = jax.jit(jax.value_and_grad(loss_sum, (0, 1)))(*wide)
+        return jax.tree.map(np.asarray, found), weights.sum()
+
+
+def at_once(hidden: Any, head: Any, labels: Any, **options: Any) -> Any:
+    return softmax_cross_entropy_sum(hidden @ head, labels, **options)
+
+
+def ours(loss: Any = linear_cross_entropy_sum, **options: Any) -> Any:
+    """The sum and the count, and the gradients by the hidden states and the head."""
+
+    def loss_sum(hidden: Any, head: Any, labels: Any = LABELS) -> Any:
+        return loss(hidden, head, labels, **options)
+
+    return jax.jit(jax.value_and_grad(loss_sum, (0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_sum_the_count_and_the_gradients_are_those_of_all_tokens(name: str):
+    options = OPTIONS[name]
+    (expected, gradients), count = in_float64(options)
+    ways = [ours(**options, chunk_size=size) for size in (None, 1, 5, 36, 100)]
+    if "bias" not in options:
+        ways.append(ours(at_once, **options))
+    for f in ways:
+        (loss_sum, num_tokens), found = f(HIDDEN, HEAD)
+        assert loss_sum.dtype == num_tokens.dtype == jnp.float32
+        np.testing.assert_allclose(num_tokens, count, rtol=1e-6)
+        np.testing.assert_allclose(loss_sum, expected, rtol=1e-6)
+        for x, y in zip(found, gradients, strict=True):
+            scale = np.linalg.norm(y) or 1.0
+            assert np.linalg.norm(np.float64(x) - y) <= 1e-6 * scale
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_closer_than_with_the_logits_of_all_tokens(dtype: Any):
+    narrow = HIDDEN.astype(dtype), HEAD.astype(dtype)
+    (expected, gradients), _ = in_float64({}, *narrow)
+    errors = []
+    for f in (ours(chunk_size=5), ours(at_once)):
+        (loss_sum, _), found = f(*narrow)
+        assert loss_sum.dtype == jnp.float32 and all(x.dtype == dtype for x in found)
+        pairs = zip((loss_sum, *found), (expected, *gradients), strict=True)
+        errors.append([helpers.relative_error(x, y) for x, y in pairs])
+    chunked, whole = np.array(errors)
+    assert chunked[0] < 1e-6 < whole[0]
+    assert (chunked < whole).all(), (chunked, whole)
+
+
+def test_sums_over_many_narrow_tokens_are_in_float32():
+    """A sum in bfloat16 stops growing; a float32 head computes in float32."""
+    hidden, head = jnp.ones((2048, 2), jnp.bfloat16), jnp.zeros((2, 2), jnp.bfloat16)
+    f = ours(chunk_size=1)
+    (loss_sum, _), (_, gradient) = f(hidden, head, jnp.zeros(2048, int))
+    np.testing.assert_array_equal(gradient, jnp.array([[-1024, 1024]] * 2))
+    whole, _ = softmax_cross_entropy_sum(hidden @ head, jnp.zeros(2048, int))
+    np.testing.assert_allclose([loss_sum, whole], 2048 * np.log(2), rtol=1e-6)
+    assert np.add.accumulate(np.full(2048, 0.5, jnp.bfloat16))[-1] < 256
+    narrow = HIDDEN.astype(jnp.bfloat16)
+    wide = ours()(narrow.astype(np.float32), HEAD)[0]
+    chex.assert_trees_all_equal(ours()(narrow, HEAD)[0], wide)
+
+
+def of_logits(logits: Any, head: Any, labels: Any, **options: Any) -> Any:
+    return softmax_cross_entropy_sum(logits, labels, **options)
 
 
 @pytest.mark.parametrize(
-    ("mask", "labels", "weights"),
-    [
-        (None, LABELS, np.ones((3, 5))),
-        (MASK, LABELS, MASK),
-        (1.5 * MASK, LABELS, 1.5 * MASK),
-        (MASK, IGNORED, MASK & (IGNORED != -100)),
-        (0 * MASK, LABELS, 0 * MASK),
-    ],
-    ids=["none", "bool", "weights", "ignored", "all masked"],
+    ("loss", "x"),
+    [(of_logits, LOGITS), (partial(linear_cross_entropy_sum, chunk_size=5), HIDDEN)],
+    ids=["logits", "chunks"],
 )
-def test_sum_and_count_come_from_one_mask(mask: Any, labels: Any, weights: Any):
-    for function in (softmax_cross_entropy_sum, IN_JIT):
-        options = {} if labels is LABELS else {"ignore_index": -100}
-        loss_sum, num_tokens = function(LOGITS, labels, mask, **options)
-        assert float(num_tokens) == weights.sum()
-        np.testing.assert_allclose(loss_sum, (weights * LOSSES).sum(), rtol=1e-6)
-
-
-def test_logits_that_do_not_count_never_matter():
-    @jax.jit
-    @jax.value_and_grad
-    def loss(logits: Any) -> Any:
-        labels = np.where(MASK, LABELS, 10**6)
-        return softmax_cross_entropy_sum(logits, labels, MASK)[0]
-
-    for bad in (np.nan, np.inf, -np.inf):
-        value, gradient = loss(np.where(MASK[..., None], LOGITS, np.float32(bad)))
-        np.testing.assert_allclose(value, (MASK * LOSSES).sum(), rtol=1e-6)
-        assert np.isfinite(gradient).all()
-        assert not np.asarray(gradient)[~MASK].any()
-
-
-def test_label_outside_the_vocabulary_is_loud_where_it_counts():
-    for label in (-1, -100, 7):
-        labels = LABELS.copy()
-        labels[1, 1] = label
-        assert np.isnan(softmax_cross_entropy_sum(LOGITS, labels)[0])
-
-
-@pytest.mark.parametrize("weight", [-2.0, np.nan])
-def test_a_weight_that_is_not_a_weight_is_loud_where_it_counts(weight: float):
-    weights = np.where(MASK, np.float32(1.5), 0)
-    weights[1, 1] = weight
-    for rows in (slice(None), ([1], [1])):  # alone, it is no micro-batch without tokens
-        loss_sum, num_tokens = softmax_cross_entropy_sum(
-            LOGITS[rows], LABELS[rows], weights[rows]
-        )
-        assert np.isnan(loss_sum) and num_tokens > 0
-    labels = LABELS.copy()
-    labels[1, 1] = -100  # not counted, whatever its weight
-    found = softmax_cross_entropy_sum(LOGITS, labels, weights, ignore_index=-100)
-    expected = 1.5 * np.sum(LOSSES, where=MASK & (labels != -100))
-    np.testing.assert_allclose(found, (expected, 1.5 * 6), rtol=1e-6)
+def test_what_does_not_count_never_matters_and_the_rest_is_loud(loss: Any, x: Any):
+    for ignored, options in ((10**6, {"mask": MASK}), (-100, {"ignore_index": -100})):
+        f, labels = ours(loss, **options), np.where(MASK, LABELS, ignored)
+        expected = f(x, HEAD, labels)
+        assert np.isfinite(expected[0][0])
+        assert not np.asarray(expected[1][0])[~MASK].any()
+        for bad in (np.nan, np.inf, -np.inf):
+            spoilt = np.where(MASK[..., None], x, np.float32(bad))
+            chex.assert_trees_all_equal(f(spoilt, HEAD, labels), expected)
+    for outside in (-1, -100, VOCABULARY):
+        labels[1, 1] = outside
+        assert np.isnan(loss(x, HEAD, labels, mask=MASK)[0])
+    labels[1, 1] = LABELS[1, 1]
+    for wrong in (-2.0, np.nan):
+        weights = WEIGHTS.copy()
+        weights[1, 1] = wrong
+        for rows in (slice(None), ([1], [1])):  # alone, it is no batch without tokens
+            given = x[rows][None], HEAD, LABELS[rows][None]
+            loss_sum, num_tokens = loss(*given, mask=weights[rows][None])
+            assert np.isnan(loss_sum) and num_tokens > 0
+        labels[1, 1] = -100  # not counted, whatever its weight
+        found = loss(x, HEAD, labels, mask=weights, ignore_index=-100)
+        expected = loss(x, HEAD, labels, mask=WEIGHTS, ignore_index=-100)
+        chex.assert_trees_all_equal(found, expected)
 
 
 INTEGERS = "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split()
+IN_JIT = jax.jit(softmax_cross_entropy_sum, static_argnames="ignore_index")
 
 
 @pytest.mark.parametrize("function", [IN_JIT, jax.jit(softmax_cross_entropy_sum)])
@@ -108,19 +180,6 @@ def test_labels_of_every_dtype_mean_what_they_say(dtype: str, function: Any):
                 labels[0] = 3
 
 
-def test_logits_spread_over_the_vocabulary_on_an_explicit_mesh():
-    logits, labels = np.tile(LOGITS, (2, 1, 8)), np.tile(LABELS + 7, (2, 1))
-    mesh = make_mesh((2, 4), "explicit")
-    spread = (
-        jax.device_put(logits, NamedSharding(mesh, P("data", None, "model"))),
-        jax.device_put(labels, NamedSharding(mesh, P("data", None))),
-    )
-    function = jax.jit(jax.value_and_grad(softmax_cross_entropy_sum, has_aux=True))
-    with jax.set_mesh(mesh):
-        found = function(*spread)
-    chex.assert_trees_all_close(found, function(logits, labels), rtol=1e-6)
-
-
 def test_a_small_loss_next_to_large_logits():
     logits = np.float32([[40, 28, 20]])
     loss_sum, _ = softmax_cross_entropy_sum(logits, np.array([0]))
@@ -130,66 +189,124 @@ def test_a_small_loss_next_to_large_logits():
     assert abs(float(naive) / expected - 1) > 0.1
 
 
-def test_computed_in_float32_whatever_the_logits():
-    logits = jnp.zeros((1, 4096, 64), jnp.bfloat16)
-    loss_sum, num_tokens = IN_JIT(logits, jnp.zeros((1, 4096), int))
-    assert loss_sum.dtype == num_tokens.dtype == jnp.float32
-    np.testing.assert_allclose(loss_sum / num_tokens, np.log(64), rtol=1e-6)
-    naive = np.add.accumulate(np.full(4096, np.log(64), jnp.bfloat16))
-    assert abs(float(naive[-1]) / 4096 / np.log(64) - 1) > 0.01
-
-
-def test_z_loss_and_label_smoothing_do_not_depend_on_the_cut():
-    z_loss, smoothing = 0.1, 0.2
-
-    def mean_in_float64(logits: Any, mask: Any = MASK, labels: Any = LABELS) -> Any:
-        targets = optax.smooth_labels(jax.nn.one_hot(labels, 7), smoothing)
-        losses = optax.losses.softmax_cross_entropy(logits, targets)
-        losses += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
-        return jnp.sum(jnp.where(mask, losses, 0)) / jnp.sum(mask)
-
-    def loss_fn(logits: Any, rows: Any) -> Any:
-        labels, mask = (jnp.asarray(x)[rows] for x in (LABELS, MASK))
-        logits = jnp.where(mask[..., None], logits[rows], jnp.nan)
-        return softmax_cross_entropy_sum(
-            logits, labels, mask, z_loss=z_loss, label_smoothing=smoothing
-        )
-
-    rows = np.arange(3)[:, None]  # of 2, 5 and no tokens
-    (loss, _), grads = jax.jit(window_value_and_grad(loss_fn))(LOGITS, rows)
-    with jax.enable_x64(True):
-        wide = jnp.asarray(LOGITS, jnp.float64)
-        expected = jax.jit(jax.value_and_grad(mean_in_float64))(wide)
-        expected = jax.tree.map(np.asarray, expected)
-        mean = jax.jit(mean_in_float64)
-        means = [float(mean(wide[i], MASK[i], LABELS[i])) for i in range(2)]
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(grads, expected[1], rtol=1e-5, atol=1e-8)
-    assert abs(np.mean(means) / expected[0] - 1) > 0.01
-    plain = softmax_cross_entropy_sum(LOGITS, LABELS, MASK)[0]
-    assert abs(float(loss) * MASK.sum() / float(plain) - 1) > 0.01
-
-
 def test_a_masked_vocabulary_and_a_traced_weight():
-    logits = np.concatenate([LOGITS, np.full((3, 5, 2), -np.inf, np.float32)], -1)
-    f = jax.jit(lambda z: softmax_cross_entropy_sum(logits, LABELS, MASK, z_loss=z)[0])
-    expected = LOSSES + 0.1 * jax.nn.logsumexp(LOGITS, axis=-1) ** 2
-    np.testing.assert_allclose(f(0.1), (MASK * expected).sum(), rtol=1e-6)
-    z_loss = np.float64(0.1)
-    loss_sum, _ = softmax_cross_entropy_sum(logits, LABELS, MASK, z_loss=z_loss)
-    assert loss_sum.dtype == jnp.float32
-    np.testing.assert_allclose(loss_sum, f(0.1), rtol=1e-6)
+    nothing = np.full((ROWS, TOKENS, 2), -np.inf, np.float32)
+    logits = np.concatenate([LOGITS, nothing], -1)
+    f = partial(softmax_cross_entropy_sum, logits, LABELS, MASK)
+    expected = softmax_cross_entropy_sum(LOGITS, LABELS, MASK, z_loss=0.1)[0]
+    traced = jax.jit(lambda z: f(z_loss=z)[0])(0.1)
+    wide, _ = f(z_loss=np.float64(0.1))
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose([traced, wide], expected, rtol=1e-6)
 
 
-def test_errors_say_what_does_not_fit():
-    for options in ({"z_loss": -1.0}, {"label_smoothing": 1.0}):
-        with pytest.raises(ValueError, match="label_smoothing from 0 to less than 1"):
-            softmax_cross_entropy_sum(LOGITS, LABELS, **options)
-    with pytest.raises(ValueError, match=r"logits \(3, 5, 7\) and labels \(3, 4\)"):
-        softmax_cross_entropy_sum(LOGITS, LABELS[:, :4])
-    with pytest.raises(ValueError, match=r"mask \(3,\) and labels \(3, 5\)"):
-        softmax_cross_entropy_sum(LOGITS, LABELS, np.ones(3))
-    with pytest.raises(
-        TypeError, match="labels, which follow logits, must be integers"
+def test_logits_of_a_chunk_alone_are_in_memory():
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((512, 16), (16, 4096))]
+
+    def temporaries(loss: Any, **options: Any) -> int:
+        f = ours(loss, **options)
+        return helpers.net_bytes(f.lower(*shapes, np.zeros(512, int)))
+
+    chunks = temporaries(linear_cross_entropy_sum, chunk_size=32)
+    assert temporaries(at_once) > 512 * 4096 * 4 > 4 * chunks
+
+
+def test_vmap_and_policies_of_checkpoint():
+    def loss_sum(hidden: Any, head: Any, labels: Any) -> Any:
+        f = partial(linear_cross_entropy_sum, chunk_size=5, ignore_index=7)
+        return f(jnp.tanh(hidden), head, labels)[0]
+
+    gradient = jax.value_and_grad(loss_sum, (0, 1))
+    rows = jax.jit(jax.vmap(gradient, (0, None, 0)))(HIDDEN, HEAD, LABELS)
+    expected = jax.jit(gradient)(HIDDEN, HEAD, LABELS)
+    added = jnp.sum(rows[0]), (rows[1][0], jnp.sum(rows[1][1], 0))
+    chex.assert_trees_all_close(added, expected, rtol=1e-5, atol=1e-4)
+    policies = jax.checkpoint_policies
+    for policy in (
+        None,
+        policies.everything_saveable,
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_only_these_names("x"),
     ):
-        softmax_cross_entropy_sum(LOGITS, LABELS.astype(np.float32))
+        f = jax.value_and_grad(jax.checkpoint(loss_sum, policy=policy), (0, 1))
+        found = jax.jit(f)(HIDDEN, HEAD, LABELS)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+SMOOTHING = "z_loss must be at least 0, and label_smoothing from 0 to less than 1"
+OF_BOTH: list[tuple[str, dict[str, Any]]] = [
+    (r"\d+\) and labels \(3, 4\)", {"labels": LABELS[:, :4]}),
+    (r"mask \(3,\) and labels \(3, 37\)", {"mask": np.ones(3)}),
+    ("labels, which follow .*, must be integers", {"labels": LABELS / 2}),
+    (SMOOTHING, {"z_loss": -1.0}),
+    (SMOOTHING, {"label_smoothing": 1.0}),
+]
+OF_CHUNKS: list[tuple[str, dict[str, Any]]] = [
+    (r"head \(60, 16\).*embedding.T", {"head": HEAD.T}),
+    (r"bias \(16,\) and head \(16, 60\)", {"bias": np.ones(16)}),
+    ("logit_cap must be positive: got 0", {"logit_cap": 0.0}),
+    ("chunk_size must be an integer of at least 1", {"chunk_size": 0}),
+    ("chunk_size must be an integer .* got 2.5", {"chunk_size": 2.5}),
+]
+
+
+@pytest.mark.parametrize(("message", "given"), OF_BOTH + OF_CHUNKS)
+def test_errors_say_what_does_not_fit(message: str, given: dict[str, Any]):
+    error = TypeError if "follow" in message or "2.5" in message else ValueError
+    arguments = {"hidden": HIDDEN, "head": HEAD, "labels": LABELS} | given
+    with pytest.raises(error, match=message):
+        linear_cross_entropy_sum(**arguments)
+    if not given.keys() & {"head", "bias", "logit_cap", "chunk_size"}:
+        arguments = {"logits": LOGITS, "labels": LABELS} | given
+        with pytest.raises(error, match=message):
+            softmax_cross_entropy_sum(**arguments)
+
+
+def test_types_of_a_shard_map_of_ones_own():
+    def total(head: Any, hidden: Any, labels: Any) -> Any:
+        loss_sum, _ = linear_cross_entropy_sum(hidden, head, labels, chunk_size=5)
+        return jax.lax.psum(loss_sum, "data")
+
+    rows = P("data")
+    mesh, specs = meshes.make_mesh((3,)), {"in_specs": (P(), rows, rows)}
+    f = jax.shard_map(total, mesh=mesh, out_specs=P(), **specs)
+    loss_sum, gradient = jax.jit(jax.value_and_grad(f))(HEAD, HIDDEN, LABELS)
+    expected, (_, of_head) = in_float64({})[0]
+    np.testing.assert_allclose(loss_sum, expected, rtol=1e-6)
+    assert helpers.relative_error(gradient, of_head) < 1e-6
+
+
+HEADS = [P(), P("data"), P(None, "model"), P("data", "model")]
+SPREAD = [(P("data"), x) for x in HEADS] + [(P("data", "model"), x) for x in HEADS[:2]]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(("rows", "head"), SPREAD, ids=str)
+def test_rows_and_tokens_stay_spread(rows: P, head: P, kind: str):
+    """No device is sent a row or a token of another one."""
+    mesh, chunk_size = meshes.make_mesh((4, 2), kind), 45 if rows == P("data") else 32
+    hidden, labels = np.resize(HIDDEN, (8, 128, 256)), np.resize(LABELS, (8, 128))
+    weights = np.float32(np.resize(HEAD, (256, VOCABULARY)) / 16)
+    pairs = zip((hidden, weights, labels), (rows, head, rows), strict=True)
+    given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+    f = ours(chunk_size=chunk_size)
+    with jax.set_mesh(mesh):
+        compiled = f.lower(*given).compile()
+        found = compiled(*given)
+    assert helpers.bytes_sent(compiled) < 4.1 * weights.nbytes < hidden.nbytes / 4
+    expected = f(hidden, weights, labels)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert found[1][0].sharding.is_equivalent_to(given[0].sharding, 3)
+
+
+def test_logits_spread_over_the_vocabulary_on_an_explicit_mesh():
+    logits, labels = np.tile(LOGITS[:2], (1, 1, 2)), LABELS[:2] + VOCABULARY
+    mesh = meshes.make_mesh((2, 4), "explicit")
+    specs = P("data", None, "model"), P("data", None)
+    pairs = zip((logits, labels), specs, strict=True)
+    spread = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+    function = jax.jit(jax.value_and_grad(softmax_cross_entropy_sum, has_aux=True))
+    with jax.set_mesh(mesh):
+        found = function(*spread)
+    expected = function(logits, labels)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-6)

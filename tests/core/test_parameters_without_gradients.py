@@ -5,69 +5,55 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import meshes
 import optax
 import pytest
 from helpers import SKIPS, run_step
 
-from optax_tokenaccum import (
-    close_window,
-    make_train_step,
-    make_window_step,
-    token_accumulation,
-)
+from optax_tokenaccum import close_window, token_accumulation
 
-MIXED = {"w": jnp.zeros(3), "index": jnp.arange(3, dtype=jnp.int32), "flag": True}
+MIXED = {
+    "w": jnp.zeros(3),
+    "index": jnp.arange(3, dtype=jnp.int32),
+    "flag": True,
+    "codes": jnp.array([1, 1, 1]).astype(jnp.int4),
+}
+DECAY = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
 
 
 def mixed_loss(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = x * params["codes"].astype(jnp.float32)
     loss = jnp.sum(jnp.where(params["flag"], params["w"][params["index"]] * x, 0))
     return loss, jnp.float32(2)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"every_k_schedule": lambda _: 2} | SKIPS, None],
-    ids=["one program, skip function", "window"],
-)
-def test_integer_parameters_are_left_alone_even_by_weight_decay(options: Any):
-    inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
+def freezing(names: set[str], frozen: Any, trained: Any) -> Any:
+    labels = {name: "frozen" if name in names else "trained" for name in MIXED}
+    return optax.partition({"frozen": frozen, "trained": trained}, labels)
+
+
+@pytest.mark.parametrize(("way", "options"), [("one program", SKIPS), ("window", {})])
+def test_integer_parameters_are_left_alone_even_by_weight_decay(way: str, options: Any):
+    inner = freezing({"codes"}, optax.set_to_zero(), DECAY)  # JAX promotes no int4
     batches = jnp.array([[1.0] * 3, [3.0] * 3])
-    if options is None:
-        step = make_window_step(mixed_loss, inner)
-        state, metrics = step(step.init(MIXED), batches)
-    else:
-        step = make_train_step(mixed_loss, inner, **options)
-        state, metrics = run_step(step, step.init(MIXED), batches)
+    on_one = {"mesh": None, "data_axes": None}
+    step = meshes.make_step(way, inner, loss_fn=mixed_loss, k=2, **on_one, **options)
+    calls = [batches] if way == "window" else batches
+    state, metrics = run_step(step, step.init(MIXED), calls)
     chex.assert_trees_all_equal(state.params, MIXED | {"w": jnp.full(3, -1.0)})
     assert not metrics.skipped
     decayed = optax.apply_updates(MIXED["index"], -0.5 * MIXED["index"])
     assert (decayed != MIXED["index"]).any()
 
 
-def test_frozen_parameters_of_4_bits_are_left_alone():
-    params = {"codes": jnp.arange(-3, 3).astype(jnp.int4), "scale": jnp.float32(1.0)}
-
-    def loss_fn(params: Any, x: Any) -> Any:
-        return jnp.sum(params["scale"] * params["codes"].astype(jnp.float32) * x), 2.0
-
-    labels = {"codes": "frozen", "scale": "trained"}
-    inner = optax.partition(
-        {"frozen": optax.set_to_zero(), "trained": optax.sgd(1.0)}, labels
-    )
-    step = make_train_step(loss_fn, inner, 2)
-    state, _ = run_step(step, step.init(params), jnp.array([[1.0] * 6, [3.0] * 6]))
-    chex.assert_trees_all_equal(state.params, params | {"scale": jnp.float32(4.0)})
-
-
 def test_float0_reaches_inner_as_it_would_without_accumulation():
     def see(updates: Any, state: Any, params: Any = None) -> Any:
-        for leaf in jax.tree.leaves(updates):
-            assert leaf.dtype in (jax.dtypes.float0, jnp.int32, jnp.bool_)
+        for x in jax.tree.leaves(updates):
+            assert x.dtype in (jax.dtypes.float0, jnp.int32, jnp.bool_, jnp.int4)
         return updates, state
 
-    freeze = optax.GradientTransformation(lambda _: (), see)
-    labels = {name: "train" if name == "w" else "freeze" for name in MIXED}
-    inner = optax.partition({"train": optax.sgd(1.0), "freeze": freeze}, labels)
+    seeing = optax.GradientTransformation(lambda _: (), see)
+    inner = freezing({*MIXED} - {"w"}, seeing, optax.sgd(1.0))
     optimizer = token_accumulation(inner, 2, **SKIPS)
 
     @jax.jit

@@ -13,18 +13,16 @@ from optax_tokenaccum import reduce_loss
 from optax_tokenaccum._losses import Reduction
 
 REDUCTIONS = get_args(Reduction)
-LENGTH, MAX_LENGTH = 12, 10.0
-RTOL = 1e-6
-
+LENGTH, NUMBER, MAX_LENGTH, RTOL = 12, 12, 10.0, 1e-6
 
 Sequence = tuple[np.ndarray, np.ndarray]  # losses and mask, `[length]`
 
 
-def sequences_of(seed: int, number: int = 12) -> list[Sequence]:
+def sequences_of(seed: int) -> list[Sequence]:
     """Sequences with signed losses; every fourth has no tokens."""
     rng = np.random.default_rng(seed)
     made = []
-    for i in range(number):
+    for i in range(NUMBER):
         n = rng.integers(1, LENGTH // 2 + 1)
         mask = rng.uniform(size=n) < rng.uniform(0.3, 1)
         mask[0] = True
@@ -32,40 +30,34 @@ def sequences_of(seed: int, number: int = 12) -> list[Sequence]:
     return made
 
 
-def exact(
-    sequences: list[Sequence], reduction: str, count_empty: bool = False
-) -> tuple[float, float, float]:
-    """The definition, one sequence after another: sum, count, sum of magnitudes."""
+def check_exact(
+    found: list[Any], sequences: list[Sequence], reduction: str, count_empty: bool
+) -> None:
+    """Compares with the definition, one sequence after another, in float64."""
     total, count, size = 0.0, 0.0, 0.0
     for losses, mask in sequences:
-        n, s = mask.sum(), (losses * mask).sum()
-        by = {
-            "token-mean": 1,
-            "seq-mean-token-mean": max(n, 1),
-            "seq-mean-token-sum": 1,
-            "seq-mean-token-sum-norm": MAX_LENGTH,
-        }[reduction]
-        total += s / by
-        size += abs(losses * mask).sum() / by
+        n = mask.sum()
+        by = {"seq-mean-token-mean": max(n, 1), "seq-mean-token-sum-norm": MAX_LENGTH}
+        of_tokens = losses * mask / by.get(reduction, 1)
+        total, size = total + of_tokens.sum(), size + abs(of_tokens).sum()
         count += n if reduction == "token-mean" else float(n > 0 or count_empty)
-    return total, count, size
+    assert abs(sum(float(x) for x, _ in found) - total) <= RTOL * size
+    assert sum(float(n) for _, n in found) == count
 
 
-def rows_of(sequences: list[Sequence], width: int, rows: int) -> dict[str, np.ndarray]:
+def rows_of(sequences: list[Sequence], width: int = LENGTH) -> dict[str, np.ndarray]:
     """A sequence in a row; padding has losses of NaN."""
-    batch = {
-        "losses": np.full((rows, width), np.nan, np.float32),
-        "mask": np.zeros((rows, width), bool),
-    }
+    losses = np.full((NUMBER, width), np.nan, np.float32)
+    batch = {"losses": losses, "mask": np.zeros((NUMBER, width), bool)}
     for row, (losses, mask) in enumerate(sequences):
         batch["losses"][row, : len(mask)] = losses
         batch["mask"][row, : len(mask)] = mask
     return batch
 
 
-def packed(sequences: list[Sequence], width: int, rows: int) -> dict[str, np.ndarray]:
-    """Sequences behind one another; numbers are local to a row, in any order."""
-    batch = rows_of([], width, rows) | {"segment_ids": np.zeros((rows, width), int)}
+def packed(sequences: list[Sequence], width: int = LENGTH) -> dict[str, np.ndarray]:
+    """Several sequences in a row; numbers are local to it, and tokens in any order."""
+    batch = rows_of([], width) | {"segment_ids": np.zeros((NUMBER, width), int)}
     row = start = 0
     for i, (losses, mask) in enumerate(sequences):
         if start + len(mask) > width:
@@ -74,10 +66,13 @@ def packed(sequences: list[Sequence], width: int, rows: int) -> dict[str, np.nda
         batch["losses"][where], batch["mask"][where] = losses, mask
         batch["segment_ids"][where] = 17 * (i + 3) % 29 + 1
         start += len(mask)
-    return batch
+    order = np.random.default_rng(0).permutation(width)
+    return {name: x[:, order] for name, x in batch.items()}
 
 
 LAYOUTS = {"rows": rows_of, "packed": packed}
+of_every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+of_every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def reduce(batch: Any, reduction: str, **options: Any) -> Any:
@@ -86,8 +81,8 @@ def reduce(batch: Any, reduction: str, **options: Any) -> Any:
     return reduce_loss(**batch, reduction=reduction, **options)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@of_every_layout
+@of_every_reduction
 def test_every_cut_gives_the_full_batch(layout: str, reduction: str):
     jitted = jax.jit(lambda batch: reduce(batch, reduction))
 
@@ -99,28 +94,22 @@ def test_every_cut_gives_the_full_batch(layout: str, reduction: str):
     @hypothesis.settings(max_examples=30, deadline=None)
     def check(seed: int, sizes: list[int], widths: list[int]):
         sequences = sequences_of(seed)
-        cuts = np.minimum(np.cumsum([0, *sizes, len(sequences)]), len(sequences))
-        parts = [sequences[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-        found = [
-            jitted(LAYOUTS[layout](part, width, len(sequences)))
-            for part, width in zip(parts, widths, strict=False)
-        ]
-        total, count, size = exact(sequences, reduction)
-        assert abs(sum(float(x) for x, _ in found) - total) <= RTOL * size
-        assert sum(float(n) for _, n in found) == count
+        ends = np.minimum(np.cumsum([*sizes, NUMBER]), NUMBER)
+        parts = [sequences[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        given = zip(parts, widths, strict=False)
+        found = [jitted(LAYOUTS[layout](part, width)) for part, width in given]
+        check_exact(found, sequences, reduction, count_empty=False)
 
     check()
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@of_every_reduction
 def test_sequences_without_tokens_and_padding(reduction: str):
     sequences = sequences_of(0)
-    batch = packed(sequences, 2 * LENGTH, 12)
-    for count_empty in (False, True)[: 1 if reduction == "token-mean" else 2]:
-        total, count, size = exact(sequences, reduction, count_empty)
+    for count_empty in (False, reduction != "token-mean"):
+        batch = packed(sequences, 2 * LENGTH)
         found = reduce(batch, reduction, count_empty=count_empty)
-        assert abs(float(found[0]) - total) <= RTOL * size
-        assert float(found[1]) == count
+        check_exact([found], sequences, reduction, count_empty)
         # Segment 0 is padding even under the mask.
         batch["losses"] = np.nan_to_num(batch["losses"], nan=1e3)
         for weight in (1, -1):
@@ -129,16 +118,15 @@ def test_sequences_without_tokens_and_padding(reduction: str):
             assert reduce(masked, reduction, count_empty=count_empty) == found
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_weights_and_gradients(reduction: str):
-    """The derivative by a loss is its weight; none flows to padding."""
-    batch = rows_of(sequences_of(1), LENGTH, 12)
+@of_every_reduction
+def test_the_derivative_by_a_loss_is_its_weight_and_none_flows_to_padding(
+    reduction: str,
+):
+    batch = rows_of(sequences_of(1))
     weights = batch["mask"] * np.linspace(0.25, 2, LENGTH, dtype=np.float32)
-
-    def loss_sum(losses: Any) -> Any:
-        return reduce({"losses": losses, "mask": weights}, reduction)[0]
-
-    gradient = np.asarray(jax.grad(loss_sum)(batch["losses"]))
+    gradient = jax.grad(
+        lambda losses: reduce({"losses": losses, "mask": weights}, reduction)[0]
+    )(batch["losses"])
     divisor = {
         "seq-mean-token-mean": np.maximum(weights.sum(1, keepdims=True), 1e-9),
         "seq-mean-token-sum-norm": MAX_LENGTH,
@@ -146,17 +134,16 @@ def test_weights_and_gradients(reduction: str):
     np.testing.assert_allclose(gradient, weights / divisor, rtol=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@of_every_layout
+@of_every_reduction
 def test_a_weight_that_is_not_a_weight_is_loud(layout: str, reduction: str):
-    batch = LAYOUTS[layout](sequences_of(1), LENGTH, 12)
-    batch["mask"] = batch["mask"].astype(np.float32)
-    for row, weight in ((0, -1.0), (3, -1.0), (0, np.nan)):  # row 3 has no tokens
-        weights = batch["mask"].copy()
-        weights[row, 0] = weight
-        alone = np.zeros_like(weights)  # it is no micro-batch without tokens
-        alone[row, 0] = weight
-        for mask in (weights, alone):
+    batch = LAYOUTS[layout](sequences_of(1))
+    places = np.argwhere(~np.isnan(batch["losses"]))  # with a token or without
+    for place, weight in ((0, -1.0), (1, -1.0), (len(places) - 1, np.nan)):
+        alone = np.zeros(batch["mask"].shape, np.float32)
+        alone[*places[place]] = weight
+        # Alone, it is no micro-batch without tokens.
+        for mask in (alone, np.where(alone == 0, batch["mask"], alone)):
             loss_sum, count = reduce(batch | {"mask": mask}, reduction)
             assert np.isnan(loss_sum) and count > 0
 
