@@ -6,33 +6,22 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 from flax import nnx
+from problems import squares
 
 import optax_tokenaccum.nnx
-from optax_tokenaccum import (
-    MultiSteps,
-    Verdict,
-    audit,
-    check_loss_fn,
-    token_accumulation,
-)
+from optax_tokenaccum import Verdict, audit, check_loss_fn, token_accumulation
 
-RANDOM = np.random.default_rng(0)
 MICRO_BATCHES = [
-    {"x": np.float32(RANDOM.normal(size=(8, 4))), "mask": np.arange(8) < n}
-    for n in (1, 8, 3)
+    problems.batch_of(i, np.arange(8) < n) for i, n in enumerate((1, 8, 3))
 ]
-
-
-def squares(outputs: Any, batch: Any) -> Any:
-    errors = jnp.where(batch["mask"], outputs - 1, 0)
-    return jnp.sum(errors**2), jnp.sum(batch["mask"])
 
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.first = nnx.Linear(8, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
         self.last = nnx.Linear(8, 1, rngs=rngs)
@@ -76,35 +65,29 @@ def test_batch_norm_in_training_mode_couples_rows():
     assert "depends on the other rows" in report.findings[0]
 
 
-def eqx_loss(model: Any, batch: Any) -> Any:
-    return squares(jax.vmap(model)(batch["x"]), batch)
-
-
 @pytest.mark.slow
 def test_equinox_modules():
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return squares(jax.vmap(model)(batch["x"]), batch)
+
     @eqx.filter_jit
-    @eqx.filter_grad
     def gradient(model: Any, batch: Any) -> Any:
-        return jnp.divide(*eqx_loss(model, batch))
+        return eqx.filter_grad(loss_fn, has_aux=True)(model, batch)
 
     def run(tx: Any, model: Any, micro_batches: Any) -> Any:
-        tx = MultiSteps(tx, len(micro_batches))
+        tx = token_accumulation(tx, len(micro_batches))
         state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-        update = jax.jit(tx.update)
         for batch in micro_batches:
-            n = jnp.sum(batch["mask"])
             params = eqx.filter(model, eqx.is_inexact_array)
-            updates, state = update(gradient(model, batch), state, params, num_tokens=n)
+            grads, n = gradient(model, batch)
+            updates, state = jax.jit(tx.update)(grads, state, params, num_tokens=n)
             model = eqx.apply_updates(model, updates)
         return model
 
-    model = eqx.nn.Sequential(
-        [
-            eqx.nn.Linear(4, 8, key=jax.random.key(0)),
-            eqx.nn.Lambda(jax.nn.tanh),
-            eqx.nn.Dropout(0.5, inference=True),
-            eqx.nn.Linear(8, "scalar", key=jax.random.key(1)),
-        ]
+    keys, dropout = jax.random.split(jax.random.key(0)), eqx.nn.Dropout(0.5, True)
+    first, last = (
+        eqx.nn.Linear(8, n, key=k) for n, k in zip((8, "scalar"), keys, strict=True)
     )
-    audit(run, eqx_loss, model, MICRO_BATCHES).assert_exact()
-    assert check_loss_fn(eqx_loss, model, MICRO_BATCHES).passed
+    model = eqx.nn.Sequential([first, eqx.nn.Lambda(jax.nn.tanh), dropout, last])
+    audit(run, loss_fn, model, MICRO_BATCHES).assert_exact()
+    assert check_loss_fn(loss_fn, model, MICRO_BATCHES).passed

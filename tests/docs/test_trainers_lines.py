@@ -1,7 +1,7 @@
 """What `docs/trainers.md` says of other loops on ragged data, and of ours.
 
 The lines are read from the page. Other forms average as the originals, and are not
-their code. The loss is linear, so that its gradients are one NumPy line in float64.
+their code.
 """
 
 import re
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 
 import optax_tokenaccum
@@ -23,96 +24,89 @@ ROWS = re.findall(r"^\| (.*?) \| `(.*)` \| `(.*)` \|$", PAGE, re.MULTILINE)
 LINES = {title: (theirs, ours) for title, theirs, ours in ROWS}
 MULTI_STEPS, APPLY_EVERY, CALL, SCAN, HF_TRAINER = LINES
 
-RTOL = helpers.RTOL["float32"]
-PARAMS, TOKENS = jnp.ones(()), np.asarray([16, 3, 8, 1])
-# Each micro-batch is from another distribution.
-X = np.random.default_rng(0).normal(size=(4, 16)) + np.arange(4)[:, None]
-WINDOW = {"x": np.float32(X), "mask": np.arange(16) < TOKENS[:, None]}
-MICRO_BATCHES = [{name: x[i] for name, x in WINDOW.items()} for i in range(4)]
-SUMS = (WINDOW["x"] * WINDOW["mask"]).sum(1, dtype=np.float64)  # the gradients
-EXACT, MEAN_OF_MEANS = SUMS.sum() / TOKENS.sum(), (SUMS / TOKENS).mean()
+TOKENS = [16, 3, 8, 1]
+WINDOW = [problems.batch_of(i, np.arange(16) < n) for i, n in enumerate(TOKENS)]
+EXACT = problems.exact(problems.PARAMS, *WINDOW)["w"]
+MEAN_OF_MEANS = np.mean([problems.exact(problems.PARAMS, x)["w"] for x in WINDOW], 0)
+PARAMS = problems.PARAMS["w"]
 
 
-def loss_fn(params: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
-    return jnp.sum(params * batch["x"] * batch["mask"]), jnp.sum(batch["mask"])
-
-
-@jax.jit
-def mean_gradient(params: jax.Array, batch: Any) -> jax.Array:
-    gradient, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-    return gradient / n
+def loss_fn(params: Any, batch: Any) -> Any:
+    return problems.linear_loss({"w": params}, batch)
 
 
 NAMES = vars(optax_tokenaccum) | {
     "jax": jax,
-    "optax": optax,
     "loss_fn": loss_fn,
-    "micro_batches": WINDOW,
+    "micro_batches": helpers.stack(WINDOW),
     "params": PARAMS,
     "k": 4,
-    "zeros": jnp.zeros(()),
+    "zeros": jnp.zeros_like(PARAMS),
+    "optax": optax,
     "inner": optax.sgd(1.0),
 }
+
+
+@jax.jit
+def mean_gradient(params: Any, batch: Any) -> Any:
+    gradient, n = jax.grad(loss_fn, has_aux=True)(params, batch)
+    return gradient / n
 
 
 def run_line(line: str, **names: Any) -> Any:
     return eval(line, NAMES | names)
 
 
-def total_update(tx: Any, call: str) -> jax.Array:
-    """Return the sum of a window's updates, which are zeros except the last."""
-    state, total = tx.init(PARAMS), jnp.zeros(())
-    for i, batch in enumerate(MICRO_BATCHES):
-        n, grads = batch["mask"].sum(), mean_gradient(PARAMS, batch)
+def is_near(got: Any, expected: Any) -> bool:
+    return helpers.relative_error(got, expected) < helpers.RTOL["float32"]
+
+
+def applied(tx: Any, gradient: Any, call: str) -> Any:
+    """Return the gradient that a window's updates apply: all are zeros but the last."""
+    state = tx.init(PARAMS)
+    for i, batch in enumerate(WINDOW):
+        grads, n = gradient(PARAMS, batch), batch["weights"].sum()
         updates, state = run_line(call, tx=tx, grads=grads, state=state, n=n)
         assert i == 3 or not np.any(updates)
-        total += updates
-    return total
+    return -updates
 
 
 @pytest.mark.parametrize(("row", "times"), [(MULTI_STEPS, 1), (APPLY_EVERY, 4)])
 def test_optax_lines_under_sgd(row: str, times: int):
-    theirs, ours = map(run_line, LINES[row])
-    got = total_update(theirs, LINES[CALL][0])
-    assert helpers.relative_error(-got, times * MEAN_OF_MEANS) < RTOL
-    assert helpers.relative_error(-got, EXACT) > 0.1
-    assert helpers.relative_error(-got, times * EXACT) > 0.1
-    call = LINES[CALL][1]
-    assert helpers.relative_error(-total_update(ours, call), EXACT) < RTOL
-    got = total_update(ours, call.replace("num_tokens=n", "num_tokens=1"))
-    assert helpers.relative_error(-got, MEAN_OF_MEANS) < RTOL
+    (theirs, ours), (their_call, our_call) = map(run_line, LINES[row]), LINES[CALL]
+    got = applied(theirs, mean_gradient, their_call)
+    assert is_near(got, times * MEAN_OF_MEANS)
+    assert not is_near(got, times * EXACT) and not is_near(got, EXACT)
+    assert is_near(applied(ours, mean_gradient, our_call), EXACT)
+    call = our_call.replace("num_tokens=n", "num_tokens=1")
+    assert is_near(applied(ours, mean_gradient, call), MEAN_OF_MEANS)
 
 
 def test_a_scan_written_by_hand():
-    def add(sums: jax.Array, micro_batch: Any) -> tuple[jax.Array, None]:
+    def add(sums: Any, micro_batch: Any) -> tuple[Any, None]:
         return sums + mean_gradient(PARAMS, micro_batch), None
 
     theirs, ours = (run_line(line, add=add) for line in LINES[SCAN])
-    assert helpers.relative_error(theirs, MEAN_OF_MEANS) < RTOL
-    assert helpers.relative_error(theirs, EXACT) > 0.1
-    assert helpers.relative_error(ours, EXACT) < RTOL
+    assert is_near(theirs, MEAN_OF_MEANS) and not is_near(theirs, EXACT)
+    assert is_near(ours, EXACT)
 
 
 def test_one_division_or_the_other():
     theirs, ours = (line.removeprefix("return ") for line in LINES[HF_TRAINER])
 
-    def applied(tx: Any, line: str) -> np.ndarray:
-        def returned(params: jax.Array, batch: Any) -> Any:
+    def gradient(line: str) -> Any:
+        def loss(params: Any, batch: Any) -> Any:
             loss_sum, n = loss_fn(params, batch)
-            names = {"loss_sum": loss_sum, "n": n, "num_items_in_batch": TOKENS.sum()}
+            names = {"loss_sum": loss_sum, "n": n, "num_items_in_batch": sum(TOKENS)}
             result = run_line(line, **names)
-            return result if isinstance(result, tuple) else (result, n)
+            return result[0] if isinstance(result, tuple) else result
 
-        state, gradient = tx.init(PARAMS), jax.jit(jax.grad(returned, has_aux=True))
-        for batch in MICRO_BATCHES:
-            grads, n = gradient(PARAMS, batch)
-            updates, state = tx.update(grads, state, PARAMS, num_tokens=n)
-        return -np.asarray(updates)
+        return jax.jit(jax.grad(loss))
 
     exact = token_accumulation(optax.sgd(1.0), 4)
     plain_sum = MultiSteps(optax.sgd(1.0), 4, use_grad_mean=False)
-    assert helpers.relative_error(applied(exact, ours), EXACT) < RTOL
-    assert helpers.relative_error(applied(plain_sum, theirs), EXACT) < RTOL
-    twice = applied(exact, theirs)
-    assert helpers.relative_error(twice, EXACT / TOKENS.sum()) < RTOL
-    assert helpers.relative_error(twice, EXACT) > 0.1
+    call = LINES[CALL][1]
+    assert is_near(applied(exact, gradient(ours), call), EXACT)
+    assert is_near(applied(plain_sum, gradient(theirs), call), EXACT)
+    twice = applied(exact, gradient(theirs), call)
+    assert is_near(twice, EXACT / sum(TOKENS)) and not is_near(twice, EXACT)
