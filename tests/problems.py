@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ import meshes
 import nnx_ways
 import numpy as np
 import optax
-import window_gradients
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +25,8 @@ from optax_tokenaccum import (
     coupled_value_and_grad,
     linear_cross_entropy_sum,
     linen,
+    make_train_step,
+    make_window_step,
     token_accumulation,
     window_gradient,
     window_value_and_grad,
@@ -102,18 +104,35 @@ def statistics(params: Any, batch: Any, rng: Any, state: Any) -> Any:
     return *squares(y, batch), None, state
 
 
-def through_layers(params: Any, batch: Any) -> Any:
-    y = window_gradients.through_layers(params, batch["x"]) * params["out"]
-    return jnp.sum(y, -1)
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w), None
+
+
+def through_layers(params: Any, x: Any) -> Any:
+    return jax.lax.scan(layer, x.astype(params["layers"].dtype), params["layers"])[0]
+
+
+def loss_through(network: Any) -> Any:
+    """A regression on what `network(params, x)` makes of the features."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y = network(params, batch["x"]) * params["out"]
+        return squares(jnp.sum(y, -1), batch)
+
+    return loss_fn
+
+
+layered_loss = loss_through(through_layers)
 
 
 def layered(params: Any, batch: Any, rng: Any, state: Any) -> Any:
-    return *squares(through_layers(params, batch), batch), None, None
+    return *layered_loss(params, batch), None, None
 
 
 def anchors(params: Any, batch: Any, rng: Any, state: Any) -> Any:
     """Focal loss: every row has one anchor, and those that are positive count."""
-    logits, positive = through_layers(params, batch), batch["weights"] > 0
+    y = through_layers(params, batch["x"]) * params["out"]
+    logits, positive = jnp.sum(y, -1), batch["weights"] > 0
     signed = jnp.where(positive, logits, -logits)
     losses = -(jax.nn.sigmoid(-signed) ** 2) * jax.nn.log_sigmoid(signed)
     return jnp.sum(losses), jnp.sum(positive), None, None
@@ -147,6 +166,8 @@ PARAMS = {"w": jnp.asarray(normal(1, FEATURES))}  # of `linear_loss`
 LINEAR = jax.device_get(PARAMS) | {"bias": None, "empty": {}}
 # At least 16 KB of sums, which are overwritten in a loop when a window closes.
 STACKED = {"layers": normal(2, LAYERS, WIDTH, WIDTH) / 6, "out": normal(3, WIDTH) / 3}
+FEW = {"layers": normal(2, LAYERS, FEATURES, FEATURES) / 3, "out": normal(3, FEATURES)}
+FEW = jax.tree.map(jnp.asarray, FEW)  # for networks that no way to train needs
 EMBEDDED = jax.device_get(helpers.init_params(0))
 STATE = {"mean": np.zeros(FEATURES, np.float32), "var": np.ones(FEATURES, np.float32)}
 PROBLEMS = {
@@ -236,6 +257,75 @@ def answer(
         return Answer(
             float(loss / tokens) if tokens else 0.0, float(tokens), mean, state
         )
+
+
+# The gradient of a window, for tests of networks: in three ways, and by hand.
+
+
+def batches_of(*tokens: int) -> list[Any]:
+    return [batch_of(i, np.arange(ROWS) < n) for i, n in enumerate(tokens)]
+
+
+BATCHES = batches_of(8, 0, 3)
+# An optimizer whose state is the last gradient that it was given.
+KEEPS = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, params), gradient),
+)
+
+
+def value_and_grad(loss_fn: Any, params: Any, batches: Any) -> Any:
+    return jax.jit(window_value_and_grad(loss_fn))(params, helpers.stack(batches))[1]
+
+
+def train_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
+    step = make_train_step(loss_fn, KEEPS, len(batches), **options)
+    state, _ = helpers.run_step(step, step.init(params), batches)
+    return state.opt_state.inner_opt_state
+
+
+def window_step(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
+    step = make_window_step(loss_fn, KEEPS, **options)
+    state, _ = step(step.init(params), helpers.stack(batches))
+    return state.opt_state.inner_opt_state
+
+
+WAYS = [value_and_grad, train_step, window_step]
+
+
+def by_hand(loss_fn: Any, params: Any, batches: Any) -> Any:
+    """The gradient, of gradients that are added by NumPy, in float64."""
+
+    def wide(gradient: Any, param: Any) -> Any:
+        if not jnp.issubdtype(param.dtype, jnp.inexact):
+            return np.zeros(param.shape)
+        kind = np.complex128 if jnp.iscomplexobj(param) else np.float64
+        return np.asarray(gradient).astype(kind)
+
+    params = jax.device_get(params)
+    f = jax.jit(jax.grad(loss_fn, has_aux=True, allow_int=True))
+    tokens, sums = 0.0, jax.tree.map(lambda p: wide(0 * p, p), params)
+    for batch in batches:
+        new, n = f(params, batch)
+        if np.isfinite(n) and n > 0:
+            new = jax.tree.map(lambda p, g: wide(g, p), params, new)
+            tokens, sums = tokens + float(n), jax.tree.map(np.add, sums, new)
+    return jax.tree.map(lambda x, p: (x / (tokens or 1)).astype(p.dtype), sums, params)
+
+
+def check_gradient(
+    way: Any,
+    loss_fn: Any,
+    params: Any = None,
+    batches: Any = BATCHES,
+    rtol: float = 1e-4,
+) -> None:
+    params = FEW if params is None else params
+    got = way(loss_fn, params, batches)
+    expected = by_hand(loss_fn, params, batches)
+    chex.assert_tree_all_finite(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=rtol)
 
 
 # The ways to train.

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from helpers import init_params, slow
 from jax.sharding import NamedSharding
+from meshes import make_step
 
 # Its state is a key, and moments that are narrower than the parameters.
 OPTIMIZER = optax.chain(
@@ -19,53 +20,50 @@ OPTIMIZER = optax.chain(
 )
 
 
-@pytest.mark.parametrize(
-    ("way", "layout", "kind", "reduce_every"),
-    [
-        ("two programs", "data parallel", "auto", "micro_batch"),
-        slow("window", "fsdp and tensor parallel", "explicit", "micro_batch"),
-    ],
-)
-def test_states_and_programs_are_those_of_arrays(
-    way: str, layout: str, kind: str, reduce_every: str
-):
+def placed(layout: str, kind: str = "auto") -> Any:
+    """A mesh, and parameters that are placed on it."""
     shape, specs = meshes.LAYOUTS[layout]
     mesh = meshes.make_mesh(shape, kind)
-    params = meshes.placed(mesh, specs)
-    step = meshes.make_step(way, OPTIMIZER, mesh, reduce_every=reduce_every)
-    check_programs_are_alike(way, step, *meshes.state_and_shapes(step, params))
-    naive = jax.eval_shape(step.init, params)
-    assert any(
-        not isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(naive)
-    )
+    return mesh, meshes.placed(mesh, specs)
 
 
 def check_programs_are_alike(way: str, step: Any, *states: Any) -> None:
     batch = meshes.make_batch(8)
-    if "window" in way:
-        part, batch = step, meshes.stacked(batch)
-    else:
-        part = step.accumulate
+    part = step if "window" in way else step.accumulate
+    batch = meshes.stacked(batch) if "window" in way else batch
     first, second = (part.lower(state, batch).as_text() for state in states)
     assert first == second
 
 
+@pytest.mark.parametrize(
+    ("way", "layout", "kind"),
+    [
+        ("two programs", "data parallel", "auto"),
+        slow("window", "fsdp and tensor parallel", "explicit"),
+    ],
+)
+def test_states_and_programs_are_those_of_arrays(way: str, layout: str, kind: str):
+    mesh, params = placed(layout, kind)
+    step = make_step(way, OPTIMIZER, mesh, reduce_every="micro_batch")
+    check_programs_are_alike(way, step, *meshes.state_and_shapes(step, params))
+    naive = jax.tree.leaves(jax.eval_shape(step.init, params))
+    assert not all(isinstance(x.sharding, NamedSharding) for x in naive)
+
+
 def test_one_device_and_shapes_that_are_not_placed():
-    step = meshes.make_step("two programs", optax.adam(0.1), None, data_axes=None)
-    meshes.state_and_shapes(step, init_params(0))
-    placed = jax.device_put(init_params(0), jax.devices()[-1])
-    meshes.state_and_shapes(step, placed)
-    mesh = meshes.make_mesh((8,))
-    step = meshes.make_step("two programs", optax.adam(0.1), mesh)
-    meshes.state_and_shapes(step, init_params(0))
+    params, adam = init_params(0), optax.adam(0.1)
+    step = make_step("two programs", adam, None, data_axes=None)
+    for given in (params, jax.device_put(params, jax.devices()[-1])):
+        meshes.state_and_shapes(step, given)
+    step = make_step("two programs", adam, meshes.make_mesh((8,)))
+    meshes.state_and_shapes(step, params)
 
 
 def test_an_abstract_model_and_its_optimizer():
     """They are laid out in place, and their programs those of arrays."""
-    way, (shape, specs) = "nnx two programs", meshes.LAYOUTS["fsdp"]
-    mesh = meshes.make_mesh(shape)
-    step = meshes.make_step(way, optax.adamw(0.1), mesh, reduce_every="micro_batch")
-    real = step.init(meshes.placed(mesh, specs))
+    way, (mesh, params) = "nnx two programs", placed("fsdp")
+    step = make_step(way, optax.adamw(0.1), mesh, reduce_every="micro_batch")
+    real = step.init(params)
     made = nnx.eval_shape(lambda: (real.model, real.optimizer))
     for x, y in zip(made[0].leaves, real.model.leaves, strict=True):
         sharding = y.get_raw_value().sharding
@@ -85,22 +83,21 @@ def test_an_abstract_model_and_its_optimizer():
 
 @pytest.mark.parametrize("way", ["two programs", "nnx two programs"])
 def test_whole_sums_of_spread_parameters_are_warned_about_once(way: str):
-    shape, specs = meshes.LAYOUTS["fsdp"]
-    mesh = meshes.make_mesh(shape)
-    spread = meshes.placed(mesh, specs)
-    step = meshes.make_step(way, optax.sgd(0.1), mesh)
+    (mesh, spread), is_nnx = placed("fsdp"), way in nnx_ways.WAYS
+    caller = nnx_ways.__file__ if is_nnx else __file__
+
+    def new_step(**options: Any) -> Any:
+        return make_step(way, optax.sgd(0.1), mesh, **options)
+
+    step = new_step()
     with pytest.warns(UserWarning, match=f"{meshes.GRADIENT:,} bytes") as warned:
         state = step.init(spread)
         step.init(spread)
-    caller = nnx_ways.__file__ if way in nnx_ways.WAYS else __file__
     assert [x.filename for x in warned] == [caller]
-    if way in nnx_ways.WAYS:
-        step, batch = meshes.make_step(way, optax.sgd(0.1), mesh), meshes.make_batch(8)
+    if is_nnx:
         with pytest.warns(UserWarning, match="bytes") as warned:
-            step.accumulate.lower(state, batch)
+            new_step().accumulate.lower(state, meshes.make_batch(8))
         assert [x.filename for x in warned] == [caller]
     for reduce_every in "window", "micro_batch":  # the suite's filter raises warnings
-        meshes.make_step(way, optax.sgd(0.1), mesh, reduce_every=reduce_every).init(
-            spread
-        )
-    meshes.make_step(way, optax.sgd(0.1), mesh).init(init_params(0))
+        new_step(reduce_every=reduce_every).init(spread)
+    new_step().init(init_params(0))

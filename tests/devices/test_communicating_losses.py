@@ -5,14 +5,14 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
+import meshes
+import problems
 import pytest
-from helpers import stack
+from helpers import run_step, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from window_gradients import BATCHES, loss_through, params_of, squares, through_layers
+from problems import BATCHES, FEW, KEEPS, loss_through, through_layers
 
 from optax_tokenaccum import (
     _backward,
@@ -22,8 +22,7 @@ from optax_tokenaccum import (
 )
 
 # Of the 8 devices with one row each, some have tokens.
-WINDOW, PARAMS = stack(BATCHES), params_of()
-ROWS = {"x": P(None, "data"), "mask": P(None, "data")}
+WINDOW = stack(BATCHES)
 
 
 @jax.custom_vjp
@@ -52,7 +51,7 @@ def gradients(name: str, value_and_grad: Any = window_value_and_grad) -> Any:
     return jax.shard_map(
         of_device,
         mesh=make_mesh((8,)),
-        in_specs=(P(), ROWS),
+        in_specs=(P(), P(None, "data")),
         out_specs=P("data"),
         check_vma=False,  # with it, a count that varies is an error in every way
     )
@@ -71,42 +70,15 @@ def by_hand(loss_fn: Any) -> Any:
 def test_a_loss_that_communicates_or_not():
     # Without types, nothing tells whose gradient this is.
     with pytest.raises(ValueError, match="needs check_vma=True"):
-        gradients("in a call")(PARAMS, WINDOW)
+        gradients("in a call")(FEW, WINDOW)
     for name in ("only backward", "not"):
-        got = jax.jit(gradients(name))(PARAMS, WINDOW)
-        expected = jax.jit(gradients(name, by_hand))(PARAMS, WINDOW)
+        got = jax.jit(gradients(name))(FEW, WINDOW)
+        expected = jax.jit(gradients(name, by_hand))(FEW, WINDOW)
         chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_communication_that_the_compiler_inserts():
-    """Tensor parallelism left to the compiler, which permutes to roll an axis."""
-    mesh = make_mesh((4, 2))
-    split = NamedSharding(mesh, P(None, "model"))
-
-    def layer(x: Any, w: Any) -> Any:
-        y = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), split)
-        return jnp.roll(y, 3, axis=1), None
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return squares(jax.lax.scan(layer, batch["x"], params)[0], batch)
-
-    w = np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32) / 4
-    w = jax.device_put(w, NamedSharding(mesh, P(None, None, "model")))
-    batch = {
-        "x": np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32),
-        "mask": np.float32(np.arange(16) >= 4),  # none of the first two devices
-    }
-    step = make_train_step(loss_fn, optax.sgd(1.0), 1, mesh=mesh, data_axes="data")
-    with jax.set_mesh(mesh):
-        state, metrics = step(step.init(w), batch)
-    gradient = jax.jit(jax.grad(lambda w: loss_fn(w, batch)[0]))
-    total = gradient(jax.device_get(w))
-    assert metrics.num_tokens == 12
-    np.testing.assert_allclose(w - state.params, total / 12, rtol=1e-4, atol=1e-5)
-
-
 def experts(mesh: Any) -> Any:
-    """A loss whose layers send every row to the device of an expert, and back."""
+    """A network whose layers send every row to the device of an expert, and back."""
 
     def of_device(w: Any, x: Any) -> Any:
         x = jax.lax.all_to_all(x, "data", 0, 0, tiled=True)
@@ -116,35 +88,32 @@ def experts(mesh: Any) -> Any:
         of_device, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data")
     )
 
-    def loss_fn(params: Any, batch: Any) -> Any:
-        y, _ = jax.lax.scan(lambda x, w: (x + apply(w, x), None), batch["x"], params)
-        return squares(y, batch)
+    def network(params: Any, x: Any) -> Any:
+        layers = params["layers"]
+        return jax.lax.scan(lambda x, w: (x + apply(w, x), None), x, layers)[0]
 
-    return loss_fn
+    return network
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _backward.CAN_ADD_IN_PLACE, reason="everything is whole")
-def test_experts_on_all_devices_take_the_same_branch():
-    """Outside of a `shard_map`, no device skips a backward pass that others run."""
-    mesh, rng = make_mesh((8,)), np.random.default_rng(0)
-    options = {"mesh": mesh, "data_axes": "data", "reduce_every": "micro_batch"}
-    w = np.float32(rng.normal(size=(3, 8, 4, 4)))
-    params = jax.device_put(w, NamedSharding(mesh, P(None, "data")))
-    window = {
-        "x": np.float32(rng.normal(size=(3, 64, 4))),
-        "mask": np.float32(np.arange(192).reshape(3, 64) < 70),  # none in the third
-    }
-    step = make_train_step(experts(mesh), optax.sgd(1.0), 3, **options)
+def test_layers_of_experts_on_all_devices():
+    """In a `shard_map` of the loss; the last micro-batch has no tokens."""
+    options = meshes.over("8, each")
+    mesh = options["mesh"]
+    loss_fn = loss_through(experts(mesh))
+    width = problems.FEATURES
+    layers = problems.normal(0, 3, 8, width, width) / 3
+    spread = NamedSharding(mesh, P(None, "data"))
+    params = {"layers": jax.device_put(layers, spread), "out": FEW["out"]}
+    counts = 64, 6, 0
+    batches = [problems.batch_of(i, jnp.arange(64) < n) for i, n in enumerate(counts)]
+    batches = jax.device_put(batches, NamedSharding(mesh, P("data")))
+    step = make_train_step(loss_fn, KEEPS, 3, **options)
     state = step.init(params)
-    first, *_ = batches = [{k: x[i] for k, x in window.items()} for i in range(3)]
-    assert whole_gradients(step, state, first) == {}
-    for batch in batches:
-        state, metrics = step(
-            state, jax.device_put(batch, NamedSharding(mesh, P("data")))
-        )
-    loss_fn = experts(mesh)
-    gradient = jax.jit(jax.grad(lambda w, b: loss_fn(w, b)[0]))
-    total = sum(gradient(params, b) for b in batches)
-    assert metrics.num_tokens == 70
-    np.testing.assert_allclose(w - state.params, total / 70, rtol=1e-4, atol=1e-5)
+    assert "['layers']" not in whole_gradients(step, state, batches[0])
+    state, metrics = run_step(step, state, batches)
+    assert metrics.num_tokens == sum(counts)
+    expected = problems.by_hand(loss_fn, params, batches)
+    got = state.opt_state.inner_opt_state
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,5 @@
 """Counts that are equal on all devices, which would be added once per device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,20 +13,15 @@ from meshes import make_mesh, make_step
 K, ROWS, LENGTH = 4, 16, 4
 X = np.random.default_rng(0).integers(0, 4, (K, ROWS, LENGTH)).astype(np.float32)
 WINDOW = {"x": X, "n": np.full(K, ROWS * LENGTH, np.float32)}
-Count = Callable[..., Any]
 ONES = jnp.ones(LENGTH)
-
-
-ALIKE: dict[str, Count] = {
+ALIKE: dict[str, Any] = {
     "not 0": lambda batch, **_: jnp.maximum(batch["n"].astype(jnp.float32), 1),
     "keyword": lambda batch, number, **_: number,
     "parameter": lambda batch, params, **_: jnp.sum(params["w"]) + 1,
     # Right, but nothing tells its number of rows from a constant.
     "size times a scalar": lambda batch, **_: batch["x"].size * batch["n"],
 }
-
-
-OWN: dict[str, Count] = {
+OWN: dict[str, Any] = {
     "constant": lambda batch, **_: jnp.sum(ONES),
     "counted times a scalar": lambda batch, **_: jnp.sum(batch["x"] != 0) * batch["n"],
     "random mask": lambda batch, rng, **_: jnp.sum(
@@ -62,15 +56,12 @@ with_rules.defvjp(
 )
 
 
-def trace(
-    count: Count, loss: Any = plain, way: str = "two programs", **options: Any
-) -> None:
+def trace(count: Any, loss: Any, way: str = "two programs", **options: Any) -> None:
     def loss_fn(params: Any, batch: Any, rng: Any, number: Any) -> Any:
         num_tokens = count(batch, params=params, rng=rng, number=number)
         return loss(params["w"], batch["x"], num_tokens)
 
-    options = {"loss_fn": loss_fn} | options
-    options.setdefault("mesh", make_mesh((8,)))
+    options = {"mesh": make_mesh((8,)), "loss_fn": loss_fn} | options
     step = make_step(way, optax.sgd(1.0), **options)
     state = jax.eval_shape(step.init, {"w": jnp.zeros(LENGTH)})
     call = step if way == "window" else step.accumulate
@@ -78,46 +69,42 @@ def trace(
     jax.eval_shape(call, state, batch, rng=jax.random.key(0), number=jnp.float32(1))
 
 
-def refuses(count: Count, **options: Any) -> None:
-    times = options.get("mesh", make_mesh((8,))).shape["data"]
+def case(count: str, loss: Any = plain, **options: Any) -> Any:
+    words = [count, loss.__name__, *map(str, options.values())]
+    return pytest.param(count, loss, options, id="-".join(words))
+
+
+# Dead-code elimination does not look into the call of `with_rules`.
+EXPLICIT = {"way": "window", "mesh": ((4, 2), "explicit")}
+
+
+@pytest.mark.parametrize(
+    ("count", "loss", "options"),
+    [*map(case, ALIKE), *(case("not 0", x) for x in (scans, with_rules))]
+    + [case("not 0", **EXPLICIT)],
+)
+def test_a_count_that_is_alike_on_all_devices_is_refused(
+    count: str, loss: Any, options: Any
+):
+    times = 4 if options else 8
     message = f"num_tokens must be a count of .* {times} times.*" r"mask\.sum\(\)"
+    mesh = make_mesh(*options.get("mesh", [(8,)]))
     with pytest.raises(ValueError, match=message):
-        trace(count, **options)
-
-
-@pytest.mark.parametrize("name", ALIKE)
-def test_count_that_is_alike_on_all_devices_is_refused(name: str):
-    refuses(ALIKE[name])
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_count_of_the_device_is_not(name: str):
-    trace(OWN[name])
+        trace(ALIKE[count], loss, **options | {"mesh": mesh})
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        lambda: {"loss": scans},
-        # Dead-code elimination does not look into such a call.
-        lambda: {"loss": with_rules},
-        lambda: {"way": "window", "mesh": make_mesh((4, 2), "explicit")},
-    ],
-    ids=["scan over rows", "custom_vjp", "window, another axis"],
+    ("count", "loss", "options"),
+    [*map(case, OWN), *(case("counted times a scalar", x) for x in (scans, with_rules))]
+    + [case("counted times a scalar", **EXPLICIT)],
 )
-def test_whatever_else_the_loss_does_with_its_rows(options: Any):
-    refuses(ALIKE["not 0"], **options())
-    trace(OWN["counted times a scalar"], **options())
+def test_a_count_of_the_device_is_not(count: str, loss: Any, options: Any):
+    mesh = make_mesh(*options.get("mesh", [(8,)]))
+    trace(OWN[count], loss, **options | {"mesh": mesh})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        lambda: {"mesh": Mesh(jax.devices()[:1], "data")},
-        lambda: {"mesh": make_mesh((8,)), "reduce_every": "micro_batch"},
-        lambda: {"mesh": None, "data_axes": None},
-    ],
-    ids=["one device", "sums of all", "no mesh"],
-)
-def test_where_it_is_added_once_it_is_right(options: Any):
-    trace(ALIKE["not 0"], **options())
+def test_where_it_is_added_once_it_is_right():
+    one, eight = Mesh(jax.devices()[:1], "data"), make_mesh((8,))
+    trace(ALIKE["not 0"], plain, mesh=one)
+    trace(ALIKE["not 0"], plain, mesh=eight, reduce_every="micro_batch")
+    trace(ALIKE["not 0"], plain, mesh=None, data_axes=None)

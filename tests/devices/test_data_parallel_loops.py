@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
-from helpers import RTOL, relative_error
+from helpers import RTOL, cut, relative_error
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from problems import PARAMS
 
 import optax_tokenaccum
 from optax_tokenaccum._trees import as_varying
@@ -25,22 +27,17 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 [BLOCK] = re.findall(r"^@@ in pmap .*?```", README, re.DOTALL | re.MULTILINE)
 LINES = {sign: re.findall(rf"^\{sign}(.*\n)", BLOCK, re.MULTILINE) for sign in "-+"}
 N, AXIS = 4, "devices"
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(2, N, 3, 2)).astype(np.float32)
 MASK = np.arange(3) < np.array([[1, 3, 0, 2], [3, 1, 2, 1]])[..., None]
-ALL = {"x": X.reshape(-1, 2), "mask": MASK.ravel()}
-PARAMS = {"w": jnp.ones(2)}
+BATCHES = [problems.batch_of(i, mask.ravel()) for i, mask in enumerate(MASK)]
+GRADIENT = jax.tree.map(jnp.float32, problems.exact(PARAMS, *BATCHES))
+EXACT = jax.tree.map(jnp.subtract, PARAMS, GRADIENT)
 # Closed by hand, after two micro-batches.
 OPTIMIZER = optax_tokenaccum.MultiSteps(optax.sgd(1.0), 3)
 
 
 def mean_loss(params: Any, batch: Any) -> jax.Array:
-    n = jnp.sum(batch["mask"])
-    losses = (batch["x"] @ params["w"] - 1) ** 2
-    return jnp.sum(losses * batch["mask"]) / jnp.where(n > 0, n, 1)
-
-
-EXACT = jax.tree.map(jnp.subtract, PARAMS, jax.grad(mean_loss)(PARAMS, ALL))
+    loss_sum, n = problems.linear_loss(params, batch)
+    return loss_sum / jnp.where(n > 0, n, 1)
 
 
 def loop(sign: str, params: Any, opt_state: Any, batch: Any) -> Any:
@@ -48,7 +45,7 @@ def loop(sign: str, params: Any, opt_state: Any, batch: Any) -> Any:
     each = jax.tree.map(lambda x: as_varying(x, [AXIS]), params)
     grads = jax.grad(mean_loss)(each, batch)
     names = dict(globals(), grads=grads, params=params, opt_state=opt_state)
-    names |= {"n": jnp.sum(batch["mask"]), "optimizer": OPTIMIZER}
+    names |= {"n": jnp.sum(batch["weights"]), "optimizer": OPTIMIZER}
     exec(textwrap.dedent("".join(LINES[sign])), names)
     if sign == "-":
         update = OPTIMIZER.update
@@ -69,8 +66,9 @@ def in_pmap(sign: str) -> list[Any]:
     step = over(functools.partial(loop, sign))
     start = PARAMS, OPTIMIZER.init(PARAMS)
     carry = jax.tree.map(lambda x: jnp.stack([x] * N), start)
-    for x, mask in zip(X, MASK, strict=True):
-        carry = step(*carry, {"x": x, "mask": mask})
+    for batch in BATCHES:
+        rows = jax.tree.map(lambda *x: np.stack(x), *cut(batch, N))
+        carry = step(*carry, rows)
     return [{"w": x} for x in over(close)(*carry)["w"]]
 
 
@@ -83,8 +81,8 @@ def in_shard_map(sign: str, check_vma: bool) -> list[Any]:
 
     step = over(functools.partial(loop, sign), P(), P(), P(AXIS))
     carry = PARAMS, OPTIMIZER.init(PARAMS)
-    for x, mask in zip(X, MASK, strict=True):
-        carry = step(*carry, {"x": x.reshape(-1, 2), "mask": mask.ravel()})
+    for batch in BATCHES:
+        carry = step(*carry, batch)
     shards = over(close, P(), P())(*carry)["w"].addressable_shards
     return [{"w": shard.data} for shard in shards]
 

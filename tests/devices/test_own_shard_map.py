@@ -1,6 +1,5 @@
 """Windows in a `shard_map` of the caller's, whose types tell what differs."""
 
-import functools
 from typing import Any
 
 import helpers
@@ -15,14 +14,12 @@ from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh
 from problems import PARAMS
 
-from optax_tokenaccum import (
-    accumulate_over_window,
-    window_value_and_grad,
-)
+from optax_tokenaccum import accumulate_over_window, window_value_and_grad
 from optax_tokenaccum._trees import as_varying
 
 K, ROWS, DEVICES = 3, 16, 8
-WHOLE, ROW_SPEC = P(), P(None, "data")
+ROW_SPEC = P(None, "data")
+MUST = "must return both the loss and num_tokens reduced"
 
 
 def of_gradients(loss_fn: Any) -> Any:
@@ -30,50 +27,46 @@ def of_gradients(loss_fn: Any) -> Any:
 
 
 WAYS = {"loss": window_value_and_grad, "gradients": of_gradients}
+# Devices have few tokens, many, and device 2 none; micro-batch 1 has none at all.
+WEIGHTS = np.linspace(0, 9, ROWS).round() * [[1], [0], [1]]
+WEIGHTS[:, 4:6] = 0
+MICRO_BATCHES = [problems.batch_of(i, w) for i, w in enumerate(WEIGHTS)]
+WINDOW = helpers.stack(MICRO_BATCHES)
 
 
-def micro_batches() -> Any:
-    """Micro-batches whose devices have few tokens, many, and none at all."""
-    weights = np.linspace(0, 9, ROWS).round() * np.ones((K, ROWS))
-    weights[:, 4:6] = weights[1] = 0
-    made = [problems.batch_of(i, w) for i, w in enumerate(weights)]
-    return jax.tree.map(lambda *xs: np.stack(xs), *made)
-
-
-WINDOW = micro_batches()
-ALL_ROWS = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), WINDOW)
-EXACT = problems.exact(PARAMS, ALL_ROWS)
-TOKENS = WINDOW["weights"].sum()
-LOSS = np.float64(problems.linear_loss(PARAMS, ALL_ROWS)[0]) / TOKENS
-
-
-def rows_of(device: int) -> Any:
+def rows_of(device: int) -> list[Any]:
     """The rows of one of the devices, of all micro-batches."""
-    own = slice(2 * device, 2 * device + 2)
-    return jax.tree.map(lambda x: x[:, own].reshape(-1, *x.shape[2:]), WINDOW)
+    return [helpers.cut(x, DEVICES)[device] for x in MICRO_BATCHES]
 
 
-MEANS = [problems.exact(PARAMS, rows_of(i))["w"] for i in range(DEVICES) if i != 2]
+EXACT = problems.exact(PARAMS, *MICRO_BATCHES)
+MEANS = [problems.exact(PARAMS, *rows_of(i))["w"] for i in range(DEVICES) if i != 2]
 assert relative_error(np.mean(MEANS, 0), EXACT["w"]) > 1e-2
 
 
-def mapped(f: Any, *, in_specs: Any, out_specs: Any = WHOLE, **options: Any) -> Any:
-    mesh = options.pop("mesh", None) or make_mesh((DEVICES,))
-    return jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
-    )
+def mapped(f: Any, **options: Any) -> Any:
+    specs = {"in_specs": (P(), ROW_SPEC), "out_specs": P()}
+    options = {"mesh": make_mesh((DEVICES,))} | specs | options
+    return jax.jit(jax.shard_map(f, **options))
 
 
-def check(got: Any) -> None:
+def check(got: Any, loss_fn: Any = problems.linear_loss) -> None:
+    """The gradient and loss of all rows, in one program without devices."""
+
+    def mean(params: Any) -> Any:
+        found = [loss_fn(params, batch) for batch in MICRO_BATCHES]
+        return sum(x for x, _ in found) / sum(n for _, n in found)
+
     (loss, (num_tokens, _)), gradient = got
-    assert relative_error(gradient, EXACT) < 1e-6
-    assert num_tokens == TOKENS
-    np.testing.assert_allclose(loss, LOSS, rtol=1e-6)
+    expected = jax.jit(jax.value_and_grad(mean))(PARAMS)
+    assert num_tokens == WEIGHTS.sum()
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert relative_error(gradient, expected[1]) < 1e-6
 
 
-def reduced(loss_fn: Any, name: str = "data") -> Any:
+def reduced(loss_fn: Any, axis: str = "data") -> Any:
     """Each by itself: jax 0.8.1 cannot differentiate the sum of several."""
-    return lambda *args: tuple(jax.lax.psum(x, name) for x in loss_fn(*args))
+    return lambda *args: tuple(jax.lax.psum(x, axis) for x in loss_fn(*args))
 
 
 @pytest.mark.parametrize(("way", "check_vma"), [("loss", False), ("gradients", True)])
@@ -93,9 +86,7 @@ def test_parameters_of_each_device_get_the_gradient_over_its_rows(
         of_all = [jax.lax.psum(x * n, "data") / total for x in (loss, gradient["w"])]
         return jax.tree.map(lambda x: x[None], got), (of_all[0], total, of_all[1])
 
-    specs = P("data"), P()
-    options = {"out_specs": specs, "check_vma": check_vma}
-    over = mapped(f, in_specs=(P(), ROW_SPEC), **options)
+    over = mapped(f, out_specs=(P("data"), P()), check_vma=check_vma)
     program = over.lower(PARAMS, WINDOW).compile()
     assert helpers.bytes_sent(program) == PARAMS["w"].nbytes + 2 * 4
     got, (loss, total, gradient) = program(PARAMS, WINDOW)
@@ -103,9 +94,9 @@ def test_parameters_of_each_device_get_the_gradient_over_its_rows(
     (_, (tokens, _)), gradients = got
     for device in range(DEVICES):
         rows = rows_of(device)
-        assert tokens[device] == rows["weights"].sum()
+        assert tokens[device] == sum(x["weights"].sum() for x in rows)
         if tokens[device]:
-            expected = problems.exact(PARAMS, rows)["w"]
+            expected = problems.exact(PARAMS, *rows)["w"]
             assert relative_error(gradients["w"][device], expected) < 1e-6
         else:
             assert not gradients["w"][device].any()
@@ -130,14 +121,11 @@ def test_everything_that_a_window_takes():
     for number in (K, 1):
         got = over(PARAMS, window, jax.random.key(0), np.asarray(number))
         (_, (num_tokens, aux)), gradient = got
-        runs = np.repeat(np.arange(K) < number, ROWS).reshape(K, ROWS)
-        rows = ALL_ROWS | {"weights": (WINDOW["weights"] * runs).ravel()}
-        assert num_tokens == rows["weights"].sum()
-        assert relative_error(gradient, problems.exact(PARAMS, rows)) < 1e-6
-        np.testing.assert_array_equal(aux["rows"], WINDOW["x"][:, :, 0] * runs)
-
-
-BOTH = "must return both the loss and num_tokens reduced"
+        assert num_tokens == WEIGHTS[:number].sum()
+        expected = problems.exact(PARAMS, *MICRO_BATCHES[:number])
+        assert relative_error(gradient, expected) < 1e-6
+        rows = WINDOW["x"][:, :, 0] * (np.arange(K) < number)[:, None]
+        np.testing.assert_array_equal(aux["rows"], rows)
 
 
 @pytest.mark.parametrize(
@@ -150,27 +138,23 @@ def test_unless_loss_and_count_are_reduced_it_raises(way: str, one: str):
         pairs = zip(["loss", "num_tokens"], given, strict=True)
         return tuple(jax.lax.psum(x, "data") if n == one else x for n, x in pairs)
 
-    with pytest.raises(ValueError, match=BOTH):
-        mapped(WAYS[way](loss_fn), in_specs=(P(), ROW_SPEC)).lower(PARAMS, WINDOW)
-
-
-def gathered(params: Any, batch: Any) -> Any:
-    """A loss of which every device has a part of the parameter."""
-    whole = jax.lax.all_gather(params["w"], "model", tiled=True)
-    return problems.linear_loss({"w": whole}, batch)
+    with pytest.raises(ValueError, match=MUST):
+        mapped(WAYS[way](loss_fn)).lower(PARAMS, WINDOW)
 
 
 @pytest.mark.slow
 @pytest.mark.needs(devices=4)
 def test_parts_of_parameters_that_the_loss_gathers():
-    parts, rows = {"w": P("model")}, P(None, "model")
-    types = (TYPES["auto"],)
-    mesh = jax.make_mesh((4,), ("model",), types, devices=jax.devices()[:4])
-    specs = {"in_specs": (parts, rows), "out_specs": (WHOLE, parts)}
+    def gathered(params: Any, batch: Any) -> Any:
+        whole = jax.lax.all_gather(params["w"], "model", tiled=True)
+        return problems.linear_loss({"w": whole}, batch)
 
+    parts, types = {"w": P("model")}, (TYPES["auto"],)
+    mesh = jax.make_mesh((4,), ("model",), types, devices=jax.devices()[:4])
+    specs = {"in_specs": (parts, P(None, "model")), "out_specs": (P(), parts)}
     of_all = window_value_and_grad(reduced(gathered, "model"))
     check(mapped(of_all, mesh=mesh, **specs)(PARAMS, WINDOW))
-    with pytest.raises(ValueError, match=BOTH):
+    with pytest.raises(ValueError, match=MUST):
         of_part = window_value_and_grad(gathered)
         mapped(of_part, mesh=mesh, **specs).lower(PARAMS, WINDOW)
 
@@ -187,8 +171,7 @@ def attention(keys_of: Any) -> Any:
     def loss_fn(params: Any, batch: Any) -> Any:
         keys = keys_of(batch["x"] * params["w"])
         seen = jax.nn.softmax(batch["x"] @ keys.T) @ keys
-        losses = (seen.sum(-1) - batch["y"]) ** 2
-        return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+        return problems.squares(seen.sum(-1), batch)
 
     return loss_fn
 
@@ -196,34 +179,17 @@ def attention(keys_of: Any) -> Any:
 @pytest.mark.parametrize("way", ["loss", helpers.slow("gradients")])
 def test_a_device_without_tokens_keeps_the_gradients_that_others_send_it(way: str):
     """In 0.3.0, they were lost unless loss and count came reduced."""
-
-    def mean(params: Any) -> Any:
-        batches = [jax.tree.map(lambda x, i=i: x[i], WINDOW) for i in range(K)]
-        loss_sums, counts = zip(
-            *(attention(lambda x: x)(params, batch) for batch in batches), strict=True
-        )
-        return sum(loss_sums) / sum(counts)
-
     loss_fn = attention(all_to_all)
-    f = mapped(WAYS[way](reduced(loss_fn)), in_specs=(P(), ROW_SPEC))
-    (loss, (num_tokens, _)), gradient = f(PARAMS, WINDOW)
-    expected = jax.jit(jax.value_and_grad(mean))(PARAMS)
-    assert num_tokens == TOKENS
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    assert relative_error(gradient, expected[1]) < 1e-6
+    got = mapped(WAYS[way](reduced(loss_fn)))(PARAMS, WINDOW)
+    check(got, attention(lambda x: x))
+    for check_vma, differ in (True, False), (True, True), (False, False):
+        if way == "gradients" and not check_vma:
+            continue
 
-    def on_each(params: Any, window: Any, differ: bool = False) -> Any:
-        if differ:
-            params = {"w": as_varying(params["w"], ["data"])}
-        return jax.tree.map(lambda x: x[None], WAYS[way](loss_fn)(params, window))
+        def on_each(params: Any, window: Any, differ: bool = differ) -> Any:
+            params = {"w": as_varying(params["w"], ["data"])} if differ else params
+            return jax.tree.map(lambda x: x[None], WAYS[way](loss_fn)(params, window))
 
-    cases = [(True, False), (True, True), *[(False, False)] * (way == "loss")]
-    for check_vma, differ in cases:
-        f = mapped(
-            functools.partial(on_each, differ=differ),
-            in_specs=(P(), ROW_SPEC),
-            out_specs=P("data"),
-            check_vma=check_vma,
-        )
-        with pytest.raises(ValueError, match=BOTH):
+        f = mapped(on_each, out_specs=P("data"), check_vma=check_vma)
+        with pytest.raises(ValueError, match=MUST):
             f.lower(PARAMS, WINDOW)

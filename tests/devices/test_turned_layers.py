@@ -3,16 +3,15 @@
 from typing import Any
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
+import meshes
+import problems
 import pytest
-from helpers import relative_error, run_step, slow, stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
-from window_gradients import KEEPS, batch_of, by_hand, loss_through
-from window_gradients import loss_fn as layered_loss_fn
+from problems import BATCHES, FEATURES, KEEPS, LAYERS, loss_through
 
 from optax_tokenaccum import (
     _backward,
@@ -21,24 +20,26 @@ from optax_tokenaccum import (
     whole_gradients,
 )
 
-LAYERS, WIDTH, ROWS = 3, 8, 16
 NEW_JAX = _backward.CAN_ADD_IN_PLACE
-RNG = np.random.default_rng(0)
 PARAMS = {
-    "w": np.float32(RNG.normal(size=(WIDTH, LAYERS, WIDTH)) / 2),
-    "scale": np.float32(RNG.normal(size=(WIDTH, LAYERS))),
-    "out": np.float32(RNG.normal(size=WIDTH)),
+    "w": problems.normal(1, FEATURES, LAYERS, FEATURES) / 2,
+    "scale": problems.normal(2, FEATURES, LAYERS),
+    "out": problems.normal(3, FEATURES),
 }
-BATCHES = [batch_of(i, n, ROWS, WIDTH) for i, n in enumerate((ROWS, 0, 3))]
 
 
-@loss_through
-def loss_fn(params: Any, x: Any) -> Any:
-    def layer(x: Any, w: Any) -> Any:
-        return jnp.tanh(x @ w["w"]) * w["scale"], None
+def scan_over(axis: int) -> Any:
+    def network(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w["w"]) * w["scale"], None
 
-    layers = {k: jnp.moveaxis(params[k], 1, 0) for k in ("w", "scale")}
-    return jax.lax.scan(layer, x, layers)[0]
+        layers = {k: jnp.moveaxis(params[k], axis, 0) for k in ("w", "scale")}
+        return jax.lax.scan(layer, x, layers)[0]
+
+    return network
+
+
+loss_fn = loss_through(scan_over(1))
 
 
 def with_aux(params: Any, batch: Any) -> Any:
@@ -47,69 +48,53 @@ def with_aux(params: Any, batch: Any) -> Any:
     return loss_sum / n * n, (n, {"loss_sum": loss_sum})
 
 
+def placed(mesh: Any, params: Any, specs: dict[str, P]) -> Any:
+    shardings = {k: NamedSharding(mesh, specs.get(k, P())) for k in params}
+    return jax.device_put(params, shardings)
+
+
+def check(state: Any, loss_fn: Any, params: Any) -> None:
+    expected = problems.by_hand(loss_fn, params, BATCHES)
+    assert helpers.relative_error(state.opt_state.inner_opt_state, expected) < 1e-6
+
+
 @pytest.mark.parametrize(
-    ("kind", "spec", "reduce_every"),
+    ("over", "spec"),
     [
-        ("auto", P(), "micro_batch"),  # ZeRO-2
-        slow("explicit", P("data"), "micro_batch"),  # FSDP
-        slow("auto", P(), "window"),  # a sum on each
+        ("8, each", P()),  # ZeRO-2
+        helpers.slow("8, explicit, each", P("data")),  # FSDP
+        helpers.slow("8", P()),  # a sum on each
     ],
-    ids=str,
 )
-def test_over_devices(kind: str, spec: P, reduce_every: str):
-    mesh = make_mesh((8,), kind)
-    options = {"mesh": mesh, "data_axes": "data", "reduce_every": reduce_every}
+def test_over_devices(over: str, spec: P):
+    options = meshes.over(over)
     step = make_window_step(with_aux, KEEPS, has_aux=True, **options)
-    placed = {"w": spec, "scale": P(*spec[:2]), "out": P()}
-    shardings = {k: NamedSharding(mesh, spec) for k, spec in placed.items()}
-    params = jax.device_put(PARAMS, shardings)
-    state, window = step.init(params), stack(BATCHES)
+    specs = {"w": spec, "scale": spec}
+    state = step.init(placed(options["mesh"], PARAMS, specs))
+    window = helpers.stack(BATCHES)
     assert not NEW_JAX or [*whole_gradients(step, state, window)] == ["['out']"]
     before = jax.tree.map(lambda x: x.sharding, state)
     state, _ = step(state, window)
-    got = state.opt_state.inner_opt_state
-    assert relative_error(got, by_hand(loss_fn, PARAMS, BATCHES)) < 1e-6
+    check(state, loss_fn, PARAMS)
     assert jax.tree.map(lambda x: x.sharding, state) == before
 
 
-@pytest.mark.skipif(not NEW_JAX, reason="everything is whole")
-def test_a_scan_over_layers_that_are_spread_would_gather_their_sum():
-    mesh = make_mesh((8,))
-    options = {"mesh": mesh, "data_axes": "data", "reduce_every": "micro_batch"}
-    step = make_train_step(layered_loss_fn, KEEPS, 2, **options)
-    layers = jax.device_put(
-        np.zeros((8, WIDTH, WIDTH), np.float32), NamedSharding(mesh, P("data"))
-    )
-    state = step.init({"layers": layers, "out": PARAMS["out"]})
-    found = whole_gradients(step, state, BATCHES[0])
-    # What the step knows; "..., spread another axis" would be found by looking.
-    assert found["['layers']"] == "its first axis is spread"
-
-
-@loss_through
-def of_two_stacks(params: Any, x: Any) -> Any:
-    def layer(x: Any, w: Any) -> Any:
-        return jnp.tanh(x @ w[0]) * w[1], None
-
-    return jax.lax.scan(layer, x, (params["w"], params["scale"]))[0]
-
-
 def test_layers_that_are_spread_are_added_next_to_layers_that_are_not():
-    mesh, specs = (
-        make_mesh((8,)),
-        {"w": P("data"), "scale": P(None, "data"), "out": P()},
-    )
-    shapes = {"w": (8, WIDTH, WIDTH), "scale": (8, WIDTH), "out": (WIDTH,)}
-    params = {k: np.float32(RNG.normal(size=x) / 2) for k, x in shapes.items()}
-    options = {"mesh": mesh, "data_axes": "data", "reduce_every": "micro_batch"}
-    step = make_train_step(of_two_stacks, KEEPS, len(BATCHES), **options)
-    placed = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
-    state = step.init(jax.device_put(params, placed))
+    """A scan over layers that are spread would gather their sum."""
+    shapes = {"w": (8, FEATURES, FEATURES), "scale": (8, FEATURES), "out": (FEATURES,)}
+    params = {k: problems.normal(1, *shape) / 2 for k, shape in shapes.items()}
+    options = meshes.over("8, each")
+    of_first_axis = loss_through(scan_over(0))
+    step = make_train_step(of_first_axis, KEEPS, len(BATCHES), **options)
+    specs = {"w": P("data"), "scale": P(None, "data")}
+    state = step.init(placed(options["mesh"], params, specs))
     found = whole_gradients(step, state, BATCHES[0])
-    assert not NEW_JAX or {*found} == {"['w']", "['out']"}
-    state, _ = run_step(step, state, BATCHES)
-    got = state.opt_state.inner_opt_state
-    assert relative_error(got, by_hand(of_two_stacks, params, BATCHES)) < 1e-6
+    if NEW_JAX:
+        assert {*found} == {"['w']", "['out']"}
+        # What the step knows; "..., spread another axis" would be found by looking.
+        assert found["['w']"] == "its first axis is spread"
+    state, _ = helpers.run_step(step, state, BATCHES)
+    check(state, of_first_axis, params)
 
 
 def test_a_skip_function_is_shown_gradients_as_they_are():
@@ -118,4 +103,4 @@ def test_a_skip_function_is_shown_gradients_as_they_are():
         return jnp.asarray(False), ()
 
     step = make_window_step(loss_fn, KEEPS, should_skip_update_fn=skip)
-    jax.eval_shape(step, step.init(PARAMS), stack(BATCHES))
+    jax.eval_shape(step, step.init(PARAMS), helpers.stack(BATCHES))

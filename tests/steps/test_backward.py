@@ -10,146 +10,42 @@ import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
+import problems
 import pytest
-import window_gradients
-from helpers import relative_error, run_step, stack
+from helpers import RTOL, relative_error, run_step, stack
 from jax.experimental import io_callback
-from window_gradients import (
+from problems import (
     BATCHES,
+    FEW,
     KEEPS,
-    LAYERS,
-    batch_of,
+    WAYS,
+    batches_of,
     by_hand,
+    check_gradient,
+    layered_loss,
     loss_through,
-    params_of,
     through_layers,
     train_step,
     value_and_grad,
-    window_of,
     window_step,
 )
 
 from optax_tokenaccum import _backward, make_train_step, window_value_and_grad
 
 
-def check(
-    way: Any,
-    loss_fn: Any,
-    params: Any = None,
-    batches: Any = BATCHES,
-    rtol: float = 1e-4,
-) -> None:
-    params = params_of() if params is None else params
-    got = way(loss_fn, params, batches)
-    expected = by_hand(loss_fn, params, batches)
-    chex.assert_tree_all_finite(expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
-    chex.assert_trees_all_close(got, expected, rtol=rtol)
-
-
-def divides_by_tokens(network: Any) -> Any:
-    """A loss whose value and gradients are NaN without tokens."""
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        y = network(params, batch["x"]) + params["out"]
-        loss_sum, n = window_gradients.squares(y, batch)
-        return loss_sum / n * n, n
-
-    return loss_fn
-
-
-def layers_also_read_outside(params: Any, x: Any) -> Any:
+def also_read_outside(params: Any, x: Any) -> Any:
     return through_layers(params, x) + jnp.sum(params["layers"] ** 2)
-
-
-def layers_read_twice(params: Any, x: Any) -> Any:
-    def layer(x: Any, both: Any) -> Any:
-        return jnp.tanh(x @ both[0] + jnp.sin(x @ both[1])), None
-
-    x = x.astype(params["layers"].dtype)
-    return jax.lax.scan(layer, x, (params["layers"],) * 2)[0]
-
-
-@pytest.mark.parametrize(
-    ("way", "network", "tokens", "dtype"),
-    [
-        (train_step, through_layers, (0, 8), jnp.bfloat16),
-        (window_step, layers_also_read_outside, (8, 0, 3), jnp.bfloat16),
-        (value_and_grad, layers_read_twice, (8, 0, 3), jnp.float32),
-    ],
-    ids=["first", "outside", "twice"],
-)
-def test_nan_gradients_of_no_tokens_add_nothing(
-    way: Any, network: Any, tokens: Any, dtype: Any
-):
-    params, batches = params_of(dtype), window_of(*tokens)
-    loss_fn = divides_by_tokens(network)
-    alone, _ = jax.jit(jax.grad(loss_fn, has_aux=True))(params, batch_of(0, 0))
-    assert all(jnp.all(jnp.isnan(x)) for x in jax.tree.leaves(alone))
-    rtol = 1e-2 if dtype == jnp.bfloat16 else 1e-5
-    check(way, loss_fn, params, batches, rtol)
-
-
-def test_counts_that_are_not_usable_add_nothing():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return window_gradients.loss_fn(params, batch)[0], batch["n"]
-
-    counts = -12.0, 4.0, np.nan, np.inf, 3.0
-    batches = [batch_of(i, 8) | {"n": np.float32(n)} for i, n in enumerate(counts)]
-    check(train_step, loss_fn, batches=batches, rtol=1e-5)
-
-
-def test_a_count_of_0_that_is_known_while_the_loss_is_traced():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return window_gradients.loss_fn(params, batch)[0] * jnp.nan, 0
-
-    zeros = jax.tree.map(jnp.zeros_like, params_of())
-    got = value_and_grad(loss_fn, params_of(), BATCHES)
-    chex.assert_trees_all_equal(got, zeros)
-
-
-@pytest.mark.parametrize(("over", "k"), [("8", 2), ("8, each", lambda _: 2)])
-def test_sums_of_a_restored_state_are_overwritten(over: str, k: Any):
-    loss_fn = window_gradients.loss_fn
-    step = make_train_step(loss_fn, KEEPS, k, **meshes.over(over))
-    state, batches = jax.tree.map(jnp.copy, step.init(params_of())), window_of(0, 8)
-    opt_state = state.opt_state
-    stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.grad_sums)
-    state = state._replace(opt_state=opt_state._replace(grad_sums=stale))
-    got = run_step(step, state, batches)[0].opt_state.inner_opt_state
-    expected = by_hand(loss_fn, params_of(), batches)
-    chex.assert_trees_all_close(got, expected, rtol=1e-5)
-
-
-def leaves_loss(params: Any, batch: Any) -> Any:
-    """A sum over all leaves but "untouched", each to a power of the tokens."""
-    total = 0.0
-    for name, x in params.items():
-        if name != "untouched":
-            # Not the square: the gradient of a complex number is not its conjugate.
-            factor = 1 + 2j if jnp.iscomplexobj(x) else 1
-            total += jnp.real(jnp.sum(x**2 * factor)).astype(jnp.float32)
-    losses = total * jnp.mean(batch["x"] ** 2, -1) * batch["mask"]
-    return jnp.sum(losses), jnp.sum(batch["mask"])
-
-
-VECTOR = np.float32(np.random.default_rng(3).normal(size=3))
-
-
-def test_leaves_of_every_kind():
-    leaves = {
-        "untouched": VECTOR,
-        "integer": np.arange(3),
-        "complex": VECTOR + 1j * VECTOR[::-1],
-        "empty": np.zeros((0, 3), np.float32),
-        "scalar": np.float32(2),
-        "w": VECTOR,
-    }
-    check(value_and_grad, leaves_loss, jax.tree.map(jnp.asarray, leaves), rtol=1e-5)
 
 
 def scan(layer: Any) -> Any:
     return lambda params, x: jax.lax.scan(layer, x, params["layers"])[0]
+
+
+def read_twice(params: Any, x: Any) -> Any:
+    def layer(x: Any, both: Any) -> Any:
+        return jnp.tanh(x @ both[0] + jnp.sin(x @ both[1])), None
+
+    return jax.lax.scan(layer, x, (params["layers"],) * 2)[0]
 
 
 @jax.custom_vjp
@@ -187,14 +83,14 @@ def with_own_array(params: Any, x: Any) -> Any:
         ref[...] = jnp.tanh(ref[...] @ params["layers"][i])
         return 0
 
-    jax.lax.fori_loop(0, LAYERS, layer, 0)
+    jax.lax.fori_loop(0, problems.LAYERS, layer, 0)
     return jax.freeze(ref)
 
 
 NETWORKS = {
-    "remat": jax.checkpoint(
-        scan(window_gradients.layer),
-        prevent_cse=(True, False),  # of each argument
+    "read twice": read_twice,
+    "remat, one flag an argument": jax.checkpoint(
+        scan(problems.layer), prevent_cse=(True, False)
     ),
     "custom_vjp": scan(lambda x, w: (jnp.tanh(tripled_vjp(x, w)), None)),
     "constant of a backward rule": lambda params, x: doubled_vjp(
@@ -205,16 +101,96 @@ NETWORKS = {
 }
 
 
+def divided(network: Any) -> Any:
+    """A loss whose value and gradients are NaN without tokens."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss_sum, n = loss_through(network)(params, batch)
+        return loss_sum / n * n, n
+
+    return loss_fn
+
+
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_networks(network: Any):
-    check(value_and_grad, loss_through(network))
+    check_gradient(value_and_grad, divided(network))
 
 
-@pytest.mark.parametrize("way", [value_and_grad, train_step, window_step])
+@pytest.mark.parametrize(
+    ("way", "network", "tokens"),
+    [(train_step, through_layers, (0, 8)), (window_step, also_read_outside, (8, 0, 3))],
+    ids=["first", "outside"],
+)
+def test_nan_gradients_of_bfloat16_layers(way: Any, network: Any, tokens: Any):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), FEW)
+    loss_fn, batches = divided(network), batches_of(*tokens)
+    nan = jax.jit(jax.grad(loss_fn, has_aux=True))(params, batches_of(0)[0])[0]
+    assert all(jnp.all(jnp.isnan(x)) for x in jax.tree.leaves(nan))
+    got = way(loss_fn, params, batches)
+    assert relative_error(got, by_hand(loss_fn, params, batches)) < 1e-2
+
+
+def test_counts_that_are_not_usable_add_nothing():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return layered_loss(params, batch)[0], batch["n"]
+
+    counts = -12.0, 4.0, np.nan, np.inf, 3.0
+    batches = batches_of(*[8] * len(counts))
+    batches = [x | {"n": np.float32(n)} for x, n in zip(batches, counts, strict=True)]
+    check_gradient(train_step, loss_fn, batches=batches, rtol=1e-5)
+
+
+def test_a_count_that_depends_on_the_parameters():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y = through_layers(params, batch["x"])
+        n = jnp.sum(batch["weights"] * jax.nn.sigmoid(y[:, 0]))
+        return layered_loss(params, batch)[0], n
+
+    check_gradient(train_step, loss_fn, batches=batches_of(8, 2, 3), rtol=1e-5)
+
+
+def test_a_count_of_0_that_is_known_while_the_loss_is_traced():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return layered_loss(params, batch)[0] * jnp.nan, 0
+
+    got = value_and_grad(loss_fn, FEW, BATCHES)
+    chex.assert_trees_all_equal(got, jax.tree.map(jnp.zeros_like, FEW))
+
+
+@pytest.mark.parametrize(("over", "k"), [("8", 2), ("8, each", lambda _: 2)])
+def test_sums_of_a_restored_state_are_overwritten(over: str, k: Any):
+    step = make_train_step(layered_loss, KEEPS, k, **meshes.over(over))
+    state, batches = jax.tree.map(jnp.copy, step.init(FEW)), batches_of(0, 8)
+    opt_state = state.opt_state
+    stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.grad_sums)
+    state = state._replace(opt_state=opt_state._replace(grad_sums=stale))
+    got = run_step(step, state, batches)[0].opt_state.inner_opt_state
+    assert relative_error(got, by_hand(layered_loss, FEW, batches)) < RTOL["float32"]
+
+
+def test_leaves_of_every_kind():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        # Not the square: the gradient of a complex number is not its conjugate.
+        total = jnp.real(jnp.sum(params["complex"] ** 2 * (1 + 2j)))
+        for name in ("integer", "empty", "scalar", "w"):
+            total += jnp.sum(params[name] ** 2)
+        return problems.squares(total, batch)
+
+    vector = problems.normal(3, 3)
+    leaves = {
+        "untouched": vector,
+        "integer": np.arange(3),
+        "complex": vector + 1j * vector[::-1],
+        "empty": np.zeros((0, 3), np.float32),
+        "scalar": np.float32(2),
+        "w": vector,
+    }
+    check_gradient(value_and_grad, loss_fn, jax.tree.map(jnp.asarray, leaves))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_no_layers(way: Any):
-    params = params_of()
-    params["layers"] = params["layers"][:0]
-    check(way, window_gradients.loss_fn, params)
+    check_gradient(way, layered_loss, FEW | {"layers": FEW["layers"][:0]})
 
 
 def test_complex_layers_that_are_a_constant_of_their_scan_too():
@@ -225,18 +201,8 @@ def test_complex_layers_that_are_a_constant_of_their_scan_too():
 
         return jax.lax.scan(layer, x, params["layers"])[0]
 
-    params = params_of()
-    params["layers"] = params["layers"] * (1 + 2j)
-    check(value_and_grad, loss_through(network), params)
-
-
-def test_a_count_that_depends_on_the_parameters():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        y = through_layers(params, batch["x"]) + params["out"]
-        loss_sum, _ = window_gradients.squares(y, batch)
-        return loss_sum, jnp.sum(batch["mask"] * jax.nn.sigmoid(y[:, 0]))
-
-    check(train_step, loss_fn, batches=window_of(8, 2, 3), rtol=1e-5)
+    params = FEW | {"layers": FEW["layers"] * (1 + 2j)}
+    check_gradient(value_and_grad, loss_through(network), params)
 
 
 def test_effects_happen_once():
@@ -249,11 +215,11 @@ def test_effects_happen_once():
         io_callback(in_order.append, None, x[0, 0], ordered=True)
         return through_layers(params, x)
 
-    got = train_step(loss_through(network), params_of(), BATCHES)
+    got = train_step(loss_through(network), FEW, BATCHES)
     jax.effects_barrier()
     for seen in (printed, in_order):
         assert [float(x) for x in seen] == [float(b["x"][0, 0]) for b in BATCHES]
-    expected = by_hand(window_gradients.loss_fn, params_of(), BATCHES)
+    expected = by_hand(layered_loss, FEW, BATCHES)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -266,30 +232,33 @@ def test_an_error_of_the_loss_reaches_the_user(way: Any, once: bool):
         calls.append(batch)
         if len(calls) == 1 or not once:
             raise TypeError("mine")
-        return window_gradients.loss_fn(params, batch)
+        return layered_loss(params, batch)
 
     with pytest.raises(TypeError, match="mine"):
-        way(loss_fn, params_of(), BATCHES)
+        way(loss_fn, FEW, BATCHES)
 
 
 def test_lanes_of_vmap_and_derivatives_in_forward_mode():
     """As many tokens in each would hide lanes that are swapped."""
-    params, scales = params_of(), jnp.asarray([1.0, 2.0])
-    windows = stack([stack(window_of(*n)) for n in ((8, 0, 3), (0, 8, 1))])
+    scales = jnp.asarray([1.0, 2.0])
+    windows = stack([stack(batches_of(*n)) for n in ((8, 0, 3), (0, 8, 1))])
+
+    def loss_fn(params: Any, batch: Any, scale: Any) -> Any:
+        loss_sum, n = layered_loss(params, batch)
+        return scale * loss_sum, n
 
     def mean(params: Any, window: Any, scale: Any) -> Any:
-        f = functools.partial(window_gradients.loss_fn, params, scale=scale)
+        f = functools.partial(loss_fn, params, scale=scale)
         loss_sums, counts = jax.vmap(f)(window)
         return jnp.sum(loss_sums) / jnp.sum(counts)
 
     def gradient(params: Any, window: Any, scale: Any) -> Any:
-        f = window_value_and_grad(window_gradients.loss_fn)
-        return f(params, window, scale=scale)[1]
+        return window_value_and_grad(loss_fn)(params, window, scale=scale)[1]
 
     def with_derivatives(f: Any) -> Any:
         """By parameters and a keyword. In 0.3.0, an empty error."""
         derivatives = jax.jacfwd(lambda *args: 2 * (f(*args),), (0, 2), has_aux=True)
-        return jax.jit(jax.vmap(derivatives, (None, 0, 0)))(params, windows, scales)
+        return jax.jit(jax.vmap(derivatives, (None, 0, 0)))(FEW, windows, scales)
 
     got, expected = map(with_derivatives, (gradient, jax.grad(mean)))
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -297,15 +266,14 @@ def test_lanes_of_vmap_and_derivatives_in_forward_mode():
 
 def test_reverse_mode_is_right_or_an_error():
     def loss(params: Any) -> Any:
-        f = window_value_and_grad(window_gradients.loss_fn)
-        return f(params, stack(BATCHES))[0][0]
+        return window_value_and_grad(layered_loss)(params, stack(BATCHES))[0][0]
 
     if _backward.CAN_ADD_IN_PLACE:
         with pytest.raises(ValueError, match="Linearization failed"):
-            jax.grad(loss)(params_of())
+            jax.grad(loss)(FEW)
         return
-    expected = by_hand(window_gradients.loss_fn, params_of(), BATCHES)
-    chex.assert_trees_all_close(jax.grad(loss)(params_of()), expected, rtol=1e-4)
+    expected = by_hand(layered_loss, FEW, BATCHES)
+    chex.assert_trees_all_close(jax.grad(loss)(FEW), expected, rtol=1e-4)
 
 
 Take = Callable[[Any], Any]
@@ -327,9 +295,7 @@ def random_leaf(choose: random.Random, is_layer: bool) -> Take:
     part = choose.choice([0, -1]) if is_layer else slice(None)
 
     def take(params: Any) -> Any:
-        p = params[name]
-        for change in changes:
-            p = change(p)
+        p = functools.reduce(lambda p, change: change(p), changes, params[name])
         return p[part]
 
     return take
@@ -369,31 +335,27 @@ def random_scan(choose: random.Random) -> Callable[[Any, Any], Any]:
 
 
 def random_loss(seed: int) -> Any:
-    """A loss of one or two scans, and maybe of a parameter outside of them."""
+    """A loss of one or two scans, which is NaN without tokens."""
     choose = random.Random(seed)
     scans = [random_scan(choose) for _ in range(choose.randint(1, 2))]
-    outside = random_leaf(choose, True) if choose.random() < 0.5 else None
 
-    def loss_fn(params: Any, batch: Any) -> Any:
-        x = batch["x"].astype(jnp.promote_types(params["a"].dtype, jnp.float32))
+    def network(params: Any, x: Any) -> Any:
+        x = x.astype(jnp.promote_types(params["a"].dtype, jnp.float32))
         for scan in scans:
             x = scan(params, x)
-        if outside is not None:
-            x = x + jnp.sin(x @ outside(params).astype(x.dtype))
-        n = jnp.sum(batch["mask"])
-        return jnp.sum(x**2 * batch["mask"][:, None]) / n * n, n  # NaN without tokens
+        return x
 
-    return loss_fn
+    return divided(network)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs_with_scans(seed: int):
     """All axes have one size, so that swapped gradients have the right shapes."""
-    way = window_gradients.WAYS[seed % len(window_gradients.WAYS)]
-    loss_fn, rng = random_loss(seed), np.random.default_rng(0)
-    shape = (window_gradients.WIDTH,) * 3
-    params = {name: jnp.float32(rng.normal(size=shape)) for name in "abc"}
+    way, loss_fn = WAYS[seed % len(WAYS)], random_loss(seed)
+    shape = (problems.FEATURES,) * 3
+    params = {n: jnp.asarray(problems.normal(i, *shape)) for i, n in enumerate("abc")}
+    params["out"] = FEW["out"]
     if seed % 2:
         params["b"] = params["b"].astype(jnp.bfloat16)
     got = way(loss_fn, params, BATCHES)

@@ -1,7 +1,6 @@
-"""Losses that couple the rows of a window, against plain JAX on the full batch."""
+"""Losses that couple the rows of a window, against plain JAX on all micro-batches."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -35,6 +34,7 @@ WINDOW = {
     "text": np.where(VALID[..., None], RNG.normal(size=(K, MICRO, WIDTH)), 0),
     "valid": VALID,
 }
+ROWS = jnp.asarray(WINDOW["image"][:, 0], jnp.float32)
 
 
 def tower(params: Any, x: Any) -> Any:
@@ -44,21 +44,16 @@ def tower(params: Any, x: Any) -> Any:
     return jax.lax.scan(jax.checkpoint(layer), x, params["layers"])[0]
 
 
-def embed(params: Any, batch: Any) -> Any:
+def embed(params: Any, batch: Any, scale: Any = 1) -> Any:
     towers = [tower(params, batch[name]) for name in ("image", "text")]
     units = [x / jnp.linalg.norm(x + 1e-6, axis=-1, keepdims=True) for x in towers]
-    return *units, batch["valid"], jnp.exp(params["temperature"])
-
-
-def rows_of(summaries: Any) -> Any:
-    *of_rows, temperature = summaries
-    return *(jnp.concatenate(x) for x in of_rows), temperature.mean()
+    return *units, batch["valid"], scale * jnp.exp(params["temperature"])
 
 
 def clip(summaries: Any) -> Any:
     """Both directions, with negatives from all rows."""
-    image, text, valid, temperature = rows_of(summaries)
-    logits = temperature * image @ text.T
+    image, text, valid = map(jnp.concatenate, summaries[:3])
+    logits = summaries[3].mean() * image @ text.T
     both = valid[:, None] & valid
     losses = sum(
         -jnp.diag(jax.nn.log_softmax(jnp.where(both, x, -1e9)))
@@ -68,15 +63,12 @@ def clip(summaries: Any) -> Any:
 
 
 def route(params: Any, batch: Any) -> Any:
-    x = tower(params, batch["image"])
+    x, valid = tower(params, batch["image"]), batch["valid"]
     probabilities = jax.nn.softmax(x @ params["router"])
     _, chosen = jax.lax.top_k(probabilities, 2)  # integers, without a gradient
-    valid = batch["valid"]
-    counts = jnp.sum(
-        jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32).sum(1) * valid[:, None], 0
-    )
-    token_sum = jnp.sum(jnp.where(valid, jnp.sum(x**2, -1), 0))
-    return token_sum, valid.sum(), counts, jnp.sum(probabilities * valid[:, None], 0)
+    counts = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32).sum(1)
+    of_experts = [jnp.sum(x * valid[:, None], 0) for x in (counts, probabilities)]
+    return jnp.sum(jnp.where(valid, jnp.sum(x**2, -1), 0)), valid.sum(), *of_experts
 
 
 def balanced(summaries: Any) -> Any:
@@ -85,77 +77,57 @@ def balanced(summaries: Any) -> Any:
     return token_sum / n + 100 * EXPERTS * jnp.sum(counts / n * probabilities / n)
 
 
-LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "clip": (embed, clip),
-    "balance": (route, balanced),
-}
-
-
-def full_batch(summary_fn: Any, loss_fn: Any) -> Any:
-    """The loss of all rows as one micro-batch."""
-
-    def loss(params: Any, window: Any) -> Any:
-        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), window)
-        return loss_fn(jax.tree.map(lambda x: x[None], summary_fn(params, batch)))
-
-    return loss
-
-
-def on_their_own(loss: Any, params: Any) -> Any:
-    """The mean of the gradients of micro-batches by themselves, weighted by rows."""
-    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], WINDOW) for i in range(K)]
-    rows = [x["valid"].sum() for x in parts]
-    gradient = jax.jit(jax.grad(loss))
-    gradients = [gradient(params, x) for x in parts]
-    return jax.tree.map(
-        lambda *g: sum(n * x for n, x in zip(rows, g, strict=True)) / sum(rows),
-        *gradients,
-    )
-
-
+LOSSES = {"clip": (embed, clip), "balance": (route, balanced)}
 COUPLED = {name: jax.jit(coupled_value_and_grad(*x)) for name, x in LOSSES.items()}
+
+
+def plain(summary_fn: Any, loss_fn: Any, has_aux: bool = False) -> Any:
+    """The value and gradient, with the activations of all micro-batches at a time."""
+
+    def loss(params: Any, window: Any, **keywords: Any) -> Any:
+        return loss_fn(
+            jax.vmap(lambda batch: summary_fn(params, batch, **keywords))(window)
+        )
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=has_aux))
 
 
 @pytest.mark.parametrize("name", ["clip", helpers.slow("balance")])
 def test_the_gradient_is_that_of_the_full_batch(name: str):
-    loss = full_batch(*LOSSES[name])
+    full = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), WINDOW)
     with jax.enable_x64(True):
-        expected = jax.jit(jax.value_and_grad(loss))(PARAMS, WINDOW)
+        reference = plain(*LOSSES[name])
+        expected = reference(PARAMS, full)
         (value, aux), grads = COUPLED[name](PARAMS, WINDOW, num_micro_batches=K)
-        assert aux is None
-        np.testing.assert_allclose(value, expected[0], rtol=1e-12)
-        assert helpers.relative_error(grads, expected[1]) < 1e-12
-        assert helpers.relative_error(on_their_own(loss, PARAMS), expected[1]) > 0.05
+        parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], WINDOW) for i in range(K)]
+        on_their_own = [reference(PARAMS, x)[1] for x in parts]
+    assert aux is None
+    np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+    assert helpers.relative_error(grads, expected[1]) < 1e-12
+    weights = VALID.sum(1) / VALID.sum()
+    naive = jax.tree.map(lambda *g: np.tensordot(weights, g, 1), *on_their_own)
+    assert helpers.relative_error(naive, expected[1]) > 0.05
 
 
 def test_micro_batches_that_do_not_run_have_summaries_of_zeros():
-    def scaled(params: Any, batch: Any) -> Any:
-        *of_rows, temperature = embed(params, batch)
-        return *of_rows, 3 / K * temperature  # the mean of which counts the zeros
-
+    # Of the temperatures, the loss takes a mean, which counts the zeros.
+    scaled = functools.partial(embed, scale=3 / K)
     part = jax.tree.map(lambda x: x[:3], WINDOW)
     with jax.enable_x64(True):
         COUPLED["clip"](PARAMS, WINDOW, num_micro_batches=K)
         with helpers.count_compilations() as compilations:
             (value, _), grads = COUPLED["clip"](PARAMS, WINDOW, num_micro_batches=3)
         assert not compilations
-        loss = jax.jit(jax.value_and_grad(full_batch(scaled, clip)))
-        expected = loss(PARAMS, part)
+        expected = plain(scaled, clip)(PARAMS, part)
     np.testing.assert_allclose(value, expected[0], rtol=1e-12)
     assert helpers.relative_error(grads, expected[1]) < 1e-12
-
-
-@functools.cache
-def of_all_rows() -> Any:
-    narrow = jax.tree.map(jnp.asarray, (PARAMS, WINDOW))
-    return narrow, jax.jit(jax.value_and_grad(full_batch(embed, clip)))(*narrow)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_over_devices_it_is_the_same(kind: str):
     """Parameters are spread too (FSDP)."""
-    mesh, (narrow, expected) = make_mesh((8,), kind), of_all_rows()
+    mesh, narrow = make_mesh((8,), kind), jax.tree.map(jnp.asarray, (PARAMS, WINDOW))
     specs = {"layers": P(None, "data"), "router": P("data"), "temperature": P()}
     rows = dict.fromkeys(WINDOW, P(None, "data"))
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), (specs, rows))
@@ -166,6 +138,7 @@ def test_over_devices_it_is_the_same(kind: str):
         )
         f = jax.jit(coupled_value_and_grad(summary_fn, clip))
         (value, _), grads = f(params, window)
+    expected = plain(embed, clip)(*narrow)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     assert helpers.relative_error(grads, expected[1]) < 1e-5
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
@@ -179,28 +152,25 @@ def test_both_runs_of_a_micro_batch_get_the_same_key():
     def loss_fn(y: Any) -> Any:
         return jnp.var(y), {"mean": y.mean()}
 
-    def plain(w: Any) -> Any:
-        keys = [jax.random.fold_in(key, i) for i in range(K)]
-        given = {"rate": 0.5, "name": "a static keyword"}
-        pairs = zip(x, keys, strict=True)
-        return loss_fn(jnp.stack([summary_fn(w, a, rng=k, **given) for a, k in pairs]))
+    def with_key(w: Any, batch: Any, **keywords: Any) -> Any:
+        return summary_fn(w, batch[0], rng=batch[1], **keywords)
 
-    x, w = jnp.asarray(WINDOW["image"], jnp.float32), jnp.ones(WIDTH)
-    key = jax.random.key(1)
+    key, w, keywords = jax.random.key(1), jnp.ones(WIDTH), {"name": "a static keyword"}
     f = coupled_value_and_grad(summary_fn, loss_fn, has_aux=True)
-    static = functools.partial(f, name="a static keyword")
-    got = jax.jit(static)(w, x, rng=key, rate=0.5)
-    expected = jax.jit(jax.value_and_grad(plain, has_aux=True))(w)
+    static = functools.partial(f, **keywords)
+    got = jax.jit(static)(w, ROWS, rng=key, rate=0.5)
+    window = ROWS, jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(K))
+    static = functools.partial(with_key, rate=0.5, **keywords)
+    expected = plain(static, loss_fn, has_aux=True)(w, window)
     chex.assert_trees_all_close(got, expected, rtol=1e-5)
 
 
 def test_bfloat16_parameters_are_summed_in_float32():
+    """300 gradients of 1 in bfloat16 would add up to 256 there."""
     f = jax.jit(coupled_value_and_grad(lambda w, x: w * x, jnp.sum))
-    w = jnp.ones((), jnp.bfloat16)
-    _, grad = f(w, jnp.ones((300, 1), jnp.bfloat16))
+    _, grad = f(jnp.ones((), jnp.bfloat16), jnp.ones((300, 1), jnp.bfloat16))
     assert grad.dtype == jnp.bfloat16
     assert float(grad) == 300
-    assert sum(300 * [jnp.bfloat16(1)]) == 256
 
 
 def test_complex_summaries():
@@ -210,14 +180,9 @@ def test_complex_summaries():
     def loss_fn(y: Any) -> Any:
         return jnp.sum(jnp.abs(y.sum(0) + 1j * y.mean()) ** 2)
 
-    x = jnp.asarray(WINDOW["image"][:, 0], jnp.float32)
-    w = jnp.ones(WIDTH)
-    _, grads = jax.jit(coupled_value_and_grad(summary_fn, loss_fn))(w, x)
-    whole = jax.jit(
-        jax.grad(lambda w: loss_fn(jax.vmap(lambda x: summary_fn(w, x))(x)))
-    )
-    expected = whole(w)
-    chex.assert_trees_all_close(grads, expected, rtol=1e-4)
+    given = jnp.ones(WIDTH), ROWS
+    _, grads = jax.jit(coupled_value_and_grad(summary_fn, loss_fn))(*given)
+    chex.assert_trees_all_close(grads, plain(summary_fn, loss_fn)(*given)[1], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -237,8 +202,8 @@ def test_temporaries_are_those_of_one_micro_batch_and_all_summaries(chip: str | 
         y = jnp.concatenate(y)
         return jnp.sum((y.T @ y / len(y) - jnp.eye(width)) ** 2)
 
-    def full(params: Any, x: Any) -> Any:
-        return jax.value_and_grad(full_batch(summary_fn, loss_fn))(params, x)
+    def sum_fn(params: Any, x: Any) -> Any:
+        return jnp.sum(summary_fn(params, x) ** 2), len(x)
 
     def arguments(k: int) -> Any:
         sharding = jax.sharding.SingleDeviceSharding(where)
@@ -254,11 +219,7 @@ def test_temporaries_are_those_of_one_micro_batch_and_all_summaries(chip: str | 
     coupled = coupled_value_and_grad(summary_fn, loss_fn)
     summaries = 12 * micro * width * 4
     assert growth(coupled) < 4 * summaries
-    assert growth(full) > 8 * summaries
-
-    def sum_fn(params: Any, x: Any) -> Any:
-        return jnp.sum(summary_fn(params, x) ** 2), len(x)
-
+    assert growth(plain(summary_fn, loss_fn)) > 8 * summaries
     window = bytes_of(window_value_and_grad(sum_fn), 16)
     assert bytes_of(coupled, 16) < window + 4 * summaries
     if jax.__version_info__ >= (0, 11):
@@ -289,10 +250,9 @@ def test_bad_windows_and_a_shard_map_raise():
         f(jnp.ones(3), {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))})
     with pytest.raises(ValueError, match="at most the 2"):
         f(jnp.ones(3), {"a": jnp.ones((2, 3))}, num_micro_batches=3)
-    mapped = jax.shard_map(
-        f, mesh=make_mesh((8,)), in_specs=(P(), P(None, "data")), out_specs=P()
-    )
+    specs = {"in_specs": (P(), P(None, "data")), "out_specs": P()}
     with pytest.raises(ValueError, match="couple their own rows alone"):
+        mapped = jax.shard_map(f, mesh=make_mesh((8,)), **specs)
         mapped(jnp.ones(()), {"a": jnp.ones((2, 8))})
 
 
@@ -309,24 +269,22 @@ def test_a_summary_function_gets_copies_and_jax_arrays():
 
     before, ids = {**params}, jnp.array([[0, 1], [2, 0]])
     f = coupled_value_and_grad(summary_fn, loss_fn)
-    got = f(params, ids, state=np.float32(3))
+    (value, _), grads = f(params, ids, state=np.float32(3))
     assert all(params[name] is x for name, x in before.items())
-
-    def plain(params: Any) -> Any:
-        return loss_fn(summary_fn({**params}, ids, state=3.0)), None
-
-    expected = jax.value_and_grad(plain, has_aux=True)(params)
-    chex.assert_trees_all_close(got, expected, rtol=1e-6)
+    reference = plain(
+        lambda p, ids, state: summary_fn({**p}, ids, state=state), loss_fn
+    )
+    expected = reference(params, ids, state=3.0)
+    chex.assert_trees_all_close((value, grads), expected, rtol=1e-6)
 
 
 def test_minus_infinity_with_no_weight_is_no_alarm():
     def summary_fn(w: Any, x: Any) -> Any:
         return jnp.where(x > 0, w * x, -jnp.inf)
 
-    x = jnp.asarray(WINDOW["image"][:, 0], jnp.float32)
     # Not in a jit, which would remove the product that nobody reads.
     f = coupled_value_and_grad(summary_fn, jax.nn.logsumexp)
     with jax.debug_nans(True):
-        _, grad = f(jnp.float32(1), x)
-    expected = jax.grad(lambda w: jax.nn.logsumexp(summary_fn(w, x)))(1.0)
+        _, grad = f(jnp.float32(1), ROWS)
+    _, expected = plain(summary_fn, jax.nn.logsumexp)(jnp.float32(1), ROWS)
     np.testing.assert_allclose(grad, expected, rtol=1e-5)

@@ -3,41 +3,31 @@
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
-from window_gradients import (
-    LAYERS,
-    WIDTH,
-    batch_of,
-    by_hand,
-    layer,
-    params_of,
-    squares,
-    through_layers,
-    value_and_grad,
-)
+from problems import FEATURES, FEW, LAYERS, check_gradient, layer, value_and_grad
 
 Read = Callable[[Any, Any], jax.Array]
 # JAX adds the number of rows to a negative index, and clamps what a slice gets then.
 INDICES = -9, -5, -4, -1, 0, 2, 3, 7
+ONES = jnp.ones((1, FEATURES))
 
 
 def in_a_loop(params: Any, i: Any) -> jax.Array:
-    x = jnp.ones((1, WIDTH), params["layers"].dtype)
-    return jax.lax.fori_loop(
-        0, LAYERS, lambda j, x: layer(x, params["layers"][i + j])[0], x
-    )
+    def body(j: Any, x: Any) -> Any:
+        return layer(x, params["layers"][i + j])[0]
+
+    return jax.lax.fori_loop(0, LAYERS, body, ONES)
 
 
 def of_each_layer(params: Any, i: Any) -> jax.Array:
     def read(x: Any, w: Any) -> Any:
-        return x + w[i] * jax.lax.dynamic_slice(w, (i, i), (1, WIDTH)), None
+        return x + w[i] * jax.lax.dynamic_slice(w, (i, i), (1, FEATURES)), None
 
-    x = jnp.ones((1, WIDTH), params["layers"].dtype)
-    return jax.lax.scan(read, x, params["layers"])[0]
+    return jax.lax.scan(read, ONES, params["layers"])[0]
 
 
 READS: dict[str, list[Read]] = {
@@ -46,44 +36,40 @@ READS: dict[str, list[Read]] = {
         lambda params, i: params["table"][jnp.stack([i, i])].sum(0),
         lambda params, i: params["table"].at[i].get(mode="clip"),
         lambda params, i: jax.lax.dynamic_slice(
-            params["table"], (i, 0), (2, WIDTH)
+            params["table"], (i, 0), (2, FEATURES)
         ).sum(0),
     ],
-    "of layers": [
-        lambda params, i: params["layers"][i, 0],
-        in_a_loop,
-        of_each_layer,
-    ],
+    "of layers": [lambda params, i: params["layers"][i, 0], in_a_loop, of_each_layer],
 }
 
 
-def with_table(params: Any, rows: int = 4) -> Any:
-    table = np.random.default_rng(1).normal(size=(rows, WIDTH))
-    return params | {"table": jnp.asarray(table, params["layers"].dtype)}
+def check(read: Any, rows: int, indices: list[Any]) -> None:
+    """Of a loss that multiplies activations by what it reads of a table of so many."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        y = problems.through_layers(params, batch["x"]) * params["out"]
+        y = read(params, batch["i"], y) + params["table"][0]
+        return problems.squares(jnp.sum(y, -1), batch)
+
+    params = FEW | {"table": jnp.asarray(problems.normal(4, rows, FEATURES))}
+    batches = problems.batches_of(*[8] * len(indices))
+    batches = [x | {"i": i} for x, i in zip(batches, indices, strict=True)]
+    check_gradient(value_and_grad, loss_fn, params, batches)
 
 
 @pytest.mark.parametrize("reads", READS.values(), ids=READS)
 def test_rows_at_indices_that_are_clamped(reads: list[Read]):
-    def loss_fn(params: Any, batch: Any) -> Any:
-        y = through_layers(params, batch["x"]) * params["out"]
+    def read_all(params: Any, i: Any, y: Any) -> Any:
         for factor, read in enumerate(reads, 1):  # which tells them apart
-            y = y + factor * y * read(params, batch["i"])
-        return squares(y + params["table"][0], batch)
+            y = y + factor * y * read(params, i)
+        return y
 
-    params = with_table(params_of())
-    batches = [batch_of(9 + i, 8) | {"i": np.int32(i)} for i in INDICES]
-    got = value_and_grad(loss_fn, params, batches)
-    expected = by_hand(loss_fn, params, batches)
-    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+    check(read_all, 4, [np.int32(i) for i in INDICES])
 
 
 def test_ids_too_narrow_to_count_the_rows_of_their_table():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        y = through_layers(params, batch["x"]) + params["out"]
-        return squares(y * jnp.take(params["table"], batch["ids"], axis=0), batch)
+    def take(params: Any, ids: Any, y: Any) -> Any:
+        return y * jnp.take(params["table"], ids, axis=0)
 
-    params, ids = with_table(params_of(), 200), jnp.arange(8, dtype=jnp.int8) * 15
-    batches = [batch_of(i, 8) | {"ids": ids + i} for i in range(2)]
-    got = value_and_grad(loss_fn, params, batches)
-    expected = by_hand(loss_fn, params, batches)
-    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+    ids = jnp.arange(8, dtype=jnp.int8) * 15
+    check(take, 200, [ids, ids + 1])

@@ -9,75 +9,72 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
+import meshes
 import optax
+import problems
 import pytest
-from helpers import cut, init_params, ragged_batch, run_step
-from meshes import K, make_mesh, make_step
+from helpers import run_step, stack
+from problems import BATCHES, FEW
 
 from optax_tokenaccum import window_value_and_grad
 
 pytestmark = pytest.mark.slow
 
-X = np.random.default_rng(0).normal(size=(4, 8, 3)).astype(np.float32)
-BATCH = {"x": X, "mask": np.float32(np.arange(32).reshape(4, 8) % 3 > 0)}
-PARAMS = {"w": jnp.ones((2, 3))}
+ADAM = optax.adam(0.1)
 
 
-def layout(name: str) -> dict[str, Any]:
-    if name == "one":
-        return {"mesh": None, "data_axes": None}
-    return {"mesh": make_mesh((8,)), "reduce_every": name}
+def new_step(way: str, over: str = "1", loss_fn: Any = problems.layered_loss) -> Any:
+    options = {"mesh": None, "data_axes": None} | meshes.over(over)
+    return meshes.make_step(way, ADAM, loss_fn=loss_fn, k=len(BATCHES), **options)
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
     """The batch is closed over, by the loss and by a scan in it."""
 
-    def layer(x: Any, w: Any) -> Any:
-        return jnp.tanh(x * w + batch["x"]), None
+    def network(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w + batch["x"]), None
 
-    y, _ = jax.lax.scan(layer, batch["x"], params["w"])
-    return jnp.sum(jnp.sum(y, -1) * batch["mask"]), jnp.sum(batch["mask"])
+        return jax.lax.scan(layer, x, params["layers"])[0]
+
+    return problems.loss_through(network)(params, batch)
 
 
 # Not with `reduce_every="window"`: jax itself leaks from the gradient of a shard_map.
 @pytest.mark.parametrize(
-    ("way", "devices"),
-    [("two programs", "one"), ("nnx window", "micro_batch")],
+    ("way", "over"),
+    [("two programs", "1"), ("nnx window", "8, each"), ("function", "1")],
 )
-def test_no_tracer_leaks_from_a_step(way: str, devices: str):
-    step = make_step(way, optax.adam(0.1), loss_fn=loss_fn, k=2, **layout(devices))
-    micro_batches = [{n: x[i] for n, x in BATCH.items()} for i in range(2)]
+def test_no_tracer_leaks(way: str, over: str):
     with jax.checking_leaks():
-        run_step(step, step.init(PARAMS), [BATCH] if "window" in way else micro_batches)
+        if way == "function":
+            window_value_and_grad(loss_fn)(FEW, stack(BATCHES))
+            return
+        step = new_step(way, over, loss_fn)
+        calls = [stack(BATCHES)] if "window" in way else BATCHES
+        run_step(step, step.init(FEW), calls)
 
 
-def test_no_tracer_leaks_from_a_function():
-    with jax.checking_leaks():
-        window_value_and_grad(loss_fn)(PARAMS, BATCH)
-
-
-@pytest.mark.parametrize("devices", ["function", "one"])
-def test_what_a_loss_refers_to_is_freed(devices: str):
+@pytest.mark.parametrize("way", ["function", "window"])
+def test_what_a_loss_refers_to_is_freed(way: str):
     refs = []
 
     def call() -> None:
-        weights = jnp.ones((4, 3))
+        weights = jnp.ones(problems.FEATURES)
         refs.append(weakref.ref(weights))
 
-        def weighted(params: Any, batch: Any) -> Any:
+        def network(params: Any, x: Any) -> Any:
             def layer(x: Any, w: Any) -> Any:
-                return jnp.tanh(x * w) + jax.jit(jnp.sum)(weights), None
+                return jnp.tanh(x @ w) + jax.jit(jnp.sum)(weights), None
 
-            y, _ = jax.lax.scan(layer, batch["x"] * weights[0], params["w"])
-            return jnp.sum(y), jnp.sum(batch["mask"])
+            return jax.lax.scan(layer, x * weights, params["layers"])[0]
 
-        if devices == "function":
-            window_value_and_grad(weighted)(PARAMS, BATCH)
+        weighted = problems.loss_through(network)
+        if way == "function":
+            window_value_and_grad(weighted)(FEW, stack(BATCHES))
         else:
-            tx = optax.sgd(0.1)
-            step = make_step("window", tx, loss_fn=weighted, k=4, **layout(devices))
-            step(step.init(PARAMS), BATCH)
+            step = new_step(way, loss_fn=weighted)
+            step(step.init(FEW), stack(BATCHES))
 
     for _ in range(3):
         call()
@@ -87,8 +84,8 @@ def test_what_a_loss_refers_to_is_freed(devices: str):
 
 def train(step: Any, seed: int) -> Any:
     """Parameters after two windows; odd threads close a window by hand in between."""
-    window = cut(ragged_batch(seed, rows=8 * K), K)
-    state, metrics = run_step(step, step.init(init_params(seed)), window)
+    window = [problems.batch_of(10 * seed + i, [i + 1] * 8) for i in range(3)]
+    state, metrics = run_step(step, step.init(FEW), window)
     if seed % 2:
         state, _ = step.accumulate(state, window[0])
         state, _ = step.close_window(state)
@@ -97,9 +94,7 @@ def train(step: Any, seed: int) -> Any:
 
 
 def test_each_thread_gets_what_it_gets_alone():
-    alone, shared = (
-        make_step("two programs", optax.adam(1e-2), **layout("one")) for _ in "ab"
-    )
+    alone, shared = new_step("two programs"), new_step("two programs")
     expected = [train(alone, seed) for seed in range(4)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

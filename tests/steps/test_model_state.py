@@ -15,23 +15,23 @@ import problems
 import pytest
 from problems import FEATURES, PARAMS, K
 
-from optax_tokenaccum import make_window_step, regroup_sums, window_value_and_grad
+from optax_tokenaccum import regroup_sums, window_value_and_grad
 
-ROWS, DEVICES = 16, 8
-SGD, RTOL = optax.sgd(problems.RATE), helpers.RTOL["float32"]
-
-
-def batch_of(seed: int, rows: int = ROWS) -> dict[str, np.ndarray]:
-    return problems.batch_of(seed, 1 + np.arange(rows) % 4 * (seed % K != 1))
+DEVICES, RTOL = 8, helpers.RTOL["float32"]
 
 
-WINDOW = [batch_of(i) for i in range(K)]
+def window_of(rows: int) -> list[Any]:
+    counted = [1 + np.arange(rows) % 4 * (i != 1) for i in range(K)]
+    return [problems.batch_of(i, weights) for i, weights in enumerate(counted)]
+
+
+WINDOW = window_of(16)
 
 
 def new_model_state(dtype: Any = jnp.float32) -> Any:
-    numbers = jnp.zeros(FEATURES, dtype), jnp.ones(FEATURES, dtype), jnp.int32(0)
-    made = dict(zip(("mean", "var", "calls"), numbers, strict=True))
-    return made | {"key": jax.random.key(0)}
+    state = jax.tree.map(jnp.asarray, problems.PROBLEMS["state"].state)
+    arrays = {k: state[k].astype(dtype) for k in ("mean", "var")}
+    return state | arrays | {"key": jax.random.key(0)}
 
 
 def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
@@ -43,32 +43,31 @@ def loss_fn(params: Any, model_state: Any, batch: Any) -> Any:
     return (loss_sum, (n, mask)), model_state
 
 
-def new_step(way: str, loss: Any = loss_fn, **options: Any) -> Any:
-    options = {"has_aux": True, "has_model_state": True} | options
-    if way == "window":
-        return make_window_step(loss, SGD, **options)
-    return helpers.new_train_step(way, loss, SGD, K, **options)
+def new_step(way: str, over: str, loss: Any = loss_fn) -> Any:
+    options = {"loss_fn": loss, "k": K, "has_aux": True, "has_model_state": True}
+    options |= {"mesh": None, "data_axes": None} | meshes.over(over)
+    return meshes.make_step(way, optax.sgd(1.0), **options)
 
 
-def calls(way: str, window: list[Any]) -> list[Any]:
-    return [helpers.stack(window)] if way == "window" else window
-
-
-def train(way: str, window: Any = WINDOW, **options: Any) -> tuple[Any, list[Any]]:
-    """Return the state and all metrics."""
-    model_state = options.pop("model_state", new_model_state())
-    over = meshes.over(options.pop("over", "1"))
-    step, metrics = new_step(way, **over, **options), []
-    state = step.init(PARAMS, model_state)
-    for batch in calls(way, window):
-        state, m = step(state, batch)
-        metrics.append(m)
-    assert metrics[-1].updated
-    return state, metrics
+def train(
+    way: str,
+    over: str = "1",
+    window: Any = WINDOW,
+    loss: Any = loss_fn,
+    given: Any = None,
+) -> tuple[Any, list[Any]]:
+    """Return the model's state, and aux of all calls."""
+    step, aux = new_step(way, over, loss), []
+    state = step.init(PARAMS, new_model_state() if given is None else given)
+    for batch in [helpers.stack(window)] if way == "window" else window:
+        state, metrics = step(state, batch)
+        aux.append(metrics.aux)
+    assert metrics.updated
+    return state.model_state, aux
 
 
 def check(model_state: Any, devices: int, window: Any = WINDOW, rtol: float = RTOL):
-    state = {"mean": np.zeros(FEATURES), "var": np.ones(FEATURES), "calls": 0}
+    state = problems.PROBLEMS["state"].state
     expected = problems.answer("state", PARAMS, state, window, 0, devices).state
     for name in ("mean", "var"):
         assert helpers.relative_error(model_state[name], expected[name]) < rtol
@@ -80,13 +79,12 @@ def test_keys_of_the_model_differ_from_device_to_device_and_call_to_call(
     way: str, over: str
 ):
     devices, given = DEVICES if over == "8" else 1, new_model_state()
-    state, metrics = train(way, over=over, model_state=given)
-    check(state.model_state, devices)
-    masks = np.concatenate([np.asarray(m.aux).reshape(-1, 64) for m in metrics])
+    model_state, aux = train(way, over, given=given)
+    check(model_state, devices)
+    masks = np.concatenate([np.asarray(x).reshape(-1, 64) for x in aux])
     assert len({mask.tobytes() for mask in masks}) == K * devices
     assert not any(x.is_deleted() for x in jax.tree.leaves(given))
-    for x in jax.tree.leaves(state.model_state):
-        assert x.is_fully_replicated
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(model_state))
 
 
 def test_a_function_of_a_window_returns_the_state():
@@ -95,7 +93,7 @@ def test_a_function_of_a_window_returns_the_state():
     ((_, (_, masks)), model_state) = values
     check(model_state, 1)
     assert len({mask.tobytes() for mask in np.asarray(masks)}) == K
-    state = {"mean": np.zeros(FEATURES), "var": np.ones(FEATURES), "calls": 0}
+    state = problems.PROBLEMS["state"].state
     expected = problems.answer("state", PARAMS, state, WINDOW, 0)
     assert helpers.relative_error(gradient, expected.gradient) < RTOL
     frozen = [problems.answer("state", PARAMS, state, [b], 0) for b in WINDOW]
@@ -120,10 +118,9 @@ def test_integers_that_depend_on_the_rows_of_a_device_raise():
     loss = returning("calls", seen)
     for way in ("two programs", "window"):
         with pytest.raises(ValueError, match=r"\['calls'\] must be the same on all d"):
-            train(way, loss=loss, over="8")
+            train(way, "8", loss=loss)
     expected = K + sum(np.sum(b["weights"] > 0) for b in WINDOW)
-    state, _ = train("two programs", loss=loss, over="8, each")
-    assert state.model_state["calls"] == expected
+    assert train("two programs", "8, each", loss=loss)[0]["calls"] == expected
 
 
 @pytest.mark.parametrize("way", ["two programs", "window"])
@@ -136,29 +133,27 @@ def test_a_state_of_rows_raises_unless_the_loss_sees_all_rows(way: str, rows: in
         loss_sum = jnp.sum(params["w"]) * jnp.sum(hidden)
         return (loss_sum, (jnp.sum(batch["weights"]), None)), hidden
 
-    window = [batch_of(j, rows) for j in range(K)]
-    options = {"window": window, "loss": recurrent}
+    given = {"window": window_of(rows), "loss": recurrent}
     on_a_device = rows // DEVICES
     for size in {on_a_device, rows if on_a_device == 1 else on_a_device}:
         with pytest.raises(ValueError, match=r"must not have an axis of rows.*micro_b"):
-            train(way, model_state=jnp.zeros(size), over="8", **options)
-    state, _ = train(way, model_state=jnp.zeros(rows), over="8, each", **options)
-    expected = sum(0.5 ** (K - 1 - j) * window[j]["y"] for j in range(K))
-    assert helpers.relative_error(state.model_state, expected) < RTOL
+            train(way, "8", given=jnp.zeros(size), **given)
+    hidden, _ = train(way, "8, each", given=jnp.zeros(rows), **given)
+    expected = sum(0.5 ** (K - 1 - j) * x["y"] for j, x in enumerate(given["window"]))
+    assert helpers.relative_error(hidden, expected) < RTOL
 
 
 def test_statistics_of_as_many_features_as_rows_are_none():
-    window = [batch_of(j, FEATURES * DEVICES) for j in range(K)]
-    state, _ = train("two programs", window, over="8")
-    check(state.model_state, DEVICES, window)
+    window = window_of(FEATURES * DEVICES)
+    check(train("two programs", "8", window)[0], DEVICES, window)
 
 
 def test_dtypes_stay():
     """The loss returns float32 statistics."""
     start = new_model_state(jnp.bfloat16)
-    state, _ = train("two programs", over="8", model_state=start)
-    chex.assert_trees_all_equal_dtypes(state.model_state, start)
-    check(state.model_state, DEVICES, rtol=helpers.RTOL["bfloat16"])
+    model_state, _ = train("two programs", "8", given=start)
+    chex.assert_trees_all_equal_dtypes(model_state, start)
+    check(model_state, DEVICES, rtol=helpers.RTOL["bfloat16"])
 
 
 @pytest.mark.parametrize(
@@ -178,8 +173,7 @@ def test_another_state_raises(name: str, change: Any, named: str):
 
 def test_a_checkpoint_of_an_open_window_continues(tmp_path: Path):
     """On as many devices, and on one."""
-    way = "two programs"
-    step, one = new_step(way, **meshes.over("8")), new_step(way)
+    step, one = new_step("two programs", "8"), new_step("two programs", "1")
     given = PARAMS, new_model_state()
     state, shapes = step.init(*given), jax.eval_shape(step.init, *given)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 from helpers import net_bytes
 from jax._src.array import ArrayImpl
+from problems import K
 
 from benchmarks.chips import CHIPS
 from benchmarks.ways import WAYS
@@ -24,10 +26,16 @@ from optax_tokenaccum import (
     make_train_step,
     make_window_step,
     token_accumulation,
-    window_value_and_grad,
 )
 
 WIDTH, DEPTH = 128, 4
+GRADIENT_BYTES = 4 * DEPTH * WIDTH**2
+BATCH = np.ones((2, WIDTH), np.float32)
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+MUON = optax.contrib.muon(1e-3)
+CLIPPED_LATE = optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0))
+in_threes = functools.partial(make_train_step, every_k_schedule=K)
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -38,21 +46,6 @@ def loss_fn(params: Any, batch: Any) -> Any:
 
 def new_params() -> list[jax.Array]:
     return [jnp.full((WIDTH, WIDTH), 0.01) for _ in range(DEPTH)]
-
-
-GRADIENT_BYTES = 4 * DEPTH * WIDTH**2
-BATCH = np.ones((2, WIDTH), np.float32)
-WINDOW = np.ones((8, *BATCH.shape), np.float32)
-ADAMW = optax.adamw(1e-3)
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
-MUON = optax.contrib.muon(1e-3)
-CLIPPED_LATE = optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0))
-
-KINDS: dict[str, tuple[dict[str, Any], int]] = {
-    "int k": ({"every_k_schedule": np.int64(3)}, 2),
-    "token budget": ({"every_n_tokens": 6}, 1),
-    "skip function": ({"every_k_schedule": 3} | helpers.SKIPS, 1),
-}
 
 
 @pytest.fixture
@@ -72,24 +65,25 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [("int k", "committed"), ("token budget", "default"), ("skip function", "default")],
+    ("schedule", "programs", "is_placed"),
+    [
+        ({"every_k_schedule": np.int64(3)}, 2, True),
+        ({"every_n_tokens": 6}, 1, False),
+        ({"every_k_schedule": 3} | helpers.SKIPS, 1, False),
+    ],
+    ids=["int k", "token budget", "skip function"],
 )
 def test_20_windows_compile_once_and_never_wait_for_the_device(
-    kind: str, place: str, reads: list[int]
+    schedule: Any, programs: int, is_placed: bool, reads: list[int]
 ):
-    schedule, programs = KINDS[kind]
     chex.clear_trace_counter()
     traced_once = chex.assert_max_traces(n=1)
     inner = ADAMW._replace(update=traced_once(ADAMW.update))
     step = make_train_step(traced_once(loss_fn), inner, **schedule)
-    params = new_params()
-    if place == "committed":
-        params = jax.device_put(params, jax.devices()[0])
-    state = step.init(params)
+    place = jax.devices()[0] if is_placed else None
+    state = step.init(jax.device_put(new_params(), place))
     with helpers.count_compilations() as compilations:
-        for _ in range(60):
-            state, metrics = step(state, BATCH)
+        state, metrics = helpers.run_step(step, state, [BATCH] * 60)
     assert reads == []
     assert int(metrics.gradient_step) >= 20
     assert len(compilations) == programs
@@ -98,13 +92,12 @@ def test_20_windows_compile_once_and_never_wait_for_the_device(
 def test_restored_state_is_read_once(reads: list[int]):
     step = make_train_step(loss_fn, ADAMW, 4)
     state, _ = step(step.init(new_params()), BATCH)
-    restored = jax.tree.map(jnp.copy, state)
-    updated = []
+    restored, updated = jax.tree.map(jnp.copy, state), []
     for _ in range(8):
         restored, metrics = step(restored, BATCH)
         updated.append(metrics.updated)
     assert len(reads) == 1
-    assert [bool(u) for u in updated] == [False, False, True, False] * 2
+    assert [bool(x) for x in updated] == [False, False, True, False] * 2
 
 
 def gradients_alone() -> int:
@@ -112,18 +105,18 @@ def gradients_alone() -> int:
     return net_bytes(gradients.lower(new_params(), BATCH))
 
 
-def optimizer_alone(optimizer: optax.GradientTransformation = ADAMW) -> int:
+def optimizer_alone() -> int:
     """Of a donating optimizer step on given sums, without a window around it."""
 
     def apply(params: Any, inner_opt_state: Any, sums: Any, n: Any) -> Any:
         norm = optax.tree.norm(sums) / n
         gradient = jax.tree.map(lambda x: x / n, sums)
-        updates, inner_opt_state = optimizer.update(gradient, inner_opt_state, params)
+        updates, inner_opt_state = ADAMW.update(gradient, inner_opt_state, params)
         return optax.apply_updates(params, updates), inner_opt_state, norm
 
     params = new_params()
     jitted = jax.jit(apply, donate_argnums=(0, 1))
-    return net_bytes(jitted.lower(params, optimizer.init(params), params, 1.0))
+    return net_bytes(jitted.lower(params, ADAMW.init(params), params, 1.0))
 
 
 def test_accumulate_needs_no_gradient_sized_temporary():
@@ -134,27 +127,16 @@ def test_accumulate_needs_no_gradient_sized_temporary():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["transformation", "one program", "window step"])
+@pytest.mark.parametrize("way", ["transformation", "one program"])
 def test_a_whole_step_needs_its_gradients_and_what_the_optimizer_needs(way: str):
     """Zeros are created where they are read, and updates reuse the sums' buffers."""
-    params, batch = new_params(), WINDOW if way == "window step" else BATCH
-    transformation = token_accumulation(ADAMW, 4)
-
-    def by_hand(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        gradient, n = jax.grad(loss_fn, has_aux=True)(params, batch)
-        updates, opt_state = transformation.update(
-            gradient, opt_state, params, num_tokens=n
-        )
-        return optax.apply_updates(params, updates), opt_state
-
-    if way == "transformation":
-        step, state = by_hand, (params, transformation.init(params))
-    else:
-        made = make_window_step(loss_fn, ADAMW)
-        step = made if way == "window step" else in_pairs(loss_fn, ADAMW)
-        state = step.init(params)
-    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    params, transformation = new_params(), token_accumulation(ADAMW, 4)
+    step, donated = helpers.micro_step(transformation, loss_fn), (0, 1)
+    state: Any = params, transformation.init(params)
+    if way == "one program":
+        step, donated = in_threes(loss_fn, ADAMW), (0,)
+        state = (step.init(params),)
+    lowered = jax.jit(step, donate_argnums=donated).lower(*state, BATCH)
     assert net_bytes(lowered) <= gradients_alone() + optimizer_alone() + 4096
 
 
@@ -182,10 +164,7 @@ def layers() -> Any:
 @pytest.mark.skipif(not _backward.CAN_ADD_IN_PLACE, reason="gradients are whole")
 @pytest.mark.parametrize(
     ("optimizer", "make", "chip"),
-    [
-        (MUON, lambda: square_layers(WIDTH), None),
-        (CLIPPED_LATE, layers, "v5e"),
-    ],
+    [(MUON, lambda: square_layers(WIDTH), None), (CLIPPED_LATE, layers, "v5e")],
     ids=["Muon", "clipped late, bfloat16 layers in a scan, on a TPU"],
 )
 def test_steps_need_no_more_memory_than_by_hand(
@@ -213,14 +192,11 @@ def test_steps_need_no_more_memory_than_by_hand(
     assert peak("train step") <= 1.01 * peak("pair by hand")
 
 
-in_pairs = functools.partial(make_train_step, every_k_schedule=2)
-
-
 @pytest.mark.parametrize(
     ("make", "optimizer", "dtype"),
     [
-        helpers.slow(in_pairs, MUON, jnp.float32),
-        (in_pairs, CLIPPED, jnp.bfloat16),
+        helpers.slow(in_threes, MUON, jnp.float32),
+        (in_threes, CLIPPED, jnp.bfloat16),
         helpers.slow(make_window_step, optax.apply_if_finite(ADAMW, 3), jnp.float32),
     ],
     ids=["Muon", "clipped, bfloat16", "if finite, window"],
@@ -229,38 +205,27 @@ def test_updates_that_overwrite_the_sums_are_those_of_the_transformation(
     make: Any, optimizer: optax.GradientTransformation, dtype: Any
 ):
     """Also after a window without tokens, which changes nothing."""
-    rng = np.random.default_rng(0)
-    # A TPU would keep the first one transposed in bfloat16.
-    hidden = WIDTH if dtype == jnp.float32 else WIDTH // 2
-    shapes = (WIDTH, hidden), (hidden, WIDTH)
-    params = [jnp.asarray(rng.normal(size=x) / WIDTH**0.5, dtype) for x in shapes]
-    rows = jnp.asarray(rng.normal(size=(2, 4, WIDTH)), dtype)
-    counts = jnp.asarray([1, 3])
+    problem = problems.PROBLEMS["layered"]
+    stacked_loss = problems.loss_fn(problem)
 
-    def masked(params: Any, batch: Any) -> Any:
-        x, n = batch
-        y = jnp.sum(jnp.tanh(x @ params[0]) @ params[1] ** 2, -1)
-        return jnp.sum(jnp.where(jnp.arange(4) < n, y.astype(jnp.float32), 0)), n
+    def loss(params: Any, batch: Any) -> Any:
+        return stacked_loss(params | {"layers": jnp.stack(params["layers"])}, batch)
 
-    transformation = token_accumulation(optimizer, 2)
-    update = helpers.micro_step(transformation, masked)
-    expected, opt_state = params, transformation.init(params)
-    step = make(masked, optimizer)
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), problem.params)
+    params["layers"] = [*params["layers"]]  # matrices, for Muon
+    transformation = token_accumulation(optimizer, K)
+    update = helpers.micro_step(transformation, loss)
+    step, expected = make(loss, optimizer), (params, transformation.init(params))
     state = step.init(params)
-    for is_empty in (False, True, False):
-        window = (rows * jnp.nan, counts * 0) if is_empty else (rows, counts)
-        micro_batches = [*zip(*window, strict=True)]
-        before = expected
-        for batch in micro_batches:
-            expected, opt_state = update(expected, opt_state, batch)
-        for batch in [window] if make is make_window_step else micro_batches:
-            state, metrics = step(state, batch)
-        assert metrics.updated == (not is_empty)
+    for window in problems.windows_of(problem)[:3]:
+        for batch in window:
+            expected = update(*expected, batch)
+        calls = [helpers.stack(window)] if make is make_window_step else window
+        state, _ = helpers.run_step(step, state, calls)
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
-    chex.assert_trees_all_close(state.params, expected, rtol=tolerance, atol=tolerance)
-    _, gradient = window_value_and_grad(masked)(before, window)
-    norm = optax.tree.norm(jax.tree.map(jnp.float32, gradient))
-    np.testing.assert_allclose(metrics.grad_norm, norm, rtol=tolerance)
+    chex.assert_trees_all_close(
+        state.params, expected[0], rtol=tolerance, atol=tolerance
+    )
 
 
 def test_lower_takes_shapes_and_accumulate_leaves_the_inner_optimizer_out():

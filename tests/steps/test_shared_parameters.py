@@ -3,29 +3,28 @@
 import random
 from typing import Any
 
-import chex
+import helpers
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
-import optax
+import problems
 import pytest
-from helpers import cut, relative_error, run_step
-from window_gradients import (
+from helpers import RTOL, relative_error
+from problems import (
     BATCHES,
+    FEW,
+    WAYS,
     by_hand,
+    check_gradient,
     layer,
     loss_through,
-    params_of,
     train_step,
-    value_and_grad,
     window_step,
 )
 
 from optax_tokenaccum import _perturbations, window_value_and_grad
 
-WAYS = [train_step, window_step, value_and_grad]
-MANY = [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 25))]
+MANY = [*range(3), *map(helpers.slow, range(3, 25))]
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +73,7 @@ NETWORKS += [whole_and_by_layer_in_a_loop, by_clamped_index]
 
 @pytest.mark.parametrize(("network", "way"), [*zip(NETWORKS, WAYS * 2, strict=True)])
 def test_every_contribution_arrives(network: Any, way: Any):
-    loss_fn = loss_through(network)
-    got = way(loss_fn, params_of(), BATCHES)
-    expected = by_hand(loss_fn, params_of(), BATCHES)
-    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
+    check_gradient(way, loss_through(network))
 
 
 @pytest.mark.parametrize("seed", MANY)
@@ -112,37 +108,19 @@ def test_bfloat16_is_summed_in_float32_over_iterations():
     assert np.float32(naive).max() < 500
 
 
-def loss_fn(params: Any, batch: Any) -> Any:
-    def of_token(x: Any, given: Any) -> Any:
-        x = jnp.tanh(params["embed"][given] @ params["hidden"] + x)
-        return x, jax.nn.log_softmax(x @ params["out"])
-
-    tokens = batch["tokens"].T
-    x = jnp.zeros_like(params["embed"][tokens[0]] @ params["hidden"])
-    _, log_probs = jax.lax.scan(jax.checkpoint(of_token), x, tokens)
-    labels = jax.nn.one_hot(batch["labels"].T, log_probs.shape[-1])
-    losses = -jnp.sum(labels * log_probs, -1).T
-    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
-
-
 @pytest.mark.parametrize(
-    ("layout", "kind", "way", "reduce_every"),
+    ("way", "layout"),
     [
-        ("data parallel", "auto", "window", "window"),
-        ("data parallel", "explicit", "two programs", "window"),
-        ("data parallel", "auto", "two programs", "micro_batch"),
-        ("fsdp", "auto", "two programs", "micro_batch"),
-        ("fsdp and tensor parallel", "auto", "window", "micro_batch"),
+        (window_step, "8"),
+        (train_step, "8, explicit"),
+        (train_step, "8, each"),
+        (train_step, "8, each, spread"),
+        (window_step, "4 x 2"),
     ],
 )
-def test_a_cell_on_a_mesh(layout: str, kind: str, way: str, reduce_every: str):
-    shape, specs = meshes.LAYOUTS[layout]
-    mesh, batch = meshes.make_mesh(shape, kind), meshes.make_batch(8)
-    options: dict[str, Any] = {"loss_fn": loss_fn, "reduce_every": reduce_every}
-    step = meshes.make_step(way, optax.sgd(meshes.SCALE), mesh, **options)
-    given = [meshes.stacked(batch)] if way == "window" else cut(batch, meshes.K)
-    state = run_step(step, step.init(meshes.placed(mesh, specs)), given)[0]
-    params = meshes.placed(mesh, meshes.WHOLE)
-    gradient, n = jax.grad(loss_fn, has_aux=True)(jax.device_get(params), batch)
-    expected = jax.tree.map(lambda g: g / n, gradient)
-    assert relative_error(meshes.applied(state.params), expected) < 2e-6
+def test_on_a_mesh(way: Any, layout: str):
+    mesh, axis, options = problems.over(layout)
+    params = problems.placed(jax.device_get(FEW), mesh, axis)
+    loss_fn = loss_through(whole_and_by_layer_in_a_loop)
+    got = way(loss_fn, params, BATCHES, **options)
+    assert relative_error(got, by_hand(loss_fn, FEW, BATCHES)) < RTOL["float32"]

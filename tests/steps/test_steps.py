@@ -1,7 +1,6 @@
-"""The promises of `make_train_step` and `make_window_step`."""
+"""What a step takes and hands out; tests/test_promises.py has what it promises."""
 
 import dataclasses
-import functools
 import weakref
 from typing import Any
 
@@ -9,20 +8,15 @@ import chex
 import helpers
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import (
-    _state,
-    has_updated,
-    make_train_step,
-    make_window_step,
-)
+from optax_tokenaccum import _state, has_updated, make_train_step
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
-SGD, ADAMW = optax.sgd(1.0), optax.adamw(0.1)
-every_way = pytest.mark.parametrize("way", ["two programs", "window"])
+SGD = optax.sgd(1.0)
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -35,35 +29,16 @@ def batch_of(x: float, n: float) -> Any:
 
 
 # Their token mean is 9.2; the mean of their means is 6.
-FIRST, SECOND = batch_of(2, 1), batch_of(90, 9)
-EMPTY, BAD = batch_of(np.nan, 0), batch_of(np.nan, 5)
-MOVED = {"w": PARAMS["w"] - np.float32(9.2)}
+WINDOW = FIRST, SECOND = batch_of(2, 1), batch_of(90, 9)
 
 
-@functools.cache  # tests with the same step share its programs
-def new_step(way: str, k: int = 2, loss_fn: Any = loss_fn, inner: Any = SGD, **options):
-    if way == "window":
-        return make_window_step(loss_fn, inner, **options)
-    return helpers.new_train_step(way, loss_fn, inner, k, **options)
+def new_step(way: str, loss_fn: Any, inner: Any = SGD) -> Any:
+    return meshes.make_step(way, inner, None, data_axes=None, loss_fn=loss_fn, k=2)
 
 
-def calls(way: str, *micro_batches: Any) -> list[Any]:
+def calls(way: str) -> Any:
     """What the step is given for one window."""
-    return [helpers.stack(micro_batches)] if way == "window" else [*micro_batches]
-
-
-def run(way: str, step: Any, state: Any, *micro_batches: Any, **kwargs: Any) -> Any:
-    return helpers.run_step(step, state, calls(way, *micro_batches), **kwargs)
-
-
-@every_way
-def test_without_donation_every_state_can_be_used_again(way: str):
-    step = new_step(way, 3, donate=False)
-    state, data = step.init(PARAMS), calls(way, FIRST, SECOND, EMPTY)
-    states = [state, *(state := step(state, batch)[0] for batch in data)]
-    chex.assert_trees_all_equal(states[-1].params, MOVED)
-    for before, batch, after in zip(states, data, states[1:], strict=False):
-        chex.assert_trees_all_equal(step(before, batch)[0], after)
+    return [helpers.stack(WINDOW)] if way == "window" else WINDOW
 
 
 def test_halves_for_loops_whose_data_says_where_a_window_ends():
@@ -71,13 +46,13 @@ def test_halves_for_loops_whose_data_says_where_a_window_ends():
     state, empty = step.close_window(step.init(PARAMS))
     assert not empty.updated and empty.loss == 0.0
     chex.assert_trees_all_equal(state.params, PARAMS)
-    for batch in (FIRST, SECOND):
+    for batch in WINDOW:
         state, metrics = step.accumulate(state, batch)
         assert not metrics.updated
     assert metrics.mini_step == 2
     state, metrics = step.close_window(state)
     assert metrics.updated and metrics.num_tokens == 10.0
-    chex.assert_trees_all_equal(state.params, MOVED)
+    chex.assert_trees_all_equal(state.params, {"w": PARAMS["w"] - np.float32(9.2)})
     assert has_updated(state)
     state, _ = step.accumulate(state, FIRST)
     assert not has_updated(state)
@@ -90,38 +65,27 @@ class ScaledLoss:
     scale: np.ndarray
 
     def __call__(
-        self,
-        params: Any,
-        batch: Any,
-        *,
-        frozen: Any,
-        train: bool,
-        mode: Any,
-        dtype: Any,
+        self, params: Any, batch: Any, *, frozen: Any, train: bool, mode: Any
     ) -> Any:
         assert train is True and mode["name"] == "sum" and mode["act"] is jnp.tanh
-        assert dtype is jnp.bfloat16
+        assert mode["dtype"] is jnp.bfloat16
         weights = self.scale * params["w"] * frozen["w"]
         return jnp.sum(weights) * batch["x"], batch["n"]
 
 
-@every_way
+@pytest.mark.parametrize("way", ["two programs", "window"])
 def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
     """Frozen weights are arguments; bools and strings, also NumPy's, do not change."""
-    loss_fn = ScaledLoss(np.asarray([1.0, 4.0], np.float32))
-    step = new_step.__wrapped__(way, 2, loss_fn)
+    step = new_step(way, ScaledLoss(np.asarray([1.0, 4.0], np.float32)))
     state = step.init(PARAMS)
-    mode = {"name": np.str_("sum"), "act": jnp.tanh}
-    options: Any = {"train": True, "mode": mode, "dtype": jnp.bfloat16}
+    mode = {"name": np.str_("sum"), "act": jnp.tanh, "dtype": jnp.bfloat16}
     with helpers.count_compilations() as compilations:
         for scale in (1.0, 2.0):
             before = np.asarray(state.params["w"])
-            frozen = {"w": np.asarray([scale, 0.5], np.float32)}
-            state, _ = run(
-                way, step, state, FIRST, batch_of(2, 3), frozen=frozen, **options
-            )
-            expected = before - np.asarray([scale, 2.0])
-            np.testing.assert_array_equal(state.params["w"], expected)
+            keywords = {"frozen": {"w": np.float32([scale, 0.5])}, "train": True}
+            state, _ = helpers.run_step(step, state, calls(way), mode=mode, **keywords)
+            moved = before - 9.2 * np.asarray([scale, 2.0])
+            np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)
     assert len(compilations) == (2 if way == "two programs" else 1)
 
 
@@ -133,10 +97,10 @@ def test_arrays_of_the_state_may_be_keywords(way: str):
         scale = batch["x"] * (1 + updates)
         return jnp.sum(params["w"] * teacher["w"]) * scale, batch["n"]
 
-    step = new_step.__wrapped__(way, 2, distilled)
+    step = new_step(way, distilled)
     state, expected = step.init(PARAMS), np.asarray(PARAMS["w"])
     for i in range(3):
-        for call in calls(way, FIRST, SECOND):
+        for call in calls(way):
             count = state.opt_state.gradient_step
             state, _ = step(state, call, teacher=state.params, updates=count)
         expected = expected - 9.2 * (1 + i) * expected
@@ -144,39 +108,31 @@ def test_arrays_of_the_state_may_be_keywords(way: str):
 
 
 def test_inside_an_outer_jit_and_scan_it_is_one_program():
-    way = "two programs"
-    step = new_step(way, 3, donate=False)
+    step = make_train_step(loss_fn, SGD, 3, donate=False)
     batches = [batch_of(i, i + 1) for i in range(6)]
     start, data = step.init(PARAMS), helpers.stack(batches)
     scanned, metrics = jax.jit(lambda s, xs: jax.lax.scan(step, s, xs))(start, data)
     assert metrics.updated.tolist() == [False, False, True] * 2
-    state, _ = run(way, step, start, *batches)
+    state, _ = helpers.run_step(step, start, batches)
     assert helpers.relative_error(scanned.params, state.params) < 1e-6
     assert int(scanned.opt_state.gradient_step) == 2
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        optax.contrib.schedule_free_sgd(0.1),
-        optax.chain(
-            optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.contrib.prodigy(0.1)
-        ),
-    ],
-    ids=["parameters", "a captured key and an array twice"],
-)
-def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated(inner: Any):
+def test_optimizers_that_hand_out_arrays_of_their_own_can_be_donated():
     """A buffer is donated only once, also that of a parameter that is there twice."""
-    step = new_step("window", inner=inner)
-    for _ in range(2):
-        state = step.init(PARAMS | {"again": PARAMS["w"]})
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(0))  # a captured key
+    twice = optax.chain(noise, optax.contrib.prodigy(0.1))  # an array twice
+    for inner in (optax.contrib.schedule_free_sgd(0.1), twice):
+        step = new_step("window", loss_fn, inner)
         for _ in range(2):
-            state, metrics = run("window", step, state, FIRST, SECOND)
-        assert int(metrics.gradient_step) == 2
+            state = step.init(PARAMS | {"again": PARAMS["w"]})
+            state, metrics = helpers.run_step(step, state, calls("window") * 2)
+            assert int(metrics.gradient_step) == 2
 
 
 def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):
     """So that `step.init` never holds a large state twice."""
+    refs: list[Any] = []
     alive, copy = [], jnp.array
 
     def counting(x: Any, **kwargs: Any) -> Any:
@@ -188,7 +144,6 @@ def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):
         refs.extend(map(weakref.ref, arrays))
         return arrays
 
-    refs: list[Any] = []
     monkeypatch.setattr(_state.jnp, "array", counting)
     copies = _state.copy_for_donation(new())
     monkeypatch.undo()

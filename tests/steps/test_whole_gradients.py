@@ -10,6 +10,8 @@ import optax
 import pytest
 from helpers import SKIPS
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 from optax_tokenaccum import (
@@ -23,10 +25,13 @@ from optax_tokenaccum import (
 
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}
+TURNED = PARAMS | {"layers": jnp.swapaxes(PARAMS["layers"], 0, 1)}
 ALL = ["['layers']"]  # the scale is less than 1 % of the parameters
 X = jnp.ones((2, WIDTH))
-F32, BF16 = jnp.float32, jnp.bfloat16
+XS = jnp.stack([X, X])
+F32, BF16, SGD = jnp.float32, jnp.bfloat16, optax.sgd(0.1)
 IS_OLD = not _backward.CAN_ADD_IN_PLACE
+on_new_jax = pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
 
 
 def loss_with(change: Any, unroll: bool = False) -> Any:
@@ -43,52 +48,92 @@ def loss_with(change: Any, unroll: bool = False) -> Any:
     return loss_fn
 
 
-def turned(w: Any) -> Any:
-    return jnp.swapaxes(w, 0, 1)
+def in_custom_jvp(params: Any, x: Any) -> Any:
+    apply = jax.custom_jvp(loss_with(lambda w: w))
+    apply.defjvp(functools.partial(jax.jvp, loss_with(lambda w: w)))
+    return apply({**params, "layers": params["layers"].astype(BF16)}, x)
 
 
-def in_bfloat16(w: Any) -> Any:
-    return w.astype(jnp.bfloat16)
+def scanned(x: Any, layers: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0]
 
 
-# What changes the layers before the scan.
-CHANGES: dict[str, Any] = {
-    "as they are": lambda w: w,
-    "cast": in_bfloat16,
-    "cast in a call": jax.jit(lambda w: w.astype(jnp.float16)),
-    "named": lambda w: checkpoint_name(w, "layers"),
-    "doubled": lambda w: 2 * w,
-    "along axis 1": turned,
+def whole_and_by_layer(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, v: (x @ (v + jnp.sum(w)), None), x, w)[0]
+
+
+def by_index(w: Any, x: Any) -> Any:
+    return jax.lax.fori_loop(0, LAYERS, lambda i, x: jnp.tanh(x @ w[i]), x)
+
+
+def shared(w: Any, x: Any) -> Any:
+    return jax.lax.fori_loop(0, 2, lambda _, x: scanned(x, w), x)
+
+
+def loss_of(network: Any) -> Any:
+    return lambda params, x: (jnp.sum(network(params["layers"], x)), x.size)
+
+
+LOSSES: dict[str, Any] = {
+    "as they are": loss_with(lambda w: w),
+    "cast": loss_with(lambda w: w.astype(BF16)),
+    "cast in a call": loss_with(jax.jit(lambda w: w.astype(jnp.float16))),
+    "named": loss_with(lambda w: checkpoint_name(w, "layers")),
+    "doubled": loss_with(lambda w: 2 * w),
+    "along axis 1": loss_with(lambda w: jnp.swapaxes(w, 0, 1)),
+    "unrolled": loss_with(lambda w: w, unroll=True),
+    "custom": in_custom_jvp,
+    # In 0.3.0, these were not named.
+    "in two parts": loss_of(lambda w, x: scanned(scanned(x, w[:2]), w[2:])),
+    "joined": loss_of(lambda w, x: scanned(x, jnp.concatenate([w, w]))),
+    "whole and by layer": loss_of(whole_and_by_layer),
+    "by index in a loop": loss_of(by_index),
 }
 
 
-def step_and_args(name: str, in_window: bool, dtype: Any = F32) -> Any:
-    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
-    if name == "along axis 1":
-        params["layers"] = turned(params["layers"])
+def step_and_args(
+    name: str, in_window: bool = False, dtype: Any = F32, **options: Any
+) -> Any:
+    params = TURNED if name == "along axis 1" else PARAMS
+    params, x = jax.tree.map(lambda x: x.astype(dtype), (params, X))
     make = make_window_step if in_window else make_train_step
-    step = make(loss_with(CHANGES[name]), optax.sgd(0.1))
-    x = (jnp.stack([X, X]) if in_window else X).astype(dtype)
-    return step, step.init(params), x
+    step = make(LOSSES[name], SGD, **options)
+    return step, step.init(params), jnp.stack([x, x]) if in_window else x
 
 
-@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+WINDOW, IN_A_LOOP = {"in_window": True}, "a loop that is given all of it"
+
+
+@on_new_jax
 @pytest.mark.parametrize(
-    ("name", "in_window"),
+    ("name", "options", "reason"),
     [
-        ("as they are", True),
-        ("cast", False),
-        ("cast in a call", True),
-        ("named", False),
-        ("along axis 1", True),
+        ("as they are", WINDOW, None),
+        ("cast", {}, None),
+        ("cast in a call", WINDOW, None),
+        ("named", {}, None),
+        ("along axis 1", WINDOW, None),
+        ("unrolled", {}, "unrolled"),
+        ("custom", {}, "custom_jvp_call"),
+        ("as they are", SKIPS, "should_skip_update_fn"),
+        ("as they are", {"accumulator_dtype": BF16}, "bfloat16 sum"),
+        ("in two parts", {}, "slice"),
+        ("joined", {}, "concatenate"),
+        ("whole and by layer", {}, IN_A_LOOP),
+        ("by index in a loop", {}, IN_A_LOOP),
     ],
 )
-def test_layers_are_not_named_that_a_scan_takes_after_an_operation_on_each(
-    name: str, in_window: bool
-):
-    assert whole_gradients(*step_and_args(name, in_window)) == {}
+def test_of_layers_the_reason_is_named(name: str, options: Any, reason: str | None):
+    found = whole_gradients(*step_and_args(name, **options))
+    assert [*found] == (ALL if reason else [])
+    assert reason is None or reason in found["['layers']"]
 
 
+def temporaries(program: Any, *args: Any) -> int:
+    return program.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@on_new_jax
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "in_window", "dtype", "reason"),
@@ -104,17 +149,12 @@ def test_a_reason_is_given_exactly_where_memory_is_needed(
     name: str, in_window: bool, dtype: Any, reason: str | None
 ):
     step, state, x = step_and_args(name, in_window, dtype)
-    found = whole_gradients(step, state, x)
-    if IS_OLD:
-        assert [*found] == ALL
-        return
-    assert [*found] == (ALL if reason else [])
-    assert reason is None or reason in found["['layers']"]
-    params, loss_fn = state.params, loss_with(CHANGES[name])
+    (found,) = [*whole_gradients(step, state, x).values()] or [None]
+    assert found is None if reason is None else reason in found
 
     def by_hand(carry: Any, x: Any) -> Any:
         params, sums, tokens = carry
-        gradients, n = jax.grad(loss_fn, has_aux=True)(params, x)
+        gradients, n = jax.grad(LOSSES[name], has_aux=True)(params, x)
         sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)
         return (params, sums, tokens + n), None
 
@@ -124,140 +164,66 @@ def test_a_reason_is_given_exactly_where_memory_is_needed(
         return jax.tree.map(lambda p, s: p - (s / n).astype(p.dtype), params, sums)
 
     if in_window:
-        hand = jax.jit(window_by_hand, donate_argnums=0), params, x
-        ours = step, state, x
+        hand, given, ours = window_by_hand, state.params, step
     else:
-        carry = params, state.opt_state.grad_sums, 0
-        hand = jax.jit(by_hand, donate_argnums=0), carry, x
-        ours = step.accumulate, state, x
-    saved = (temporaries(*hand) - temporaries(*ours)) / params["layers"].nbytes
+        given = state.params, state.opt_state.grad_sums, 0
+        hand, ours = by_hand, step.accumulate
+    needed = temporaries(jax.jit(hand, donate_argnums=0), given, x)
+    saved = needed - temporaries(ours, state, x)
+    saved /= state.params["layers"].nbytes
     assert abs(saved) < 0.01 if reason else saved > 0.4
 
 
-def temporaries(program: Any, *args: Any) -> int:
-    return program.lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
-def in_custom_jvp(params: Any, x: Any) -> Any:
-    apply = jax.custom_jvp(loss_with(lambda w: w))
-    apply.defjvp(functools.partial(jax.jvp, loss_with(lambda w: w)))
-    return apply({**params, "layers": in_bfloat16(params["layers"])}, x)
-
-
-def scanned(x: Any, layers: Any) -> Any:
-    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0]
-
-
-def scanned_with(x: Any, layers: Any, other: Any) -> Any:
-    def layer(x: Any, w: Any) -> Any:
-        return jnp.tanh(x @ (w + jnp.sum(other))), None
-
-    return jax.lax.scan(layer, x, layers)[0]
-
-
-def by_index(x: Any, layers: Any) -> Any:
-    return jax.lax.fori_loop(0, LAYERS, lambda i, x: jnp.tanh(x @ layers[i]), x)
-
-
-def loss_of(network: Any) -> Any:
-    return lambda params, x: (jnp.sum(network(params["layers"], x)), x.size)
-
-
-@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
-@pytest.mark.parametrize(
-    ("loss_fn", "options", "reason"),
-    [
-        (loss_with(lambda w: w, unroll=True), {}, "unrolled"),
-        (in_custom_jvp, {}, "custom_jvp_call"),
-        (loss_with(lambda w: w), SKIPS, "should_skip_update_fn"),
-        (loss_with(lambda w: w), {"accumulator_dtype": BF16}, "bfloat16 sum"),
-        # In 0.3.0, these were not named.
-        (loss_of(lambda w, x: scanned(scanned(x, w[:2]), w[2:])), {}, "slice"),
-        (loss_of(lambda w, x: scanned(x, jnp.concatenate([w, w]))), {}, "concatenate"),
-        (
-            loss_of(lambda w, x: scanned_with(x, w, w)),
-            {},
-            "a loop that is given all of it",
-        ),
-        (loss_of(lambda w, x: by_index(x, w)), {}, "a loop that is given all of it"),
-    ],
-    ids=["unrolled", "custom", "skips", "narrow sums"]
-    + ["in two parts", "joined", "whole and by layer", "by index in a loop"],
-)
-def test_the_reason_is_named(loss_fn: Any, options: Any, reason: str):
-    step = make_train_step(loss_fn, optax.sgd(0.1), 2, **options)
-    found = whole_gradients(step, step.init(PARAMS), X)
-    assert [*found] == ALL
-    assert reason in found["['layers']"]
-
-
-@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
-def test_what_is_large_and_given_whole_to_a_loop_is_not_named(
-    monkeypatch: pytest.MonkeyPatch,
+@on_new_jax
+@pytest.mark.parametrize("network", [by_index, shared])
+def test_layers_that_are_large_and_given_whole_to_a_loop_are_not_named(
+    monkeypatch: pytest.MonkeyPatch, network: Any
 ):
     monkeypatch.setattr(_perturbations, "LARGE", 100)
-
-    def shared(layers: Any, x: Any) -> Any:
-        return jax.lax.fori_loop(0, 2, lambda _, x: scanned(x, layers), x)
-
-    for network in (lambda w, x: by_index(x, w), shared):
-        step = make_train_step(loss_of(network), optax.sgd(0.1), 2)
-        assert whole_gradients(step, step.init(PARAMS), X) == {}
-
-
-@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
-def test_the_switch_that_adds_every_gradient_after(monkeypatch: pytest.MonkeyPatch):
-    step = make_train_step(loss_with(lambda w: w), optax.sgd(0.1), 2)
+    step = make_train_step(loss_of(network), SGD)
     assert whole_gradients(step, step.init(PARAMS), X) == {}
+
+
+@on_new_jax
+def test_the_switch_that_adds_every_gradient_after(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPTAX_TOKENACCUM_ADD_AFTER", "1")
-    step = make_train_step(loss_with(lambda w: w), optax.sgd(0.1), 2)
-    found = whole_gradients(step, step.init(PARAMS), X)
+    found = whole_gradients(*step_and_args("as they are"))
     assert [*found] == ALL
     assert "OPTAX_TOKENACCUM_ADD_AFTER=1" in found["['layers']"]
 
 
 def test_every_way_in_after_it_was_traced_and_from_shapes():
-    loss_fn = loss_with(lambda w: 2 * w)
-    train = make_train_step(loss_fn, optax.sgd(0.1))
-    window = make_window_step(loss_fn, optax.sgd(0.1))
-    own, xs = jax.jit(window_value_and_grad(loss_fn)), jnp.stack([X, X])
-    state = train.init(PARAMS)
-    shapes = jax.eval_shape(lambda: (PARAMS, xs))
-    own(PARAMS, xs)
+    step, state, _ = step_and_args("doubled")
+    own = jax.jit(window_value_and_grad(LOSSES["doubled"]))
+    own(PARAMS, XS)
     for _ in range(2):
         found = [
-            whole_gradients(own, PARAMS, xs),
-            whole_gradients(own, *shapes),
-            whole_gradients(train.accumulate, state, X),
-            whole_gradients(window, window.init(PARAMS), xs),
+            whole_gradients(own, PARAMS, XS),
+            whole_gradients(own, *jax.eval_shape(lambda: (PARAMS, XS))),
+            whole_gradients(step.accumulate, state, X),
+            whole_gradients(*step_and_args("doubled", in_window=True)),
         ]
         assert all("['layers']" in reasons for reasons in found)
         assert all(reasons == found[0] for reasons in found)
     # Asking leaves nothing behind: the next call runs the program that is there.
-    np.testing.assert_array_equal(own(PARAMS, xs)[0][0], own(PARAMS, xs)[0][0])
+    np.testing.assert_array_equal(own(PARAMS, XS)[0][0], own(PARAMS, XS)[0][0])
     with pytest.raises(ValueError, match="must give this library a loss"):
         whole_gradients(lambda x: x, X)
-    own = jax.vmap(window_value_and_grad(loss_with(lambda w: w)), (None, 0))
-    mapped = whole_gradients(own, PARAMS, jnp.stack([xs, xs]))
-    assert [*mapped] == ALL
+    own = jax.vmap(window_value_and_grad(LOSSES["as they are"]), (None, 0))
+    assert [*whole_gradients(own, PARAMS, jnp.stack([XS, XS]))] == ALL
 
 
-@pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
+@on_new_jax
 @pytest.mark.parametrize(("axis", "spread"), [(0, 0), (1, 0), (1, 1)])
-def test_a_stacked_axis_that_is_spread_is_named(axis: int, spread: int):
+def test_layers_whose_stacked_axis_is_spread_are_named(axis: int, spread: int):
     """The types of a `jit` do not tell: the arguments do. A step looks at its state."""
-    mesh = make_mesh((8,))
-    loss_fn = loss_with(turned if axis else lambda w: w)
-    spec = jax.sharding.PartitionSpec(*[None] * spread, "data")
-    shardings = {
-        "layers": jax.sharding.NamedSharding(mesh, spec),
-        "scale": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
-    }
-    layers = jnp.moveaxis(PARAMS["layers"], 0, axis)
-    params = jax.device_put(PARAMS | {"layers": layers}, shardings)
-    xs, step = jnp.stack([X, X]), make_window_step(loss_fn, optax.sgd(0.1))
-    own = whole_gradients(jax.jit(window_value_and_grad(loss_fn)), params, xs)
-    of_step = whole_gradients(step, step.init(params), xs)
+    loss_fn = LOSSES["along axis 1" if axis else "as they are"]
+    mesh, specs = make_mesh((8,)), {"layers": P(*[None] * spread, "data"), "scale": P()}
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+    params = jax.device_put(TURNED if axis else PARAMS, shardings)
+    step = make_window_step(loss_fn, SGD)
+    own = whole_gradients(jax.jit(window_value_and_grad(loss_fn)), params, XS)
+    of_step = whole_gradients(step, step.init(params), XS)
     assert [*own] == [*of_step] == (ALL if spread == axis else [])
     # The step adds these gradients whole, as by hand, and so gathers no sum.
     assert all("first axis" in reason for reason in of_step.values())

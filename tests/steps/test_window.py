@@ -33,38 +33,24 @@ def of_means(loss_fn: Any) -> Any:
 
 
 # From a summed loss to a function of parameters and a window.
-WAYS: dict[str, Any] = {
-    "loss": window_value_and_grad,
-    "gradients of sums": of_gradients,
-    "gradients of means": of_means,
-}
+WAYS = [window_value_and_grad, of_gradients, of_means]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_windows_of_every_size_are_one_program_in_which_no_tokens_add_nothing(way: str):
-    f = jax.jit(WAYS[way](sum_fn))
-    x, n = np.float32([2, np.nan, 90, 7, 1]), np.float32([1, 0, 9, 3, 0.5])
+def test_windows_of_every_size_are_one_program(way: Any):
+    f = jax.jit(way(sum_fn))
+    window = {"x": np.float32([np.nan, 2, 90, 7]), "n": np.float32([0, 1, 9, 3])}
+    means = [0, 0, 2, 9.2, 99 / 13]  # the mean of the means 2 and 10 is 6, not 9.2
     with helpers.count_compilations() as compilations:
-        for size in range(6):
-            (loss, (num_tokens, _)), grads = f(
-                PARAMS, {"x": x, "n": n}, num_micro_batches=size
-            )
-            mean = np.nansum(x[:size]) / (n[:size].sum() or 1)  # 9.2, not 6, of 3
-            assert float(num_tokens) == n[:size].sum()
+        for size, mean in enumerate(means):
+            values, grads = f(PARAMS, window, num_micro_batches=size)
+            loss, (num_tokens, _) = values
+            assert float(num_tokens) == window["n"][:size].sum()
             np.testing.assert_allclose(loss, -mean, rtol=1e-6)
             np.testing.assert_allclose(grads["w"], [mean, mean], rtol=1e-6)
-        empty = {"x": np.full(5, np.nan, np.float32), "n": np.zeros(5, np.float32)}
-        (loss, (num_tokens, _)), grads = f(PARAMS, empty, num_micro_batches=5)
     assert len(compilations) == 1
-    assert (float(loss), float(num_tokens)) == (0.0, 0.0)
-    chex.assert_trees_all_equal(grads, {"w": np.zeros(2)})
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_outside_of_jit_a_python_number_is_a_parameter(way: str):
-    window = {"x": np.float32([2, np.nan, 90]), "n": np.float32([1, 0, 9])}
-    (loss, (num_tokens, _)), grad = WAYS[way](sum_fn)({"w": -2.0}, window)
-    np.testing.assert_allclose((loss, num_tokens), (-18.4, 10), rtol=1e-6)
+    # Outside of `jit`, a Python number is a parameter.
+    _, grad = way(sum_fn)({"w": -2.0}, jax.tree.map(lambda x: x[:3], window))
     np.testing.assert_allclose(grad["w"], 9.2, rtol=1e-6)
     assert grad["w"].dtype == jax.grad(jnp.square)(-2.0).dtype
 
@@ -112,7 +98,6 @@ def test_gradients_keep_their_tree_and_dtypes_and_sums_are_wide():
     expected = [np.ones(2, jnp.bfloat16), (np.complex64(2j),), None]
     chex.assert_trees_all_equal(grads, expected)
     chex.assert_trees_all_equal_dtypes(grads, expected)
-    assert sum(512 * [jnp.bfloat16(1)]) == 256
 
     narrow = accumulate_over_window(grad_fn, accumulator_dtype=jnp.bfloat16)
     _, grads = narrow(PARAMS, jnp.ones((512, 1)))
@@ -171,14 +156,13 @@ def test_split_batch_keeps_every_row_once_and_each_device_its_rows():
         assert (back[7:] == pad).all()
 
 
-def test_a_window_lowers_neither_a_second_forward_pass_nor_empty_sums():
+def test_a_window_lowers_neither_a_second_forward_pass_nor_a_conditional():
     def loss_fn(params: Any, batch: Any) -> Any:
-        return jnp.sum(jnp.tanh(batch["x"] @ params["w"])), jnp.sum(batch["n"])
+        return jnp.sum(jnp.tanh(batch @ params["w"])), len(batch)
 
-    params = {"w": jnp.ones((3, 3))}
-    batch = {"x": jnp.ones((4, 3)), "n": jnp.ones(4)}
-    window = jax.tree.map(lambda x: x[None], batch)
-    gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True)).lower(params, batch)
-    whole = jax.jit(window_value_and_grad(loss_fn)).lower(params, window).as_text()
-    assert whole.count("stablehlo.tanh") == gradient.as_text().count("stablehlo.tanh")
-    assert whole.count("stablehlo.case") <= 1  # that of the backward pass
+    batch = jnp.ones((4, 2))
+    gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True)).lower(PARAMS, batch)
+    window = jax.jit(window_value_and_grad(loss_fn)).lower(PARAMS, batch[None])
+    of_gradient, of_window = gradient.as_text(), window.as_text()
+    assert of_window.count("stablehlo.tanh") == of_gradient.count("stablehlo.tanh") > 0
+    assert "stablehlo.case" not in of_window
