@@ -13,6 +13,7 @@ import jax
 import pytest
 
 import optax_tokenaccum
+from hatch_build import AddressHook
 from optax_tokenaccum import ragged
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,8 @@ def test_the_changelog_has_the_version_and_room_for_the_next():
     assert len(versions) == len(headings) - 1
     if ".dev" not in optax_tokenaccum.__version__:
         assert versions[0] == optax_tokenaccum.__version__
+    cited = "version: {}\ndate-released: {}\n".format(*headings[1].split(" - "))
+    assert cited in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_the_map_of_the_package_has_every_file():
@@ -128,9 +131,6 @@ def test_the_readme_is_short():
 
 
 def test_links_of_a_release_are_absolute_and_as_written_without_an_address():
-    pytest.importorskip("hatchling")
-    from hatch_build import AddressHook
-
     readmes = []
     for address in ("", "https://example.org/o/r/"):
         metadata = {"version": "1.2.3"}
