@@ -319,13 +319,14 @@ def check_gradient(
     params: Any = None,
     batches: Any = BATCHES,
     rtol: float = 1e-4,
+    atol: float = 0.0,
 ) -> None:
     params = FEW if params is None else params
     got = way(loss_fn, params, batches)
     expected = by_hand(loss_fn, params, batches)
     chex.assert_tree_all_finite(expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
-    chex.assert_trees_all_close(got, expected, rtol=rtol)
+    chex.assert_trees_all_close(got, expected, rtol=rtol, atol=atol)
 
 
 # The ways to train.

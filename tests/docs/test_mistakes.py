@@ -14,6 +14,7 @@ import pytest
 from meshes import make_mesh
 
 from optax_tokenaccum import (
+    MultiSteps,
     coupled_value_and_grad,
     make_train_step,
     make_window_step,
@@ -65,6 +66,21 @@ def test_a_wrong_loss_moves_parameters_too_little_or_too_far(loss_fn: Any, moved
     step = make_train_step(loss_fn, SGD, 1)
     state, _ = step(step.init(PARAMS), BATCH)
     np.testing.assert_allclose(state.params["w"], -np.full(3, moved), rtol=1e-6)
+
+
+def test_the_mean_of_a_real_loss_without_a_count_is_lost():
+    """The first micro-batch has a loss of `w` and no count, the second of 3 `w`."""
+    losses, counts = jnp.asarray([1.0, 3.0]), jnp.asarray([0.0, 2.0])
+    moved = []
+    for tx, divisors in (
+        (MultiSteps(SGD, 2), jnp.maximum(counts, 1)),
+        (token_accumulation(SGD, 2), jnp.ones(2)),
+    ):
+        w, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+        for loss, divisor, n in zip(losses, divisors, counts, strict=True):
+            update, state = tx.update(loss / divisor, state, w, num_tokens=n)
+        moved.append(-float(update))
+    assert moved == [3 / 2, (1 + 3) / 2]
 
 
 def test_multi_steps_of_optax_around_ours_moves_once_every_k_times_k():
