@@ -142,7 +142,7 @@ def test_what_does_not_count_never_matters_and_the_rest_is_loud(loss: Any, x: An
     for wrong in (-2.0, np.nan):
         weights = WEIGHTS.copy()
         weights[1, 1] = wrong
-        for rows in (slice(None), ([1], [1])):  # alone, it is no batch without tokens
+        for rows in (slice(None), ([1], [1])):  # not empty if it is alone
             given = x[rows][None], HEAD, LABELS[rows][None]
             loss_sum, num_tokens = loss(*given, mask=weights[rows][None])
             assert np.isnan(loss_sum) and num_tokens > 0

@@ -142,7 +142,7 @@ def test_a_weight_that_is_not_a_weight_is_loud(layout: str, reduction: str):
     for place, weight in ((0, -1.0), (1, -1.0), (len(places) - 1, np.nan)):
         alone = np.zeros(batch["mask"].shape, np.float32)
         alone[*places[place]] = weight
-        # Alone, it is no micro-batch without tokens.
+        # A micro-batch with this weight alone is not one without tokens.
         for mask in (alone, np.where(alone == 0, batch["mask"], alone)):
             loss_sum, count = reduce(batch | {"mask": mask}, reduction)
             assert np.isnan(loss_sum) and count > 0

@@ -26,7 +26,7 @@ def loss_fn(w: Any, x: Any) -> Any:
 
 
 def ragged() -> np.ndarray:
-    """Return 3 micro-batches `[24, 4]` of numbers, 0 where there is no token."""
+    """Return 3 micro-batches `[24, 4]` of numbers, 0 in the places of padding."""
     rng = np.random.default_rng(0)
     window = rng.integers(1, 9, (3, 24, 4)).astype(np.float32)
     return np.where(np.arange(4) < rng.integers(1, 5, (3, 24, 1)), window, 0)

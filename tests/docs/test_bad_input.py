@@ -177,11 +177,13 @@ ERRORS = """
     update(params, sgd.init(params), params, num_tokens=1)
     update(params, old, params, num_tokens=1)
     update(params, state._asdict(), params, num_tokens=1)
-      TypeError: The state must be the TokenAccumulationState …: got …. Restore a
-      checkpoint into jax.eval_shape(init, params); take … from_multi_steps_state.
+      TypeError: The state must be the TokenAccumulationState that init or the last call
+      returned: got …. Restore a checkpoint into jax.eval_shape(init, params); take a
+      run of optax.MultiSteps over with from_multi_steps_state.
     token_accumulation(sgd, 2, **skips).update(params, state, num_tokens=1)
       ValueError: skip_state must come from this should_skip_update_fn (keep the
-      function …): at ['num_not_finite'] expected shape (), got no leaf.
+      function that the run began with, or take skip_state from a new init): at
+      ['num_not_finite'] expected shape (), got no leaf.
     has_updated(old)
     has_updated((state, state))
       ValueError: has_updated needs a state that holds exactly one
@@ -189,25 +191,32 @@ ERRORS = """
     close_window(adam, adam.init(params), params)
     close_window(theirs, old, params)
       ValueError: close_window needs an optimizer that accumulates, and its state: got a
-      … without …. Any other optimizer would take a step on …
+      … without a TokenAccumulationState. Any other optimizer would take a step on a
+      gradient of zeros.
     close_window(ours, jax.tree.map(lambda x: x[None], state), params)
       ValueError: close_window needs the state of one accumulation: got mini_step of
-      shape (1,), … Call it in the function that is mapped over them, …
+      shape (1,), of several devices. Call it in the function that is mapped over them,
+      in pmap or shard_map.
     close_window(ours, trained_by(ours).opt_state, nnx.state(model, nnx.Param))
       TypeError: close_window needs a state of arrays: got the variables of an
-      nnx.Optimizer. Write optimizer.update(model, zeros, num_tokens=0, …
+      nnx.Optimizer. Write optimizer.update(model, zeros, num_tokens=0,
+      close_window=True), with zeros like nnx.state(model, nnx.Param).
     from_multi_steps_state(ours, old._replace(mini_step=jnp.int32(1)), params)
       ValueError: An optax.MultiSteps state can be taken over only at a window boundary:
-      got mini_step 1. … or give up the open window: state._replace(mini_step=0).
+      got mini_step 1. It holds a mean of means, whose token counts are lost. Take a
+      checkpoint whose mini_step is 0, or give up the open window:
+      state._replace(mini_step=0).
     from_multi_steps_state(ours, old._asdict(), params)
     from_multi_steps_state(ours, adam.init(params), params)
       ValueError: The old state must be that of the same optimizer with optax.MultiSteps
-      … A checkpoint …: restore it into optax.MultiSteps(...).init(params).
+      where tx accumulates: expected …, got …. A checkpoint read without a target holds
+      dicts: restore it into optax.MultiSteps(...).init(params).
     from_multi_steps_state(ours, optax.MultiSteps(adam, 2).init(params), params)
       ValueError: The old inner state must be one of tx's inner optimizer …: at [0]….
     from_multi_steps_state(ours, trained_by(theirs).opt_state, nnx.state(model))
       TypeError: The old state must hold arrays: got the variables of an nnx.Optimizer.
-      Give nnx.pure(optimizer.opt_state) as the state …
+      Give nnx.pure(optimizer.opt_state) as the state and nnx.pure(nnx.state(model,
+      nnx.Param)) as the parameters; newer Flax calls it nnx.as_pure.
     from_multi_steps_state(sgd, old, params)
       ValueError: tx must accumulate with optax_tokenaccum: its state holds no ….
     token_accumulation(sgd, 0)
@@ -224,7 +233,10 @@ ERRORS = """
     train(tx=optax.chain(strict, optax.masked(by_tokens, True)))
     train(tx=optax.chain(optax.apply_if_finite(strict, 2), by_value))
       TypeError: All transformations of a chain must accept …, because one of them uses
-      it: got one that does not, <lambda>() … '…'. Put in its place one that drops it: …
+      it: got one that does not, <lambda>() got an unexpected keyword argument '…'. Put
+      in its place one that drops it: optax.GradientTransformationExtraArgs(tx.init,
+      lambda updates, state, params=None, *, …=None, **extra: tx.update(updates, state,
+      params, **extra)).
     updated(token_accumulation(wrong, 2))
       TypeError: <lambda>() missing 1 required positional argument: 'state'
     MultiSteps(sgd, 2, accumulator_dtype=jnp.int32)
@@ -244,8 +256,9 @@ ERRORS = """
       Write optax_tokenaccum.window_gradient(state) for the token mean of the open …
     MultiSteps(sgd, 2).close_window(state, params)
     MultiSteps(sgd, 2)._every_k_schedule
-      AttributeError: optax_tokenaccum.MultiSteps has no attribute …. … write
-      optax_tokenaccum.close_window(…); keep every_k_schedule in a variable …
+      AttributeError: optax_tokenaccum.MultiSteps has no attribute …. To close a window,
+      write optax_tokenaccum.close_window(optimizer, state, params); keep
+      every_k_schedule in a variable of your own.
     ours.init({"w": params["w"], "act": jnp.tanh})
     MultiSteps(sgd, 2).init({"act": "relu"})
       TypeError: Parameters must be arrays or numbers: at ['act'] got …. Keep other ….
@@ -265,7 +278,8 @@ ERRORS = """
       TypeError: …: got None next to the keywords ['n_tokens']. Write …
     slow.update(both, slow.init(both), both)
       TypeError: … a wrapper whose update has three arguments, such as
-      optax.lookahead(tx, 5, 0.5) (… as optax.lookahead(with_num_tokens(tx, n), …
+      optax.lookahead(tx, 5, 0.5) (build it where n is known, as
+      optax.lookahead(with_num_tokens(tx, n), 5, 0.5)); …
     update(params, state, params, num_tokens=mask)
       TypeError: num_tokens must be a real scalar, one number for the whole micro-batch
       such as mask.sum(): got bool of shape (2, 3).
@@ -289,11 +303,14 @@ ERRORS = """
     train_window(lambda params, x: (jnp.sum(x), -1))
       ValueError: num_tokens must be …
     make_train_step(loss_fn, sgd)(train_state, batch)
-      ValueError: This step has no schedule, … Give one to make_train_step …, or call
-      step.accumulate(state, batch) … and step.close_window(state) at the end …
+      ValueError: This step has no schedule, so nothing says when its window closes: …
+      Give one to make_train_step (with NNX, to token_accumulation), or call
+      step.accumulate(state, batch) for each micro-batch and step.close_window(state) at
+      the end of the window.
     train_step.init({"act": jnp.tanh})
       TypeError: Parameters and the optimizer's state must be pytrees of arrays: at
-      ['act'] got …. Keep other leaves out …
+      ['act'] got …. Keep other leaves out of the parameters, with equinox.partition for
+      example, and give them to loss_fn as a keyword.
     train_step(train_state, batch, names=np.array(["a", "b"]))
       TypeError: Arrays in the keywords of loss_fn must hold numbers: got a NumPy array
       of dtype <U1. Pass strings as a tuple, which is static: tuple(array.tolist()).
@@ -301,18 +318,24 @@ ERRORS = """
     train_step.accumulate(train_state._asdict(), batch)
     window_step(window_state._asdict(), window)
     train_step(params, batch)
-      TypeError: The state must be the StepState …: got dict. Begin with … as its
-      target; take one … over with regroup_sums(state, step.init(params)).
+      TypeError: The state must be the StepState that step.init or the last call
+      returned: got dict. Begin with state = step.init(params), and write state, metrics
+      = step(state, batch). Restore a checkpoint with jax.eval_shape(step.init, params)
+      as its target; take one that was restored without a target over with
+      regroup_sums(state, step.init(params)).
     twice(lambda state, returned: returned)
-      TypeError: … got tuple. Begin with …, and write state, metrics = step(state, …
+      TypeError: … got tuple. Begin with …, and write state, metrics = step(state,
+      batch). …
     with_rows({})
     with_rows({"rows": jnp.ones(2)})
     with_rows({"rows": 0.5})
       ValueError: loss_fn must return the model state with the tree, shapes and kinds of
       numbers that it was given: at ['rows'] expected …, got ….
     twice()
-      ValueError: The state must not have been given to an earlier call: … Continue with
-      the state that it returned; … Build the step with donate=False …
+      ValueError: The state must not have been given to an earlier call: its buffers
+      were donated to that call and are gone. Continue with the state that it returned;
+      if it failed while it ran, restore a checkpoint. Build the step with donate=False
+      to keep old states.
     split_batch({"x": jnp.ones(6)}, 4)
       ValueError: k must divide the rows of the batch: got k = 4 and 6 rows at ['x'].
       Give pad_values, for rows without tokens, or drop some rows.
@@ -328,7 +351,8 @@ ERRORS = """
     train_window(lambda params, x: (jnp.sum(x), 8, {}))
     check_loss_fn(lambda params, x: (jnp.sum(x), (8, {})), params, [batch])
       TypeError: With has_aux=False, loss_fn must return (loss_sum, num_tokens), …: got
-      …. For …, pass has_aux=True; check_loss_fn and audit …
+      …. For (loss_sum, (num_tokens, aux)), pass has_aux=True; check_loss_fn and audit
+      take a loss_fn without aux.
     train(loss_fn, has_aux=True)
       TypeError: With has_aux=True, loss_fn must return (loss_sum, (num_tokens, aux)), …
     train(loss_fn, tx=optax.lbfgs())
@@ -346,8 +370,9 @@ ERRORS = """
       of shape (2, 3, 1).
     reduce_loss(losses, mask, "seq-mean-token-sum-norm")
     reduce_loss(losses, mask, max_length=3)
-      ValueError: max_length goes with reduction='seq-mean-token-sum-norm', …: got
-      max_length=… and …. Take a constant of the run, … never the padded length.
+      ValueError: max_length goes with reduction='seq-mean-token-sum-norm', which
+      divides by it, and with no other: got max_length=… and …. Take a constant of the
+      run, such as the most tokens of a completion, never the padded length.
     reduce_loss(losses, mask, "mean")
       ValueError: reduction must be one of token-mean, …-sum-norm: got 'mean'.
     reduce_loss(losses, mask[0])
@@ -404,20 +429,27 @@ ERRORS = """
       device: at ['w'] got …, the step has …. Make one mesh, and use it for both.
     step(step_state, batch[:7])
       ValueError: The rows of a micro-batch must be a multiple of the 8 devices of
-      data_axes ('data',): got 7 … Add rows without tokens, … batch_multiple=8.
+      data_axes ('data',): got 7 in an array of shape … at …. Add rows without tokens,
+      for example by planning with batch_multiple=8.
     step(step_state, {"classes": batch.repeat(2, 0), "x": batch})
     step(step_state, {"classes": jax.device_put(batch, everywhere), "x": batch})
-      ValueError: All arrays of a micro-batch must have the same number of rows, … 8
-      devices …: got shape … at ['…'] and … at ['…']…. Spread all rows; …
+      ValueError: All arrays of a micro-batch must have the same number of rows, which
+      are spread over the 8 devices of data_axes ('data',), and arrays that are whole on
+      every device another number: got shape … at ['…'] and … at ['…']…. Spread all
+      rows; give loss_fn what has no rows as a keyword, step(state, batch, name=array),
+      or place it on every device with NamedSharding(mesh, PartitionSpec()).
     train(lambda *args: jax.lax.psum(loss_fn(*args), "data"), **over)
     train(lambda p, x: (jnp.sum(x @ synchronized(p["w"])), len(x)), **over)
-      ValueError: loss_fn must not name the data axes: … Got a psum… over ['data']…
+      ValueError: loss_fn must not name the data axes: it is given the rows of one
+      device, and the sums of all are added up after it. Got a psum… over ['data']…
       Return this device's sums.
     train(lambda p, b: (jnp.sum(b[0] @ p["w"]), b[1]), (batch, jnp.int32(8)), **over)
     train_window(lambda p, b: (jnp.sum(b[0] @ p["w"]), b[1]), (window, jnp.full(2, 8)),
         **over)
-      ValueError: … must be a count of the rows that loss_fn is given, …: got a number
-      that … would be added 8 times. Sum their mask in loss_fn; multiply a weight …
+      ValueError: … must be a count of the rows that loss_fn is given, those of one
+      device, because the counts of all devices are added up: got a number that does not
+      depend on these rows and would be added 8 times. Sum their mask in loss_fn;
+      multiply a weight that all rows share by mask.sum().
     new_step(mesh=mesh)
     new_step(reduce_every="micro_batch")
     new_step(mesh=mesh, data_axes=("data", "fsdp"))
@@ -434,19 +466,26 @@ ERRORS = """
     applied(tx=sgd).apply_gradients(grads=params, num_tokens=1)
     applied(tx=theirs).apply_gradients(grads=params, num_tokens=1)
     applied(tx=optax.chain(ours, ours)).apply_gradients(grads=params, num_tokens=1)
-      ValueError: The tx of this TrainState must accumulate exactly once, …: got …
-      accumulations. Write tx=token_accumulation(optimizer, k) …, or …
+      ValueError: The tx of this TrainState must accumulate exactly once, since step
+      counts its updates: got … accumulations. Write tx=token_accumulation(optimizer, k)
+      around the whole optimizer, or optax_tokenaccum.MultiSteps in place of optax's.
     nnx_train(token_accumulation(sgd, 2, **skips), growing)
     nnx_train(ours, growing, **over)
     nnx_train(sgd, growing)
-      ValueError: loss_fn must keep the model's variables and their shapes, and …
-      nnx.pop: at ['seen'] expected shape (), got shape …
+      ValueError: loss_fn must keep the model's variables and their shapes, and return
+      other values as aux, or take them out with nnx.pop: at ['seen'] expected shape (),
+      got shape …
     opened_elsewhere()
-      ValueError: The optimizer must be of this model, …, and … (call close_window …):
-      at .opt_state.grad_sums['bias'] expected shape …, got shape …
+      ValueError: The optimizer must be of this model, …, and its open window laid out
+      for the devices of this step (call close_window of the step that began it, or
+      restore the checkpoint after step.init): at .opt_state.grad_sums['bias'] expected
+      shape …, got shape …
     with_an_old_clone()
       ValueError: The arrays of the model and its optimizer must not have been donated:
-      … Restore a checkpoint, nnx.update(…); … Build the step with donate=False …
+      got some that are gone, because an earlier call failed while it ran, or because
+      they are older than the last call. Restore a checkpoint, nnx.update((model,
+      optimizer), checkpoint); or, if the parameters are still there, begin with a new
+      nnx.Optimizer and step.init. Build the step with donate=False to lose nothing.
     token_accumulation(sgd, 2).init(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
     window_step.init([model, model])
       TypeError: Parameters must be variables that are trained, each once: at … got …
