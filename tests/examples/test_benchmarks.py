@@ -40,6 +40,7 @@ def test_all_suites_run_and_say_what_they_measured(tmp_path):
     assert all(name in table for name in WAYS)
 
 
+@pytest.mark.slow
 def test_curves_of_exact_windows_are_those_of_full_batches(tmp_path, monkeypatch):
     short = [[x for x in part if len(x.inputs) <= 64] for part in data.load()]
     monkeypatch.setattr(data, "load", lambda: short)  # one shape to compile for
