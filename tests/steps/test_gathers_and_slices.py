@@ -1,5 +1,6 @@
 """Gradients of parameters that a loss reads by index, in part or at clamped indices."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,10 @@ def test_rows_at_indices_that_are_clamped(reads: list[Read]):
     check(read_all, 4, [np.int32(i) for i in INDICES])
 
 
+@pytest.mark.skipif(
+    "xla_cpu_use_fusion_emitters=False" in os.environ.get("XLA_FLAGS", ""),
+    reason="XLA then writes outside of the table; COMPILE_AS_USERS=1 runs this",
+)
 def test_ids_too_narrow_to_count_the_rows_of_their_table():
     def take(params: Any, ids: Any, y: Any) -> Any:
         return y * jnp.take(params["table"], ids, axis=0)
