@@ -20,8 +20,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Compiles no program twice in a worker, or in its later runs.
 
-    Each worker has a cache of its own: jax may read what another has half written, and
-    then the process ends.
+    Each worker has a cache of its own: jax warns if it reads what another has half
+    written, and compiles again.
     """
     directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if directory is None and hasattr(config, "cache"):

@@ -27,7 +27,7 @@ def settings(given: Mapping[str, str]) -> dict[str, str]:
             "xla_cpu_parallel_codegen_split_count": 1,
             "xla_llvm_disable_expensive_passes": True,
         }
-        if jax.__version_info__ < (0, 11):  # a third less time; not in newer jax
+        if jax.__version_info__ < (0, 11):  # less time; not in newer jax
             flags["xla_cpu_use_fusion_emitters"] = False
     old = given.get("XLA_FLAGS", "")
     added = [f"--{flag}={value}" for flag, value in flags.items() if flag not in old]
