@@ -47,10 +47,9 @@ def test_the_window_is_finished_as_the_earlier_version_did(version: Path, name: 
     assert np.abs(kind.weights(state) - end).max() > 1e-3
     resumed = kind.weights(after(kind, state, range(SAVED, STEPS)))
     np.testing.assert_allclose(resumed, end, rtol=1e-6)
-    expected = in_plain_jax(kind.weights(kind.init()))
-    if name in ("nnx_train_step", "nnx_window_step"):  # with dropout
-        expected = kind.weights(after(kind, kind.init(), range(STEPS)))
-    np.testing.assert_allclose(resumed, expected, rtol=1e-6)
+    if name not in ("nnx_train_step", "nnx_window_step"):  # with dropout
+        expected = in_plain_jax(kind.weights(kind.init()))
+        np.testing.assert_allclose(resumed, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name)
