@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._checks import as_count
-from optax_tokenaccum._trees import Batch, leading_axis, named_leaves
+from optax_tokenaccum._trees import Batch, is_key, leading_axis, named_leaves
 
 Leaf = jax.Array | np.ndarray
 # A number for all leaves of a tree, or a tree prefix of such numbers.
@@ -30,8 +30,8 @@ def split_batch(batch: Batch, k: int, *, pad_values: PadValues = None) -> Batch:
       pad_values: values of the rows that fill the batch up until `k` divides their
         number, for example the last batch of an epoch: a number for all leaves, or a
         tree prefix, such as `{"inputs": 0, "mask": False}`. These rows must have no
-        tokens, and what has none depends on the loss. By default `k` must divide the
-        rows.
+        tokens, and what has none depends on the loss. Random keys are filled up with
+        the first one. By default `k` must divide the rows.
 
     Returns:
       The same tree with leaves `[k, micro, ...]`.
@@ -62,6 +62,9 @@ def split_batch(batch: Batch, k: int, *, pad_values: PadValues = None) -> Batch:
         )
 
     def fill_up(path: str, x: Leaf, pad: ArrayLike) -> Leaf:
+        if is_key(x):
+            keys = jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))
+            return jnp.concatenate([x, keys])
         xp = np if isinstance(x, np.ndarray) else jnp
         pad = as_pad(pad, x.dtype, path)
         return xp.concatenate([x, xp.full((missing, *x.shape[1:]), pad, x.dtype)])
@@ -92,17 +95,26 @@ def as_pad(pad: ArrayLike, dtype: np.dtype, path: str) -> np.ndarray:
             "nothing depends on the loss: for example False for a mask, or -100 for "
             "labels with ignore_index=-100."
         )
-    with np.errstate(all="ignore"):
-        cast = given.astype(dtype)
-    # Rounding is fine, except to an integer; overflow is not.
-    rtol = 0.1 if jnp.issubdtype(dtype, jnp.inexact) else 0
-    if np.isclose(cast, given, rtol, 0, equal_nan=True):
-        return cast
+    kept, is_kept = cast(given, dtype)
+    if is_kept:
+        return kept
     raise ValueError(
         f"A pad value must fit the dtype of its leaf: got {pad!r} for {path} of "
         f"{dtype}. Give each leaf its own, for example pad_values={{'inputs': 0, "
         "'mask': False}."
     )
+
+
+def cast(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, bool]:
+    """`x` as `dtype`, and whether `dtype` holds its values."""
+    if x.dtype == dtype:
+        return x, True
+    with np.errstate(all="ignore"):
+        kept = x.astype(dtype)
+    # Rounding is fine, except to an integer; overflow is not.
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    rtol, atol = (0.1, float(jnp.finfo(dtype).tiny)) if is_inexact else (0, 0)
+    return kept, bool(np.isclose(kept, x, rtol, atol, equal_nan=True).all())
 
 
 def is_number(x: np.ndarray) -> bool:

@@ -1,6 +1,6 @@
 """Sequences of many lengths, in micro-batches of few shapes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -9,7 +9,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._checks import as_count
-from optax_tokenaccum._split_batch import PadValues, as_pad, is_number, with_pads
+from optax_tokenaccum._split_batch import (
+    PadValues,
+    as_pad,
+    cast,
+    is_number,
+    with_pads,
+)
 from optax_tokenaccum._trees import Batch, Leaf
 
 __all__ = [
@@ -41,7 +47,7 @@ class MicroBatchPlan(NamedTuple):
 
 
 def plan_window(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Iterable[int] | np.ndarray,
     *,
     max_tokens: int,
     length_buckets: Sequence[int] | None = None,
@@ -106,7 +112,7 @@ def plan_window(
 
 
 def choose_length_buckets(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Iterable[int] | np.ndarray,
     n: int,
     *,
     cost: Callable[[np.ndarray, int], ArrayLike] | None = None,
@@ -158,8 +164,8 @@ def choose_length_buckets(
     return tuple(reversed(chosen))
 
 
-def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    tokens = np.asarray(lengths)
+def _as_lengths(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
+    tokens = np.asarray(lengths if hasattr(lengths, "__getitem__") else list(lengths))
     if tokens.ndim != 1 or not tokens.size:
         raise ValueError(
             "lengths must be the number of tokens of each sequence, a list of at least "
@@ -239,7 +245,7 @@ def pad_micro_batch(
 
     Raises:
       ValueError: sequences differ in structure, dtype or shape, or do not match the
-        plan (the error names index and leaf); or a leaf cannot hold its pad value.
+        plan (the error names index and leaf); or a dtype cannot hold a value.
       TypeError: a leaf or a pad value is not a number.
 
     Example:
@@ -266,7 +272,13 @@ def pad_micro_batch(
             "A sequence must have a leaf with an axis, its tokens: got only scalars, "
             f"{structure}. A list is a container: give np.asarray(tokens)."
         )
+    advice = "Give all of the window's, in the order of the lengths that were planned."
     for row, index in enumerate(plan.indices.tolist()):
+        if not 0 <= index < len(sequences):
+            raise ValueError(
+                f"The plan must be one of these sequences: got index {index} for "
+                f"{len(sequences)} of them. {advice}"
+            )
         values, own = jax.tree.flatten(sequences[index])
         if own != structure:
             raise ValueError(
@@ -291,10 +303,16 @@ def pad_micro_batch(
                 raise ValueError(
                     f"The plan must be one of these sequences: got one of {len(x)} "
                     f"tokens at index {index} for a micro-batch of length "
-                    f"{plan.length}. Give all of the window's, in the order of the "
-                    "lengths that were planned."
+                    f"{plan.length}. {advice}"
                 )
-            array[row, *map(slice, x.shape[:1])] = x
+            kept, is_kept = cast(x, dtype)
+            if not is_kept:
+                raise ValueError(
+                    f"Values must fit the dtype that jax keeps, {dtype}: at {path} got "
+                    f"{x.dtype} that does not at index {index}. Enable x64, or give "
+                    "smaller numbers."
+                )
+            array[row, *map(slice, x.shape[:1])] = kept
         if len({*lengths.values()}) > 1:
             raise ValueError(
                 f"The leaves of a sequence must have one length: got {lengths} in the "

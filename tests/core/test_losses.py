@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all masked": {"mask": 0 * MASK},
     "z-loss, smoothing": {"mask": MASK, "z_loss": 0.1, "label_smoothing": 0.2},
     "bias, cap": {"mask": MASK, "bias": BIAS, "logit_cap": 5.0},
+    "arrays": {"z_loss": jnp.float32(0.1), "label_smoothing": jnp.float32(0.2)},
+    "list, array": {"bias": BIAS.tolist(), "logit_cap": jnp.float32(5)},
 }
 
 
@@ -43,7 +45,7 @@ def in_float64(options: dict[str, Any], hidden: Any = HIDDEN, head: Any = HEAD) 
     smoothing = options.get("label_smoothing", 0.0)
 
     def loss_sum(hidden: Any, head: Any) -> Any:
-        logits = hidden @ head + options.get("bias", 0)
+        logits = hidden @ head + np.asarray(options.get("bias", 0))
         if cap := options.get("logit_cap"):
             logits = cap * jnp.tanh(logits / cap)
         targets = optax.smooth_labels(jax.nn.one_hot(LABELS, VOCABULARY), smoothing)
@@ -180,6 +182,43 @@ def test_labels_of_every_dtype_mean_what_they_say(dtype: str, function: Any):
                 labels[0] = 3
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_no_label_wraps_and_every_number_can_be_ignored(dtype: str, x64: bool):
+    limits, logits = np.iinfo(dtype), np.resize(np.arange(3.0), (3, 5))
+    with jax.enable_x64(x64):
+        for number in (limits.min, limits.max, 2**31, 2**32 - 1, 2**32 + 1, 2**64):
+            held = [number] if limits.min <= number <= limits.max else []
+            labels, rows = np.array([1, 2, *held], dtype), logits[: 2 + len(held)]
+            expected = softmax_cross_entropy_sum(logits[:2], labels[:2])
+            is_known = x64 or labels.itemsize < 8
+            for given in (labels, jnp.asarray(labels)) if is_known else (labels,):
+                found = softmax_cross_entropy_sum(rows, given, ignore_index=number)
+                chex.assert_trees_all_close(found, expected, rtol=1e-6)
+                loss_sum, count = softmax_cross_entropy_sum(rows, given)
+                assert np.isnan(loss_sum) == (number in labels and number != 0)
+                assert count == len(labels)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+def test_no_rows_no_tokens_and_no_width(shape: tuple[int, ...]):
+    hidden, labels = jnp.zeros(shape), jnp.zeros(shape[:-1], int)
+    found = ours()(hidden, jnp.zeros((shape[-1], 5)), labels)
+    expected = ours(at_once)(hidden, jnp.zeros((shape[-1], 5)), labels)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("head", [jnp.bfloat16, jnp.float32])
+def test_strict_dtype_promotion(head: Any, bias: Any):
+    options = {} if bias is None else {"bias": BIAS.astype(bias)}
+    given = HIDDEN.astype(jnp.bfloat16), HEAD.astype(head)
+    expected = ours(**options, logit_cap=jnp.bfloat16(5))(*given)
+    with jax.numpy_dtype_promotion("strict"):
+        found = ours(**options, logit_cap=jnp.bfloat16(5))(*given)
+    chex.assert_trees_all_equal(found, expected)
+
+
 def test_a_small_loss_next_to_large_logits():
     logits = np.float32([[40, 28, 20]])
     loss_sum, _ = softmax_cross_entropy_sum(logits, np.array([0]))
@@ -197,7 +236,15 @@ def test_a_masked_vocabulary_and_a_traced_weight():
     traced = jax.jit(lambda z: f(z_loss=z)[0])(0.1)
     wide, _ = f(z_loss=np.float64(0.1))
     assert wide.dtype == jnp.float32
-    np.testing.assert_allclose([traced, wide], expected, rtol=1e-6)
+    smoothed = jax.jit(lambda share: f(z_loss=0.1, label_smoothing=share)[0])(0.0)
+    np.testing.assert_allclose([traced, wide, smoothed], expected, rtol=1e-6)
+
+
+def test_every_number_may_be_traced():
+    f = partial(linear_cross_entropy_sum, HIDDEN, HEAD, LABELS)
+    options = {"z_loss": 0.1, "label_smoothing": 0.2, "logit_cap": 5.0}
+    found = jax.jit(lambda options: f(**options))(options)
+    chex.assert_trees_all_close(found, f(**options), rtol=1e-6)
 
 
 def test_logits_of_a_chunk_alone_are_in_memory():
@@ -233,18 +280,22 @@ def test_vmap_and_policies_of_checkpoint():
         chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-SMOOTHING = "z_loss must be at least 0, and label_smoothing from 0 to less than 1"
+Z_LOSS = "z_loss must be a finite number >= 0: got "
 OF_BOTH: list[tuple[str, dict[str, Any]]] = [
     (r"\d+\) and labels \(3, 4\)", {"labels": LABELS[:, :4]}),
     (r"mask \(3,\) and labels \(3, 37\)", {"mask": np.ones(3)}),
     ("labels, which follow .*, must be integers", {"labels": LABELS / 2}),
-    (SMOOTHING, {"z_loss": -1.0}),
-    (SMOOTHING, {"label_smoothing": 1.0}),
+    (Z_LOSS + "-1.0", {"z_loss": -1.0}),
+    (Z_LOSS + "-1.0", {"z_loss": jnp.float32(-1.0)}),
+    (Z_LOSS + "inf", {"z_loss": np.inf}),
+    (Z_LOSS, {"z_loss": np.ones(2)}),
+    ("label_smoothing must be .*less than 1: got 1.0", {"label_smoothing": 1.0}),
 ]
 OF_CHUNKS: list[tuple[str, dict[str, Any]]] = [
     (r"head \(60, 16\).*embedding.T", {"head": HEAD.T}),
     (r"bias \(16,\) and head \(16, 60\)", {"bias": np.ones(16)}),
-    ("logit_cap must be positive: got 0", {"logit_cap": 0.0}),
+    ("logit_cap must be a finite number > 0: got 0", {"logit_cap": 0.0}),
+    ("logit_cap must be a finite number > 0: got inf", {"logit_cap": np.inf}),
     ("chunk_size must be an integer of at least 1", {"chunk_size": 0}),
     ("chunk_size must be an integer .* got 2.5", {"chunk_size": 2.5}),
 ]

@@ -13,6 +13,7 @@ from optax_tokenaccum import reduce_loss
 from optax_tokenaccum._losses import Reduction
 
 REDUCTIONS = get_args(Reduction)
+NORM = REDUCTIONS[-1]
 LENGTH, NUMBER, MAX_LENGTH, RTOL = 12, 12, 10.0, 1e-6
 
 Sequence = tuple[np.ndarray, np.ndarray]  # losses and mask, `[length]`
@@ -146,6 +147,41 @@ def test_a_weight_that_is_not_a_weight_is_loud(layout: str, reduction: str):
         for mask in (alone, np.where(alone == 0, batch["mask"], alone)):
             loss_sum, count = reduce(batch | {"mask": mask}, reduction)
             assert np.isnan(loss_sum) and count > 0
+
+
+@of_every_reduction
+def test_ids_of_64_bits_and_rows_without_tokens(reduction: str):
+    losses, mask = np.float32([[1, 2, 3, 4]]), np.array([[True, False, True, True]])
+    batch = {"losses": losses, "mask": mask}
+    for least in (0, 2**31, 2**32 - 2, 2**63 - 3, -(2**63)):
+        ids = np.array([[least + 1, least + 1, 0, least + 2]])
+        expected = reduce(batch | {"segment_ids": [[1, 1, 0, 2]]}, reduction)
+        assert reduce(batch | {"segment_ids": ids}, reduction) == expected
+    for rows in (slice(0), ...):
+        empty = {name: x[rows, :0] for name, x in batch.items()}
+        assert reduce(empty | {"segment_ids": ids[rows, :0]}, reduction) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "max_length", [-5, 0, np.inf, np.nan, np.array([4.0, 8.0]), jnp.float32(-5)]
+)
+def test_a_length_that_is_not_a_length_is_named(max_length: Any):
+    def total(losses: Any) -> Any:
+        return reduce_loss(losses, losses, NORM, max_length=max_length)
+
+    for f in (total, jax.jit(total)):
+        with pytest.raises(ValueError, match="max_length must be a finite number > 0"):
+            f(np.ones((2, 3)))
+
+
+def test_strict_dtype_promotion_and_a_traced_length():
+    batch = {"losses": jnp.ones((2, 3), jnp.bfloat16), "mask": jnp.ones((2, 3), bool)}
+    f = jax.jit(lambda batch, n: reduce_loss(**batch, max_length=n, reduction=NORM))
+    for options in ({}, {"mask": batch["losses"]}, {"segment_ids": batch["mask"] + 0}):
+        with jax.numpy_dtype_promotion("strict"):
+            assert f(batch | options, jnp.bfloat16(3)) == (2, 2)
+            for reduction in REDUCTIONS:
+                assert reduce(batch | options, reduction)[1] > 0
 
 
 def test_a_wider_result_for_wider_losses():

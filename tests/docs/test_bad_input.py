@@ -195,8 +195,8 @@ ERRORS = """
       gradient of zeros.
     close_window(ours, jax.tree.map(lambda x: x[None], state), params)
       ValueError: close_window needs the state of one accumulation: got mini_step of
-      shape (1,), of several devices. Call it in the function that is mapped over them,
-      in pmap or shard_map.
+      shape (1,), of several. Call it in the function that is mapped over them, in pmap,
+      shard_map or vmap.
     close_window(ours, trained_by(ours).opt_state, nnx.state(model, nnx.Param))
       TypeError: close_window needs a state of arrays: got the variables of an
       nnx.Optimizer. Write optimizer.update(model, zeros, num_tokens=0,
@@ -373,6 +373,15 @@ ERRORS = """
       ValueError: max_length goes with reduction='seq-mean-token-sum-norm', which
       divides by it, and with no other: got max_length=… and …. Take a constant of the
       run, such as the most tokens of a completion, never the padded length.
+    reduce_loss(losses, mask, "seq-mean-token-sum-norm", max_length=-5)
+    reduce_loss(losses, mask, "seq-mean-token-sum-norm", max_length=np.ones(2))
+      ValueError: max_length must be a finite number > 0: got ….
+    linear_cross_entropy_sum(losses, batch.T, mask[0].astype(int)[:2], logit_cap=0)
+      ValueError: logit_cap must be a finite number > 0: got 0.
+    softmax_cross_entropy_sum(losses, mask[:, 0].astype(int), z_loss=-1)
+      ValueError: z_loss must be a finite number >= 0: got -1.
+    softmax_cross_entropy_sum(losses, mask[:, 0].astype(int), label_smoothing=1)
+      ValueError: label_smoothing must be a number from 0 to less than 1: got 1.
     reduce_loss(losses, mask, "mean")
       ValueError: reduction must be one of token-mean, …-sum-norm: got 'mean'.
     reduce_loss(losses, mask[0])
@@ -422,6 +431,13 @@ ERRORS = """
       TypeError: The leaves of a sequence must be numbers: got <U2 at ['ids'] of the ….
     pad(sequences, plan=plan._replace(length=3))
       ValueError: The plan must be one of these sequences: got one of 4 tokens at ….
+    pad(sequences[:1])
+    pad(sequences, plan=plan._replace(indices=np.array([-1])))
+      ValueError: The plan must be one of these sequences: got index … for … of them.
+      Give all of the window's, in the order of the lengths that were planned.
+    pad([np.full(4, 2**40 + 7), np.arange(4)])
+      ValueError: Values must fit the dtype that jax keeps, int32: at the root got
+      int64 that does not at index 0. Enable x64, or give smaller numbers.
 
     step.init(jax.device_put(params, NamedSharding(meshes.make_mesh((8,), "explicit"),
         P())))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optax_tokenaccum import split_batch
 from optax_tokenaccum.ragged import MicroBatchPlan, pad_micro_batch, plan_window
 
 PAD_VALUES = {"ids": -1, "deep": (7, {"mask": False, "score": -2.0})}
@@ -113,3 +114,35 @@ def test_pad_values_fit_their_leaf_or_are_refused(dtype: str, value: Any, fits: 
     batch = pad_micro_batch(sequences, PLAN, pad_values=value)
     expected = np.asarray(value).astype(batch.dtype)
     np.testing.assert_array_equal(batch[2], np.full(4, expected))
+
+
+@pytest.mark.parametrize(
+    ("x", "fits"),
+    [
+        (np.array([2**31 - 1, -(2**31)]), True),
+        (np.array([1, 2**40 + 7]), False),
+        (np.array([-(2**63)]), False),
+        (np.array([2**32], np.uint64), False),
+        (np.array([1e-50, 0.1, np.inf, np.nan, 1e38]), True),
+        (np.array([1e39]), False),
+    ],
+    ids=str,
+)
+def test_values_survive_the_dtype_that_jax_keeps_or_are_refused(x: Any, fits: bool):
+    plan = MicroBatchPlan(np.array([0]), 1, 5)
+    if fits:
+        found = pad_micro_batch([{"x": x}], plan, pad_values=0)["x"]
+        np.testing.assert_allclose(found[0, : len(x)], x, rtol=1e-6, atol=1e-40)
+    else:
+        with pytest.raises(ValueError, match=r"\['x'\] got .* at index 0"):
+            pad_micro_batch([{"x": x}], plan, pad_values=0)
+    with jax.enable_x64(True):
+        found = pad_micro_batch([{"x": x}], plan, pad_values=0)["x"]
+    np.testing.assert_array_equal(found[0, : len(x)], x)
+
+
+def test_keys_are_padded_by_any_key():
+    batch = {"key": jax.random.split(jax.random.key(0), 3), "x": np.ones(3)}
+    found = split_batch(batch, 5, pad_values=0)
+    assert found["key"].shape == found["x"].shape == (5, 1)
+    assert (found["key"][:3, 0] == batch["key"]).all()

@@ -68,11 +68,24 @@ def test_no_other_buckets_waste_less(found: list[int], n: int, price: Any):
 plan = functools.partial(plan_window, max_tokens=64)
 
 
+def test_lengths_may_be_any_iterable():
+    lengths = [3, 60, 2]
+    expected = repr(plan(lengths))
+    for given in (
+        dict(enumerate(lengths)).values(),
+        map(int, lengths),
+        np.array(lengths),
+    ):
+        assert repr(plan(given)) == expected
+    assert choose_length_buckets((n for n in lengths), 1) == (60,)
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
         (ValueError, r"at least one integer: got shape \(0,\)", lambda: plan([])),
         (ValueError, r"got shape \(1, 2\)", lambda: plan([[3, 4]])),
+        (ValueError, r"got shape \(\)", lambda: plan({3: 4})),
         (ValueError, "got 0 at index 2", lambda: plan([3, 1, 0])),
         (ValueError, "one of 65 tokens at index 1", lambda: plan([3, 65])),
         (ValueError, f"got {2**63} at index 1", lambda: plan(np.uint64([3, 2**63]))),
@@ -82,7 +95,7 @@ plan = functools.partial(plan_window, max_tokens=64)
         (ValueError, "got -1 at index 0", lambda: choose_length_buckets([-1], 2)),
         (ValueError, "n must be", lambda: choose_length_buckets([1], 0)),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
     with pytest.raises(error, match=message):
