@@ -61,9 +61,10 @@ INSIDE = "Clip inside of the optimizer that run gets."
 NO_SUM = "loss_fn returns a mean, or a count that is not a sum: see check_loss_fn."
 COUPLED = (
     "loss_fn couples rows: its gradient for a micro-batch is not the sum of those for "
-    "two halves. Contrastive and balance losses, BatchNorm, dropout, or sequences "
-    "without an axis of rows do that. coupled_value_and_grad has the gradient of such "
-    "a loss; or keep such rows in one micro-batch, or leave the term out."
+    "two halves. Contrastive and balance losses, BatchNorm and dropout do that, and "
+    "sequences without an axis of rows: give each an axis of one row. "
+    "coupled_value_and_grad has the gradient of such a loss; or keep such rows in one "
+    "micro-batch, or leave the term out."
 )
 OF_DEVICES = (
     "devices take the mean of their own means. In pmap or shard_map, write "
@@ -454,6 +455,11 @@ def _explain(window: MeasuredWindow) -> str:
     n, k, total = window.tokens, len(window.tokens), window.tokens.sum()
     size, clipped = np.linalg.norm(window.first), "is clipped to a norm of"
     if factor := window.factor_of(window.right):
+        if factor < 0:
+            return (
+                f"the direction is opposite: the gradient is {factor:.6g} times what "
+                "it should be. Is a reward descended, or an update negated twice?"
+            )
         if 0 < factor < 1 and abs(size / float(f"{size:.1g}") - 1) <= 1e-3:
             return f"the gradient of the window {clipped} {size:.1g}. {INSIDE}"
         return (

@@ -252,7 +252,8 @@ def check_loss_fn(
         return LossReport(tuple(findings), how, None, tuple(remarks))
     note = f"it is the same without {mask if named else 'any leaf'}. {NAME_IT}"
     if doubts:
-        note = f"it follows {', '.join(doubts)}, which may be no mask. {NAME_IT}"
+        why = "which may be no mask, or has entries whose losses depend on each other"
+        note = f"it follows {', '.join(doubts)}, {why}. {NAME_IT}"
     note = FIRST if findings else note
     return LossReport(tuple(findings), None, note, tuple(remarks))
 
@@ -408,29 +409,42 @@ def _tokens(
     losses: list[Loss], batch: Leaves, mask: Mask, rtol: float
 ) -> list[str] | None:
     """What is wrong with a count of tokens; `None` if it cannot be told."""
-    half = np.arange(mask.entries.size).reshape(mask.entries.shape) % 2 == 0
+    numbers = np.arange(mask.entries.size).reshape(mask.entries.shape)
 
-    def parts(loss: Loss) -> tuple[float, float, float]:
-        """The loss, that of all entries, and by how much halves do not add up to it."""
-        whole, one, other, none = (
-            loss(mask.without(batch, x))[0] for x in (False, half, ~half, True)
+    def parts(loss: Loss) -> tuple[float, float, float, bool]:
+        """The loss, that of all entries, how far halves are from adding up to it.
+
+        Last, whether the counts of halves add up.
+        """
+        where = False, numbers % 2 == 0, numbers % 2 == 1, True
+        found = np.array([loss(mask.without(batch, x)) for x in where]).T
+        at_least_1 = np.where(found == 1, 0, found)  # of maximum(count, 1)
+        (whole, moved, error), *counts = (
+            (abs(x), abs(x - none), abs(one + other - x - none))
+            for x, one, other, none in (*found, at_least_1[1])
         )
-        return abs(whole), abs(whole - none), abs(one + other - whole - none)
+        return whole, moved, error, any(e <= 1e-5 * m for _, m, e in counts)
 
-    path, views = mask.path, losses
-    whole, moved, error = parts(losses[-1])
+    path, views, can_tell = mask.path, losses, True
+    whole, moved, error, count_adds_up = parts(losses[-1])
     adds_up = error <= 1e-5 * moved
     if not mask.moves_loss:
         views = []
     elif adds_up and (mask.ends_loss or not mask.is_ignored_label):
         views = losses[-1:]
     elif len(losses) > 1:  # at parameters of zero, tokens do not see each other
-        whole, moved, error = parts(losses[0])
+        whole, moved, error, _ = parts(losses[0])
         adds_up = error <= rtol * whole
         views = [] if moved <= 1e-6 * whole else losses
         if views and not adds_up:
-            depend = f"the losses of {path}'s entries depend on each other."
-            return [f"{depend} {PER_SEQUENCE}"] if mask.ends_loss else None
+            depend = f"the losses of {path}'s entries depend on each other, and the "
+            depend += f"count is a sum over them. {PER_SEQUENCE}"
+            are_equal, can_tell = _equals(losses[0], batch, mask)
+            if count_adds_up or not are_equal:
+                is_wrong = count_adds_up and mask.ends_loss
+                return [depend] if is_wrong else None
+            # A token takes several entries, such as two neighbors of a packed row.
+            views, adds_up, count_adds_up = losses[-1:], True, True
     if not views:
         return [
             f"the count follows {path}, which the loss ignores. Multiply the losses by "
@@ -467,12 +481,27 @@ def _tokens(
             f"entries of {path} change the loss alone. {guess} {OWN_MASK} If {path} is "
             "no mask, name the one that is, or give mask=None."
         )
+    elif not findings and mask.is_counted and adds_up and not count_adds_up:
+        findings.append(
+            f"the count is not a sum over {path}'s entries, as the loss is: halves of "
+            f"them do not add up to it. {OWN_MASK}"
+        )
     elif mask.ends_loss and mask.count not in (0, 1):  # maximum(count, 1) is 1
         findings.append(
             f"the count is {mask.count:g} without any entry of {path}, not 0. "
             f"{OWN_MASK}"
         )
-    return findings
+    return findings if findings or can_tell else None
+
+
+def _equals(loss: Loss, batch: Leaves, mask: Mask) -> tuple[bool, bool]:
+    """Whether loss and count keep their ratio without some entries; if that tells."""
+    numbers = np.arange(mask.entries.size).reshape(mask.entries.shape)
+    x, n = loss(batch)
+    some = [loss(mask.without(batch, numbers % i == 0)) for i in (2, 3, 5, 7, 13, 29)]
+    some = [(y, 0 if y == 0 and m == 1 else m) for y, m in some]  # maximum(count, 1)
+    are_equal = all(abs(y * n - x * m) <= 1e-4 * abs(x * n) for y, m in some)
+    return are_equal, any(0 < m < n for _, m in some)
 
 
 def _sequences(loss: Loss, batch: Leaves, mask: Mask, rtol: float) -> Iterator[str]:

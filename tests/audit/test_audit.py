@@ -115,6 +115,7 @@ WEIGHTS: dict[str, tuple[Any, str]] = {
     "means over padding": (TOKENS / SIZE, "divided by .* a wrong count"),
     "means given as sums": (1 / TOKENS, "a mean is given where a sum is expected"),
     "twice": (np.full(K, 2), "it is 2 times what it should be. Are two devices summed"),
+    "negated": (np.full(K, -1), "the direction is opposite: the gradient is -1 times"),
     "its own": (np.linspace(2, 0.5, K), "weighted in a way of their own"),
 }
 

@@ -209,6 +209,19 @@ def shifted(p: Any, b: Any, losses: Any = nll) -> Any:
     return masked(losses(p, b)[:, 1:], b["here"][:, 1:])
 
 
+def neighbors(p: Any, b: Any) -> Any:
+    return masked(nll(p, b)[:, 1:], b["here"][:, 1:] & b["here"][:, :-1])
+
+
+def packed_tokens(segments: Any) -> Any:
+    return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+
+
+def one_less(here: Any) -> Any:
+    """The tokens after the first of each row."""
+    return jnp.sum(jnp.maximum(here.sum(-1) - 1, 0))
+
+
 def unshifted(losses: Any) -> Loss:
     return lambda p, b: (shifted(p, b, losses)[0], jnp.sum(b["here"]))
 
@@ -307,6 +320,12 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "keys of rows": (here(dropout_with_keys_of_rows), KEYS),
     "bfloat16": (here(in_bfloat16), MASKED),
     "shifted": (shifted, MASKED),
+    "neighbors": (neighbors, MASKED),
+    "packed rows": (
+        lambda p, b: masked(nll(p, b)[:, 1:], packed_tokens(b["segments"])),
+        SEGMENTS,
+        {"mask": "segments"},
+    ),
     "auxiliary loss": (more(auxiliary), MASKED),
     "segments": (
         lambda p, b: masked(nll(p, b), b["segments"] > 0),
@@ -319,6 +338,7 @@ IGNORES = "which the loss ignores"
 LESS = "count takes in what the loss leaves out"
 COUPLED = "depends on the other rows"
 NO_SUM = "not a sum over tokens"
+NO_ENTRIES = "the count is not a sum over ['here']'s entries"
 WRONG: dict[str, tuple[Any, ...]] = {
     "swapped": (lambda p, b: here(nll)(p, b)[::-1], FLOATS, "swapped"),
     "all counted": (of_all(nll), FLOATS, SIZE),
@@ -375,6 +395,17 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ),
     "balance": (more(lambda p, b: balance(p, b) * b["here"].sum()), MASKED, COUPLED),
     "batch statistics": (here(normalized), MASKED, COUPLED),
+    "one less in a row": (counted(lambda b: one_less(b["here"])), MASKED, NO_ENTRIES),
+    "neighbors, all counted": (
+        lambda p, b: (neighbors(p, b)[0], jnp.sum(b["here"])),
+        MASKED,
+        "the count is a sum over them. If the loss is a mean over sequences",
+    ),
+    "neighbors, one less": (
+        lambda p, b: (neighbors(p, b)[0], one_less(b["here"][:, 1:])),
+        MASKED,
+        "has entries whose losses depend on each other",
+    ),
     "auxiliary mean": (more(lambda p, b: jnp.mean(router_z(p, b))), MASKED, NO_SUM),
     "weight decay": (more(lambda p, b: jnp.sum(p["in"] ** 2)), MASKED, NO_SUM),
     "constant count": (counted(lambda b: 128), MASKED, "the count is not a sum"),
@@ -453,6 +484,22 @@ def test_a_count_that_is_off_in_every_row_is_named(each: int):
 def test_a_count_that_is_at_least_1_is_not_condemned():
     loss_fn = squares_of(lambda mask: jnp.maximum(mask.sum(), 1))
     check_loss_fn(loss_fn, W, [BATCH]).assert_exact()
+
+
+def test_a_count_of_1_without_a_mask_may_be_that_of_another():
+    one = np.zeros((4, 2), bool)
+    one[0, 0] = True
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        losses = (params["w"] * batch["x"] - 1) ** 2
+        n = batch["mask"].sum() + batch["one"].sum()
+        return jnp.sum(losses * batch["mask"] + losses * batch["one"]), n
+
+    batch = {"x": normal(4, 2), "mask": np.ones((4, 2), bool), "one": one}
+    check_loss_fn(loss_fn, W, [batch]).assert_exact()
+    first = batch | {"mask": np.array([[True, False]] * 4)}  # of one half alone
+    loss_fn = squares_of(lambda mask: jnp.maximum(mask.sum(), 1))
+    check_loss_fn(loss_fn, W, [first]).assert_exact()
 
 
 def test_a_loss_may_be_nan_at_parameters_of_zero():
