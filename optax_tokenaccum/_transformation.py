@@ -206,8 +206,9 @@ def has_updated(state: optax.OptState) -> jax.Array:
 def window_gradient(state: Tree, params: Params = None) -> Gradients:
     r"""The token mean of the open window's gradients so far, :math:`\sum g / \sum n`.
 
-    It is what the inner optimizer would receive if the window closed now; zeros without
-    tokens. To log its norm, or in place of `acc_grads` of `optax.MultiSteps`.
+    It is what the inner optimizer would receive if the window closed now (with
+    `use_grad_mean=False`, that is `state.grad_sums`); zeros without tokens. To log its
+    norm, or in place of `acc_grads` of `optax.MultiSteps`.
 
     Args:
       state: any optimizer state that holds exactly one accumulation, at any depth: of
@@ -222,7 +223,8 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
 
     Raises:
       ValueError: `state` holds no accumulation, or several, or that of a window step,
-        which has no open window between calls; or `params` is needed.
+        which has no open window between calls, or has an axis of `vmap` or `pmap`; or
+        `params` is needed.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -240,23 +242,33 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
             "window_gradient needs the state of an accumulation whose window may be "
             "open: got that of a window step, which keeps no sums between calls."
         )
+    # In an `nnx.Optimizer`, each is a variable.
+    [counter], [tokens] = map(jax.tree.leaves, (found.mini_step, found.acc_tokens))
+    _check_is_one(counter, "window_gradient")
     params = getattr(state, "params", params)
     sums, structure = jax.tree.flatten(found.grad_sums)
-    if params is not None:
-        ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
-        pairs = zip(sums, ranks, strict=True)
+    leaves = jax.tree.leaves(params)
+    if len(leaves) == len(sums):
+        pairs = zip(sums, map(jnp.ndim, leaves), strict=True)
         sums = [x.sum(0) if x.ndim > rank else x for x, rank in pairs]
-    elif _may_be_of_devices(sums):
+    elif params is None and _may_be_of_devices(sums):
         raise ValueError(
             "window_gradient needs the parameters, to tell sums of each device from "
             f"sums of one: got sums whose first axis is spread over {sums[0].shape[0]} "
             "devices. Give it the state of the step, or window_gradient(state, params)."
         )
-    # In an `nnx.Optimizer`, each is a variable.
-    [counter], [tokens] = map(jax.tree.leaves, (found.mini_step, found.acc_tokens))
     tokens = jnp.where(counter > 0, tokens, 0)
     means = [trees.divide(x, jnp.where(tokens > 0, tokens, jnp.inf)) for x in sums]
     return structure.unflatten(means)
+
+
+def _check_is_one(mini_step: jax.Array, name: str) -> None:
+    if jnp.ndim(mini_step):
+        raise ValueError(
+            f"{name} needs the state of one accumulation: got mini_step of shape "
+            f"{jnp.shape(mini_step)}, of several. Call it in the function that is "
+            "mapped over them, in pmap, shard_map or vmap."
+        )
 
 
 def _may_be_of_devices(sums: list[jax.Array]) -> bool:
@@ -328,12 +340,7 @@ def close_window(
                 "nnx.Optimizer. Write optimizer.update(model, zeros, num_tokens=0, "
                 "close_window=True), with zeros like nnx.state(model, nnx.Param)."
             )
-        if jnp.ndim(x.mini_step):
-            raise ValueError(
-                "close_window needs the state of one accumulation: got mini_step of "
-                f"shape {jnp.shape(x.mini_step)}, of several devices. Call it in the "
-                "function that is mapped over them, in pmap or shard_map."
-            )
+        _check_is_one(x.mini_step, "close_window")
     extra_args = {"value": 0.0} | extra_args
     no_gradients = jax.tree.map(jnp.zeros_like, params)
     return tx.update(

@@ -177,8 +177,10 @@ def test_window_gradient_of_states_without_an_open_window():
     of_window = make_window_step(problems.linear_loss, SGD).init(problems.PARAMS)
     over_8 = make_train_step(problems.linear_loss, SGD, 4, **meshes.over("8"))
     of_devices = over_8.init(problems.PARAMS).opt_state
+    of_several = jax.vmap(token_accumulation(SGD, 2).init)(jnp.ones((3, 3)))
     for message, state in (
         ("got 0 in a", SGD.init(PARAMS)),
+        ("mapped over them, in pmap, shard_map or vmap", of_several),
         ("got that of a window step", of_window),
         ("needs the parameters", of_devices),  # whose sums are of each device
     ):
@@ -186,3 +188,12 @@ def test_window_gradient_of_states_without_an_open_window():
             window_gradient(state)
     none_yet = window_gradient(token_accumulation(SGD, 2).init(jnp.ones(3)))
     np.testing.assert_array_equal(none_yet, np.zeros(3))
+
+
+def test_window_gradient_of_an_accumulation_of_some_parameters():
+    params = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+    inner = {"some": token_accumulation(SGD, 2), "none": optax.set_to_zero()}
+    tx = optax.partition(inner, {"a": "none", "b": "some"})
+    _, state = tx.update(params, tx.init(params), params, num_tokens=4)
+    [gradient] = jax.tree.leaves(window_gradient(state, params))
+    np.testing.assert_array_equal(gradient, np.full((2, 2), 0.25))
