@@ -212,12 +212,15 @@ def changed_paths(f: Callable[[T], T], given: T, returned: T) -> list[str]:
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
     if all(x is y for x, y in pairs):
         return []
-    sources = _sources(jax.make_jaxpr(f)(given).jaxpr, [*range(len(paths))])
+    sources = sources_of(jax.make_jaxpr(f)(given).jaxpr)
     return [path for i, path in enumerate(paths) if sources[i] != i]
 
 
-def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
+def sources_of(
+    jaxpr: Jaxpr, inputs: Sequence[int | None] | None = None
+) -> list[int | None]:
     """Which of the inputs each output is, through calls and loops."""
+    inputs = range(len(jaxpr.invars)) if inputs is None else inputs
     sources = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def source(x: Atom) -> int | None:
@@ -227,9 +230,25 @@ def _sources(jaxpr: Jaxpr, inputs: list[int | None]) -> list[int | None]:
         called = [*map(as_jaxpr, subjaxprs(eqn))]
         is_known = operation(eqn) in (*_CALLS, *_CUSTOM, "remat2", "scan", "shard_map")
         if is_known and [len(x.invars) for x in called] == [len(eqn.invars)]:
-            outputs = _sources(called[0], [*map(source, eqn.invars)])
+            given = [*map(source, eqn.invars)]
+            through = _sources_of_scan if is_scan(eqn) else _sources_of_call
+            outputs = through(eqn, given)
             sources.update(zip(eqn.outvars, outputs, strict=False))
     return [*map(source, jaxpr.outvars)]
+
+
+def _sources_of_call(eqn: JaxprEqn, given: list[int | None]) -> list[int | None]:
+    return sources_of(as_jaxpr(subjaxprs(eqn)[0]), given)
+
+
+def _sources_of_scan(eqn: JaxprEqn, given: list[int | None]) -> list[int | None]:
+    """What is carried to its own place, and what is taken and stacked."""
+    first, last = carry_of(eqn)
+    inner = sources_of(as_jaxpr(subjaxprs(eqn)[0]))
+    carried = [x == first + i for i, x in enumerate(inner[: last - first])]
+    stacked = [x is not None and x >= last for x in inner[last - first :]]
+    pairs = zip(inner, [*carried, *stacked], strict=True)
+    return [given[x] if x is not None and is_kept else None for x, is_kept in pairs]
 
 
 class Alone(NamedTuple):
@@ -241,6 +260,15 @@ class Alone(NamedTuple):
     needed: list[bool]  # of the inputs
 
     def value(self) -> jax.Array:
+        given = {*self.jaxpr.invars, *self.jaxpr.constvars}
+        if any(operation(eqn) == "io_callback" for eqn in equations(self.jaxpr)) or any(
+            not _refs(eqn).isdisjoint(given) for eqn in self.jaxpr.eqns
+        ):
+            raise ValueError(
+                "num_tokens must not depend on an io_callback in the loss, which would "
+                "run twice, or on a mutable array from outside of it. Read it before "
+                "the step, and give it as part of the batch."
+            )
         [value] = jax.core.eval_jaxpr(self.jaxpr, self.consts, *self.args)
         return value
 
@@ -256,11 +284,30 @@ def output_alone(
 
 
 def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
-    # A print is an effect, which dead-code elimination would keep.
-    eqns = [eqn for eqn in jaxpr.eqns if eqn.outvars]
-    effects = {x for eqn in eqns for x in eqn.effects}
-    jaxpr = jaxpr.replace(eqns=eqns, effects=effects)
-    return dce_jaxpr(jaxpr, [i == output for i in range(len(jaxpr.outvars))])
+    """Without effects, except on mutable arrays of its own that the output needs."""
+    own = {x for eqn in jaxpr.eqns for x in eqn.outvars}
+    refs: set[Var] = set()
+    while True:
+        # Dead-code elimination would keep a print.
+        eqns = [
+            x.replace(effects=set()) if _refs(x).isdisjoint(refs) else x
+            for x in jaxpr.eqns
+        ]
+        effects = {x for eqn in eqns for x in eqn.effects}
+        alone, needed = dce_jaxpr(
+            jaxpr.replace(eqns=eqns, effects=effects),
+            [i == output for i in range(len(jaxpr.outvars))],
+        )
+        found = {x for eqn in alone.eqns for x in _refs(eqn)} & own
+        if found <= refs:
+            return alone, needed
+        refs |= found
+
+
+def _refs(eqn: JaxprEqn) -> set[Var]:
+    """The mutable arrays that an operation is given."""
+    given = (x for x in eqn.invars if isinstance(x, Var))
+    return {x for x in given if hasattr(aval(x), "inner_aval")}
 
 
 def _without_rules(jaxpr: Jaxpr) -> Jaxpr:

@@ -1,12 +1,13 @@
 """What a `loss_fn` is: its arguments and results, the model's state, keys."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import DictKey, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation, Added
@@ -45,39 +46,60 @@ class LossFn(Protocol):
 Changes = dict[int, jax.Array]
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 class Keywords(dict[str, Tree]):
     """Keywords of a loss, as an argument of a jitted function.
 
-    A keyword is static if a leaf of it is not a number: part of the tree's structure.
+    Of a keyword whose leaves are not all numbers, arrays alone are traced. Other leaves
+    are static: part of the tree's structure.
     """
 
-    def __init__(self, given: Mapping[str, Tree], static: Iterable[str] | None = None):
+    def __init__(self, given: Mapping[str, Tree], static: Iterable[int] | None = None):
         super().__init__(given)
+        self._named, self._structure = tree_flatten_with_path(dict(given))
         # Known from the beginning: jax also makes such trees of shardings.
-        not_numbers = (
-            k for k, x in given.items() if not all(map(_is_number, jax.tree.leaves(x)))
-        )
-        self._static = {*(not_numbers if static is None else static)}
+        self.static = {*(_static_leaves(self._named) if static is None else static)}
 
-    @property
-    def has_static(self) -> bool:
-        return bool(self._static)
-
-    def tree_flatten(self) -> tuple[list[dict[str, Tree]], Any]:
-        static = {k: x for k, x in self.items() if k in self._static}
-        traced = {k: x for k, x in self.items() if k not in self._static}
-        return [traced], tuple(static.items())
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Leaf]], Any]:
+        named = [
+            (DictKey(keystr(path, simple=True, separator="/")), x)
+            for path, x in self._named
+        ]
+        static = [(i, type(named[i][1]), named[i][1]) for i in sorted(self.static)]
+        traced = [x for i, x in enumerate(named) if i not in self.static]
+        return traced, (self._structure, tuple(static))
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: list[Tree]) -> "Keywords":
-        return cls(children[0] | dict(static), dict(static))
+    def tree_unflatten(cls, static: Any, children: Iterable[Leaf]) -> "Keywords":
+        structure, kept = static
+        leaves = [*children]
+        for i, _, x in kept:
+            leaves.insert(i, x)
+        return cls(structure.unflatten(leaves), [i for i, *_ in kept])
+
+
+def _static_leaves(named: Iterable[tuple[Any, Leaf]]) -> Iterator[int]:
+    leaves = [(path[0].key, x) for path, x in named]
+    mixed = {name for name, x in leaves if not _is_number(x)}
+    for i, (name, x) in enumerate(leaves):
+        is_scalar = isinstance(x, int | float | complex | np.generic)
+        if name not in mixed or _is_number(x) and not is_scalar:
+            continue
+        try:
+            hash(x)
+        except TypeError:
+            raise TypeError(
+                "A keyword of loss_fn that is neither an array nor a number is static, "
+                f"and must be hashable: got a {type(x).__name__} in {name!r}. Freeze "
+                "it, or pass its parts."
+            ) from None
+        yield i
 
 
 def keywords(given: dict[str, Tree]) -> dict[str, Tree]:
     """`given` for a jitted function, without Python code to flatten it if possible."""
     made = Keywords(given)
-    return made if made.has_static else given
+    return made if made.static else given
 
 
 def _is_number(x: Leaf) -> bool:
@@ -107,20 +129,19 @@ class Loss:
         """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
         model_state, batch, rng, loss_kwargs = inputs
         key = {} if rng is None else {"rng": rng}
-        [traced], static = Keywords(loss_kwargs).tree_flatten()
+        given = Keywords(loss_kwargs)
 
-        def run(given: dict[str, Tree]) -> tuple[dict[str, Tree], Tree]:
+        def run(given: Keywords) -> tuple[Keywords, Tree]:
             # A loss may assign to the containers that it is given, but not to objects.
             own = (jax.tree.map(lambda x: x, model_state),) * self.has_model_state
             objects, containers = jax.tree.flatten(
-                given, is_leaf=lambda x: not isinstance(x, dict | list | tuple)
+                dict(given), is_leaf=lambda x: not isinstance(x, dict | list | tuple)
             )
-            kwargs = given | dict(static) | key
-            returned = self.loss_fn(params, *own, batch, **kwargs)
-            return containers.unflatten(objects), returned
+            returned = self.loss_fn(params, *own, batch, **given, **key)
+            return Keywords(containers.unflatten(objects), given.static), returned
 
-        before = jax.tree.map(lambda x: x, traced)
-        after, returned = run(traced)
+        before = jax.tree.map(lambda x: x, given)
+        after, returned = run(given)
         if changed := changed_paths(lambda x: run(x)[0], before, after):
             raise ValueError(
                 "What loss_fn or summary_fn is given as a keyword must not change, "

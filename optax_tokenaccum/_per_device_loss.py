@@ -69,7 +69,13 @@ def per_device_loss(
         value = counted(jax.lax.stop_gradient(loss_sum), n)
         loss_sum = perturbed(loss_sum.dtype, value, loss_sum, None)
         aux = jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux)
-        changed = {i: _unified(x, names) for i, x in changed.items()}
+        # nnx.remat returns all that it is given as new values.
+        sources, numbers = traced.sources(), traced.numbers()[1][1][1]
+        changed = {
+            i: _unified(x, names)
+            for i, x in changed.items()
+            if sources[numbers[i]] != len(own) + i
+        }
         loss_sum = loss_sum.astype(at_least_float32(loss_sum.dtype))
         loss_sum, total = jax.lax.psum((loss_sum, jnp.maximum(n, 0)), names)
         return loss_sum, (total, (aux, changed))
@@ -146,8 +152,7 @@ def _check_sums(
             "their mask in loss_fn; multiply a weight that all rows share by "
             "mask.sum()."
         )
-    shapes = traced.structure.unflatten(range(traced.structure.num_leaves))
-    _, (_, (_, changed)) = shapes
+    _, (_, (_, changed)) = traced.numbers()
     names = [path.removeprefix(".") for path, _ in named_leaves(inputs.model_state)]
     leaves, structure = jax.tree.flatten(inputs.batch)
     are_rows = jax.tree.leaves(differ.batch)

@@ -56,6 +56,7 @@ from optax_tokenaccum._jaxprs import (
     passes_on,
     remat_options,
     scan_options,
+    sources_of,
     subjaxprs,
 )
 from optax_tokenaccum._trees import DType, Leaf, Params, Tree, is_concrete, zeros_after
@@ -193,6 +194,14 @@ class Traced:
         self.closed, shapes = jax.make_jaxpr(f, return_shape=True)(params, *args)
         self.structure = jax.tree.structure(shapes)
         self.inputs = jax.tree.leaves((params, *args))
+
+    def numbers(self) -> Tree:
+        """The number of each output, in the place of it."""
+        return self.structure.unflatten(range(self.structure.num_leaves))
+
+    def sources(self) -> list[int | None]:
+        """The number of the input that each output is, if it is one."""
+        return sources_of(self.closed.jaxpr)
 
     def alone(self, output: int) -> Alone:
         closed = self.closed

@@ -9,7 +9,12 @@ import optax
 from optax_tokenaccum._accumulation import Added, SkipFn, make_accumulation
 from optax_tokenaccum._backward import emptied
 from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._devices import (
+    ReduceEvery,
+    Shardings,
+    make_devices,
+    with_auto_axes,
+)
 from optax_tokenaccum._micro_batch import (
     Loss,
     LossFn,
@@ -35,6 +40,7 @@ from optax_tokenaccum._trees import (
     Params,
     Tree,
     is_concrete,
+    sharding_of,
 )
 
 
@@ -174,7 +180,8 @@ class TrainStep(Step):
         opt_state, counter, count = state.opt_state, state.opt_state.mini_step, None
         sums = opt_state.grad_sums, opt_state.acc_tokens, opt_state.acc_value
         if not is_concrete(counter):
-            sums = emptied(counter == 0, sums)
+            places = jax.tree.map(sharding_of, sums)
+            sums = with_auto_axes(emptied, self.devices, places)(counter == 0, sums)
         elif (count := int(counter)) == 0:  # the device is read once
             for x in jax.tree.leaves(sums):
                 if self.donate and isinstance(x, jax.Array):
@@ -232,7 +239,8 @@ class TrainStep(Step):
           rng: one key for the whole run. `loss_fn` receives it as `rng`, folded with
             `gradient_step` and `mini_step`.
           **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
-            numbers are traced; bools, strings, dtypes and functions are static.
+            numbers are traced; bools, strings, dtypes and functions are static, must be
+            hashable, and make the numbers of the same keyword static, too.
 
         Raises:
           ValueError: the step has no schedule; or, with a mesh, the arrays of the batch

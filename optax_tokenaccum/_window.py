@@ -435,7 +435,8 @@ def accumulate_over_window(
             i: ArrayLike, batch: Batch
         ) -> tuple[tuple[jax.Array, ArrayLike, Aux], Gradients]:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
-            returned = value_and_grad_fn(params, batch, **kwargs, **key)
+            own = jax.tree.map(lambda x: x, kwargs)  # it may assign to containers
+            returned = value_and_grad_fn(params, batch, **own, **key)
             if not isinstance(returned, tuple | list) or len(returned) != 2:
                 raise TypeError(f"{rule}: got {returned}.")
             return unpack(returned[0], has_aux, rule), returned[1]

@@ -107,6 +107,19 @@ def test_a_loss_in_float16_is_summed_over_devices_in_float32():
     assert metrics.loss == 30000
 
 
+def test_a_scan_of_a_step_keeps_where_large_sums_are_on_an_explicit_mesh():
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.sum(x @ w), jnp.sum(x[:, 0])
+
+    step = make_train_step(loss_fn, optax.sgd(1.0), 2, **meshes.over("8, explicit"))
+    state = step.init(jnp.zeros(1024))
+    place = state.opt_state.grad_sums.sharding
+    scanned = jax.jit(lambda state, xs: jax.lax.scan(step, state, xs))
+    after, metrics = scanned(state, jnp.ones((2, 8, 1024)))
+    assert after.opt_state.grad_sums.sharding == place and metrics.updated[1]
+    np.testing.assert_array_equal(after.params, -np.ones(1024))
+
+
 def test_aux_on_an_explicit_mesh_without_a_step():
     def loss_fn(w: Any, x: Any) -> Any:
         return jnp.sum(w * x), (x.size, x)

@@ -268,6 +268,39 @@ def test_an_open_window_continues_on_other_devices():
     assert [x.shape for x in sums] == [(1,), (3, 1)]
 
 
+class Adapted(nnx.Module):
+    """Frozen layers in a scan with `nnx.remat`, which returns all that it is given."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        make = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs))
+        self.layers = nnx.split_rngs(splits=2)(make)(rngs)
+        self.adapter = nnx.LoRA(3, 2, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> jax.Array:
+        layer = nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
+        run = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return run(x, self.layers) + self.adapter(x)
+
+
+@pytest.mark.needs(devices=3)
+def test_frozen_layers_are_neither_sent_nor_changed():
+    """A mean over three devices rounds."""
+    mesh, model = Mesh(jax.devices()[:3], "data"), Adapted()
+    tx = token_accumulation(optax.sgd(0.1), 2)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    step = make_train_step(sum_and_rows, mesh=mesh, data_axes="data")
+    step.init(model, optimizer)
+    before, x = held(model.layers), jnp.ones((3, 3))
+    program = step.accumulate.lower(model, optimizer, x).compile().as_text()
+    sent = [
+        line.split("=")[1] for line in program.splitlines() if "all-reduce(" in line
+    ]
+    assert sent and all("f32[2,3" not in x.split("all-reduce")[0] for x in sent)
+    step(model, optimizer, x)
+    chex.assert_trees_all_equal(held(model.layers), before)
+
+
 def test_an_optimizer_of_another_model_and_an_open_window_are_not_overwritten():
     small, large = linear(optax.adam(0.1)), linear(size=4)
     moments = held(small.optimizer)

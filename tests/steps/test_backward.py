@@ -210,18 +210,47 @@ def test_effects_happen_once():
     """Also in the micro-batch without tokens."""
     printed: list[Any] = []
     in_order: list[Any] = []
+    loaded: list[Any] = []
+
+    def load(x: Any) -> Any:
+        loaded.append(x)
+        return np.ones_like(x)
 
     def network(params: Any, x: Any) -> Any:
         jax.debug.callback(printed.append, x[0, 0])
         io_callback(in_order.append, None, x[0, 0], ordered=True)
-        return through_layers(params, x)
+        scale = io_callback(load, jax.ShapeDtypeStruct((), x.dtype), x[0, 0])
+        return through_layers(params, x * scale)
 
     got = train_step(loss_through(network), FEW, BATCHES)
     jax.effects_barrier()
-    for seen in (printed, in_order):
+    for seen in (printed, in_order, loaded):
         assert [float(x) for x in seen] == [float(b["x"][0, 0]) for b in BATCHES]
     expected = by_hand(layered_loss, FEW, BATCHES)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+
+    def counts_what_it_loads(params: Any, batch: Any) -> Any:
+        loss_sum, n = layered_loss(params, batch)
+        return loss_sum, io_callback(load, jax.ShapeDtypeStruct((), n.dtype), n)
+
+    with pytest.raises(
+        ValueError, match="num_tokens must not depend on an io_callback"
+    ):
+        train_step(counts_what_it_loads, FEW, BATCHES)
+
+
+def test_a_count_may_be_added_up_in_a_mutable_array():
+    @jax.jit
+    def add(ref: Any, x: Any) -> None:
+        ref[...] += x
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        loss_sum, _ = layered_loss(params, batch)
+        n = jax.new_ref(batch["weights"][0])
+        add(n, batch["weights"][1:].sum())
+        return loss_sum, n[...]
+
+    check_gradient(train_step, loss_fn, batches=batches_of(8, 2, 3))
 
 
 @pytest.mark.parametrize(("way", "once"), [(value_and_grad, False), (train_step, True)])

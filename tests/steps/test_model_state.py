@@ -143,6 +143,22 @@ def test_a_state_of_rows_raises_unless_the_loss_sees_all_rows(way: str, rows: in
     assert helpers.relative_error(hidden, expected) < RTOL
 
 
+def test_a_state_that_a_loop_moves_to_another_place_has_changed():
+    def last_but_one(params: Any, sums: Any, batch: Any) -> Any:
+        """Of sums over the rows."""
+        start = (sums, 0 * sums)
+        (_, before), _ = jax.lax.scan(
+            lambda c, y: ((c[0] + y, c[0]), None), start, batch["y"]
+        )
+        n = jnp.sum(batch["weights"])
+        return (jnp.sum(params["w"]) * n, (n, None)), before
+
+    window = window_of(2 * DEVICES)
+    found, _ = train("two programs", "8", window, last_but_one, jnp.zeros(()))
+    expected = sum(x["y"][::2].mean() for x in window)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_statistics_of_as_many_features_as_rows_are_none():
     window = window_of(FEATURES * DEVICES)
     check(train("two programs", "8", window)[0], DEVICES, window)

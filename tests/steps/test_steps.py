@@ -89,6 +89,30 @@ def test_a_loss_is_any_callable_and_its_keywords_are_arguments(way: str):
     assert len(compilations) == (2 if way == "two programs" else 1)
 
 
+@pytest.mark.parametrize("way", ["two programs", "window"])
+def test_what_changes_in_a_keyword_with_strings_is_seen(way: str):
+    """Numbers next to strings are static, arrays are not; `act` is a leaf, too."""
+
+    def scaled(params: Any, batch: Any, *, config: Any) -> Any:
+        value, n = loss_fn(params, batch)
+        assert config["act"] is jnp.tanh and len(range(config["size"])) == 2
+        return value * config["scale"] * config["array"], n
+
+    step = new_step(way, scaled)
+    state = step.init(PARAMS)
+    node = jax.tree_util.Partial(jnp.add, "a string")
+    config = {"mode": "train", "act": jnp.tanh, "size": 2, "none": None, "node": node}
+    for scale in (1.0, 0.5):
+        for array in (1.0, 2.0):
+            before = np.asarray(state.params["w"])
+            config |= {"scale": scale, "array": jnp.float32(array)}
+            state, _ = helpers.run_step(step, state, calls(way), config=config)
+            moved = before - 9.2 * scale * array
+            np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)
+    with pytest.raises(TypeError, match="must be hashable: got a set in 'config'"):
+        step(state, calls(way)[0], config={"names": {"a"}})
+
+
 @pytest.mark.parametrize("way", ["two programs", "one program", "window"])
 def test_arrays_of_the_state_may_be_keywords(way: str):
     """They are donated in the same call, except the parameters of two programs."""

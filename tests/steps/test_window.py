@@ -1,5 +1,6 @@
 """A whole window: `window_value_and_grad`, `accumulate_over_window`, `split_batch`."""
 
+import functools
 from typing import Any
 
 import chex
@@ -102,6 +103,19 @@ def test_gradients_keep_their_tree_and_dtypes_and_sums_are_wide():
     narrow = accumulate_over_window(grad_fn, accumulator_dtype=jnp.bfloat16)
     _, grads = narrow(PARAMS, jnp.ones((512, 1)))
     assert float(grads[0][0]) < 1
+
+
+def test_a_function_of_gradients_may_assign_to_its_keywords():
+    def halved(w: Any, x: Any, *, config: Any) -> Any:
+        config["scale"] /= 2
+        return jax.value_and_grad(
+            lambda w: (config["scale"] * jnp.sum(w * x), x.size), has_aux=True
+        )(w)
+
+    f = jax.jit(
+        functools.partial(accumulate_over_window(halved), config={"scale": 1.0})
+    )
+    assert f(1.0, jnp.full((3, 4), 2.0))[1] == 1
 
 
 def test_the_window_of_a_function_of_gradients_has_reverse_mode_derivatives():
