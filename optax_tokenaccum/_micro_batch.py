@@ -85,14 +85,12 @@ def _static_leaves(named: Iterable[tuple[Any, Leaf]]) -> Iterator[int]:
         is_scalar = isinstance(x, int | float | complex | np.generic)
         if name not in mixed or _is_number(x) and not is_scalar:
             continue
-        try:
-            hash(x)
-        except TypeError:
+        if type(x).__hash__ is None:
             raise TypeError(
                 "A keyword of loss_fn that is neither an array nor a number is static, "
                 f"and must be hashable: got a {type(x).__name__} in {name!r}. Freeze "
                 "it, or pass its parts."
-            ) from None
+            )
         yield i
 
 
