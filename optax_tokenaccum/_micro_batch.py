@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, keystr, tree_flatten_with_path
+from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation, Added
@@ -56,18 +56,22 @@ class Keywords(dict[str, Tree]):
 
     def __init__(self, given: Mapping[str, Tree], static: Iterable[int] | None = None):
         super().__init__(given)
-        self._named, self._structure = tree_flatten_with_path(dict(given))
+        self._leaves, self._structure = jax.tree.flatten(dict(given))
         # Known from the beginning: jax also makes such trees of shardings.
-        self.static = {*(_static_leaves(self._named) if static is None else static)}
+        self.static = {*(_static_leaves(given) if static is None else static)}
+
+    def tree_flatten(self) -> tuple[list[Leaf], Any]:
+        kept = ((i, self._leaves[i]) for i in sorted(self.static))
+        static = tuple((i, type(x), x) for i, x in kept)
+        traced = [x for i, x in enumerate(self._leaves) if i not in self.static]
+        return traced, (self._structure, static)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Leaf]], Any]:
-        named = [
-            (DictKey(keystr(path, simple=True, separator="/")), x)
-            for path, x in self._named
-        ]
-        static = [(i, type(named[i][1]), named[i][1]) for i in sorted(self.static)]
-        traced = [x for i, x in enumerate(named) if i not in self.static]
-        return traced, (self._structure, tuple(static))
+        traced, static = self.tree_flatten()
+        named = enumerate(tree_leaves_with_path(dict(self)))
+        paths = [path for i, (path, _) in named if i not in self.static]
+        keys = [DictKey(keystr(path, simple=True, separator="/")) for path in paths]
+        return [*zip(keys, traced, strict=True)], static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Iterable[Leaf]) -> "Keywords":
@@ -78,20 +82,23 @@ class Keywords(dict[str, Tree]):
         return cls(structure.unflatten(leaves), [i for i, *_ in kept])
 
 
-def _static_leaves(named: Iterable[tuple[Any, Leaf]]) -> Iterator[int]:
-    leaves = [(path[0].key, x) for path, x in named]
-    mixed = {name for name, x in leaves if not _is_number(x)}
-    for i, (name, x) in enumerate(leaves):
-        is_scalar = isinstance(x, int | float | complex | np.generic)
-        if name not in mixed or _is_number(x) and not is_scalar:
-            continue
-        if type(x).__hash__ is None:
-            raise TypeError(
-                "A keyword of loss_fn that is neither an array nor a number is static, "
-                f"and must be hashable: got a {type(x).__name__} in {name!r}. Freeze "
-                "it, or pass its parts."
-            )
-        yield i
+def _static_leaves(given: Mapping[str, Tree]) -> Iterator[int]:
+    start = 0
+    for name in sorted(given):  # as jax orders them
+        leaves = jax.tree.leaves(given[name])
+        is_mixed = not all(map(_is_number, leaves))
+        for i, x in enumerate(leaves if is_mixed else (), start):
+            is_scalar = isinstance(x, int | float | complex | np.generic)
+            if _is_number(x) and not is_scalar:
+                continue
+            if type(x).__hash__ is None:
+                raise TypeError(
+                    "A keyword of loss_fn that is neither an array nor a number is "
+                    f"static, and must be hashable: got a {type(x).__name__} in "
+                    f"{name!r}. Freeze it, or pass its parts."
+                )
+            yield i
+        start += len(leaves)
 
 
 def keywords(given: dict[str, Tree]) -> dict[str, Tree]:

@@ -245,8 +245,8 @@ class TrainStep(Step):
         Raises:
           ValueError: the step has no schedule; or, with a mesh, the arrays of the batch
             have different numbers of rows, or `num_tokens` does not depend on the rows.
-          TypeError: `state` is not from `init`, or `loss_fn` returned anything other
-            than `(loss_sum, num_tokens)`.
+          TypeError: `state` is not from `init`, a static keyword is not hashable, or
+            `loss_fn` returned anything other than `(loss_sum, num_tokens)`.
         """
         self._require(state)
         schedule = self.accumulation.schedule

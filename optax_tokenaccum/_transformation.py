@@ -251,7 +251,7 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
     if len(leaves) == len(sums):
         pairs = zip(sums, map(jnp.ndim, leaves), strict=True)
         sums = [x.sum(0) if x.ndim > rank else x for x, rank in pairs]
-    elif params is None and _may_be_of_devices(sums):
+    elif _may_be_of_devices(sums):
         raise ValueError(
             "window_gradient needs the parameters, to tell sums of each device from "
             f"sums of one: got sums whose first axis is spread over {sums[0].shape[0]} "

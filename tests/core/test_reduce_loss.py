@@ -153,8 +153,9 @@ def test_a_weight_that_is_not_a_weight_is_loud(layout: str, reduction: str):
 def test_ids_of_64_bits_and_rows_without_tokens(reduction: str):
     losses, mask = np.float32([[1, 2, 3, 4]]), np.array([[True, False, True, True]])
     batch = {"losses": losses, "mask": mask}
-    for least in (0, 2**31, 2**32 - 2, 2**63 - 3, -(2**63)):
-        ids = np.array([[least + 1, least + 1, 0, least + 2]])
+    # The last pair has equal lower halves.
+    for first, second in ((1, 2), (2**32, 2**63 - 1), (-(2**63), 1), (1, 2**32 + 1)):
+        ids = np.array([[first, first, 0, second]])
         expected = reduce(batch | {"segment_ids": [[1, 1, 0, 2]]}, reduction)
         assert reduce(batch | {"segment_ids": ids}, reduction) == expected
     for rows in (slice(0), ...):

@@ -96,19 +96,20 @@ def test_what_changes_in_a_keyword_with_strings_is_seen(way: str):
     def scaled(params: Any, batch: Any, *, config: Any) -> Any:
         value, n = loss_fn(params, batch)
         assert config["act"] is jnp.tanh and len(range(config["size"])) == 2
-        return value * config["scale"] * config["array"], n
+        scale = 3 if isinstance(config["scale"], int) else config["scale"]
+        return value * scale * config["array"], n
 
     step = new_step(way, scaled)
     state = step.init(PARAMS)
     node = jax.tree_util.Partial(jnp.add, "a string")
     config = {"mode": "train", "act": jnp.tanh, "size": 2, "none": None, "node": node}
-    for scale in (1.0, 0.5):
+    for given, scale in ((1.0, 1.0), (0.5, 0.5), (1, 3)):
         for array in (1.0, 2.0):
             before = np.asarray(state.params["w"])
-            config |= {"scale": scale, "array": jnp.float32(array)}
+            config |= {"scale": given, "array": jnp.float32(array)}
             state, _ = helpers.run_step(step, state, calls(way), config=config)
             moved = before - 9.2 * scale * array
-            np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)
+            np.testing.assert_allclose(state.params["w"], moved, rtol=1e-5)
     with pytest.raises(TypeError, match="must be hashable: got a set in 'config'"):
         step(state, calls(way)[0], config={"names": {"a"}})
 
