@@ -42,7 +42,6 @@ def token_accumulation(
     gradients: Literal["sum", "mean"] = "sum",
     should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: DType | None = None,
-    **removed: Any,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs `inner` once per window, on the exact token mean of the window's gradients.
 
@@ -92,7 +91,6 @@ def token_accumulation(
         rejects is not added to any sum and not counted.
       accumulator_dtype: dtype of the sums; by default float32, or the parameter's dtype
         if that is wider. Division and weighting use at least float32.
-      **removed: not accepted. The error says what to write in place of `axis_name`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `TokenAccumulationState`.
@@ -123,18 +121,6 @@ def token_accumulation(
       0.0
       -3.0
     """
-    if removed:
-        instead = (
-            " In place of axis_name, sum gradients and num_tokens over the devices "
-            "with jax.lax.psum before update; in a shard_map, the gradients with "
-            "respect to jax.lax.pcast(params, axis, to='varying'), because JAX itself "
-            "sums those of parameters that devices share. Or use a step with mesh and "
-            "data_axes."
-        )
-        raise TypeError(
-            f"token_accumulation() has no keywords {sorted(removed)}."
-            + instead * ("axis_name" in removed)
-        )
     schedule = make_schedule(every_k_schedule, every_n_tokens)
     accumulation = make_accumulation(
         inner, schedule, gradients, should_skip_update_fn, accumulator_dtype

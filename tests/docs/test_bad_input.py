@@ -247,10 +247,6 @@ ERRORS = """
       ValueError: should_skip_update_fn must return (a bool scalar, …): got bool of …
     MultiSteps(sgd, None)
       TypeError: MultiSteps needs every_k_schedule: got None.
-    token_accumulation(sgd, 2, axis_name="data")
-      TypeError: token_accumulation() has no keywords ['axis_name']. In place of ….
-    token_accumulation(sgd, 2, every_n_token=8)
-      TypeError: token_accumulation() has no keywords ['every_n_token'].
     state.acc_grads
       AttributeError: TokenAccumulationState has no acc_grads, a running mean in optax.
       Write optax_tokenaccum.window_gradient(state) for the token mean of the open …
