@@ -2,17 +2,13 @@
 
 import itertools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import NamedSharding
 
 from optax_tokenaccum._backward import collected_reports
-from optax_tokenaccum._trees import Leaf, named_leaves
 
 _numbers = itertools.count()
 
@@ -33,9 +29,8 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
       **kwargs: as for a call.
 
     Returns:
-      The reason by the path of each such parameter. In a `jit` without the `mesh` of a
-      step, only the shardings of `args` tell whether the stacked axis of a parameter is
-      spread over devices.
+      The reason by the path of each such parameter. In a `jit` of your own, types do not
+      tell whether the stacked axis of a parameter is spread over devices; a step knows.
 
     Raises:
       ValueError: nothing in `f` gives this library a loss, as in a loop by hand or with
@@ -66,35 +61,9 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
             "f must give this library a loss, through a step or window_value_and_grad: "
             "got a function that has none, or gets whole gradients from elsewhere."
         )
-    given = {_keys(path): x for path, x in named_leaves((args, kwargs))}
     least = sum(math.prod(shape) for shape, _ in found.values()) / 100
-    reasons = {
-        path: reason or _why_spread(_keys(path), shape, given)
+    return {
+        path: reason
         for path, (shape, reason) in found.items()
-        if math.prod(shape) >= least
+        if reason and math.prod(shape) >= least
     }
-    return {path: reason for path, reason in reasons.items() if reason}
-
-
-def _keys(path: str) -> tuple[str, ...]:
-    return () if path == "the root" else tuple(re.findall(r"\w+", path))
-
-
-def _why_spread(
-    path: tuple[str, ...], shape: tuple[int, ...], given: dict[tuple[str, ...], Leaf]
-) -> str | None:
-    """Asks the first argument with this path, because the types of a `jit` don't tell.
-
-    The shape is that of the parameter with the axis of the layers first.
-    """
-    named = [x for own, x in given.items() if own[len(own) - len(path) :] == path]
-    x = next((x for x in named if sorted(jnp.shape(x)) == sorted(shape)), None)
-    sharding = getattr(x, "sharding", None)
-    if x is None or not isinstance(sharding, NamedSharding):
-        return None
-    orders = [(axis, *x.shape[:axis], *x.shape[axis + 1 :]) for axis in range(x.ndim)]
-    axis = next(i for i, *rest in orders if (x.shape[i], *rest) == shape)
-    names = [*sharding.spec, *[None] * x.ndim][axis]
-    if any(sharding.mesh.shape[name] > 1 for name in jax.tree.leaves(names)):
-        return "its first axis is spread over devices: spread another axis"
-    return None
