@@ -1,7 +1,6 @@
 """Checks of arguments, with errors that state what is required."""
 
-import functools
-import inspect
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +25,9 @@ from optax_tokenaccum._trees import (
     varying_axes,
 )
 
-OF_WINDOW = ("num_tokens", "value")  # keywords that the inner optimizer is given
+OF_WINDOW = "num_tokens", "value", "grad"  # keywords with values of the window
+# What is tried, in this order, to leave out as little as an optimizer refuses.
+LEFT_OUT = [x for n in range(4) for x in itertools.combinations(OF_WINDOW, n)]
 ACCUMULATES = (
     "The inner optimizer already accumulates: a micro-batch would be counted by two "
     "windows. Pass the plain optimizer."
@@ -62,10 +63,11 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """`inner`, whose `update` is given `num_tokens` and `value` only if it takes them.
+    """`inner`, whose `update` is given the window's keywords only if it takes them.
 
     `optax.chain` and the like give every keyword to all their members, and a member may
-    refuse one. Which ones is found out by trying, once for each set of keywords.
+    refuse one. Which ones to leave out is found by trying, once for each set of keywords;
+    if nothing helps, the first error is raised.
     """
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         raise TypeError(
@@ -75,80 +77,25 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(getattr(inner.update, "__self__", None), optax.MultiSteps):
         raise ValueError(ACCUMULATES)
     given = optax.with_extra_args_support(inner)
-    refused: dict[frozenset[str], Iterable[str]] = {}
+    accepts: dict[frozenset[str], list[tuple[str, ...]]] = {}
 
     def update(
         updates: Gradients, state: Tree, params: Params | None = None, **extra: Any
     ) -> Any:
-        run = functools.partial(given.update, updates, state, params)
-        names = frozenset(extra)
-        if names not in refused:
-            try:  # first, because most optimizers refuse nothing: one trace
-                return run(**extra)
+        first: TypeError | None = None
+        for left_out in accepts.get(frozenset(extra), LEFT_OUT):
+            kept = {k: x for k, x in extra.items() if k not in left_out}
+            try:
+                result = given.update(updates, state, params, **kept)
             except TypeError as error:
-                refused[names] = _refused(run, extra, error)
-        return run(**{k: x for k, x in extra.items() if k not in refused[names]})
+                first = first or error
+            else:
+                accepts[frozenset(extra)] = [left_out]
+                return result
+        assert first is not None
+        raise first
 
     return optax.GradientTransformationExtraArgs(given.init, update)
-
-
-def _refused(
-    run: Callable[..., Any], extra: dict[str, Any], error: TypeError | None
-) -> Iterable[str]:
-    """The keywords among `num_tokens` and `value` that `run` does not accept.
-
-    `error` is what `run(**extra)` raised. If it has a different cause, it is raised
-    again.
-    """
-    refused: dict[str, str] = {}
-    while error is not None:
-        message = str(error).partition(" Did you mean")[0]  # newer Python
-        named = [name for name in OF_WINDOW if f"'{name}'" in message]
-        if "unexpected keyword argument" in message.lower():
-            new = [name for name in named if name in extra]
-            refused |= dict.fromkeys(new, message)
-            needed = [name for name in new if _is_parameter(name, run)]
-        else:
-            new, needed = [], [name for name in named if name in refused]
-        if needed:
-            name = needed[0]
-            raise TypeError(
-                f"All transformations of a chain must accept {name}, because one of "
-                f"them uses it: got one that does not, {refused[name]}. Put in its "
-                "place one that drops it: optax.GradientTransformationExtraArgs"
-                f"(tx.init, lambda updates, state, params=None, *, {name}=None, "
-                "**extra: tx.update(updates, state, params, **extra))."
-            ) from error
-        if not new:
-            raise error
-        extra = {name: x for name, x in extra.items() if name not in new}
-        try:
-            jax.eval_shape(functools.partial(run, **extra))
-            error = None
-        except TypeError as another:
-            error = another
-    return refused
-
-
-def _is_parameter(name: str, f: Any) -> bool:
-    """Whether `f`, or an update function in its closures, has a parameter `name`."""
-    found, seen = [f], set()
-    while found:
-        f = found.pop()
-        if id(f) in seen:
-            continue
-        seen.add(id(f))
-        if isinstance(f, functools.partial):
-            found.append(f.func)
-        elif isinstance(f, Mapping):
-            found += f.values()
-        elif isinstance(f, tuple | list):
-            found += f
-        elif inspect.isfunction(f) or inspect.ismethod(f):
-            if name in [*inspect.signature(f).parameters][3:]:  # updates, state, params
-                return True
-            found += inspect.getclosurevars(f).nonlocals.values()
-    return False
 
 
 def check_inner_state(

@@ -29,8 +29,9 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
       **kwargs: as for a call.
 
     Returns:
-      The reason by the path of each such parameter. In a `jit` of your own, types do not
-      tell whether the stacked axis of a parameter is spread over devices; a step knows.
+      The reason by the path of each such parameter. In a `jit` of your own, types do
+      not tell whether the stacked axis of a parameter is spread over devices; a step
+      knows.
 
     Raises:
       ValueError: nothing in `f` gives this library a loss, as in a loop by hand or with
