@@ -3,7 +3,7 @@
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -66,8 +66,8 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """`inner`, whose `update` is given the window's keywords only if it takes them.
 
     `optax.chain` and the like give every keyword to all their members, and a member may
-    refuse one. Which ones to leave out is found by trying, once for each set of keywords;
-    if nothing helps, the first error is raised.
+    refuse one. Which ones to leave out is found by trying, once for each set of
+    keywords. If nothing helps, the first error is raised.
     """
     if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         raise TypeError(

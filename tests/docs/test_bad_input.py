@@ -363,19 +363,11 @@ ERRORS = """
       ValueError: max_length goes with reduction='seq-mean-token-sum-norm', which
       divides by it, and with no other: got max_length=… and …. Take a constant of the
       run, such as the most tokens of a completion, never the padded length.
-    reduce_loss(losses, mask, "seq-mean-token-sum-norm", max_length=-5)
-    reduce_loss(losses, mask, "seq-mean-token-sum-norm", max_length=np.ones(2))
-      ValueError: max_length must be a finite number > 0: got ….
-    linear_cross_entropy_sum(losses, batch.T, mask[0].astype(int)[:2], logit_cap=0)
-      ValueError: logit_cap must be a finite number > 0: got 0.
-    softmax_cross_entropy_sum(losses, mask[:, 0].astype(int), z_loss=-1)
-      ValueError: z_loss must be a finite number >= 0: got -1.
-    softmax_cross_entropy_sum(losses, mask[:, 0].astype(int), label_smoothing=1)
-      ValueError: label_smoothing must be a number from 0 to less than 1: got 1.
     reduce_loss(losses, mask, "mean")
       ValueError: reduction must be one of token-mean, …-sum-norm: got 'mean'.
     reduce_loss(losses, mask[0])
       ValueError: losses and mask must both be [rows, length]: got losses … and mask ….
+      With one loss a row, return jnp.sum(jnp.where(mask, losses, 0)), mask.sum().
     reduce_loss(losses, mask, segment_ids=mask[0].astype(int))
       ValueError: segment_ids must be integers of the shape of mask: got … and mask ….
     reduce_loss(losses, mask, count_empty=True, segment_ids=mask.astype(int))
