@@ -7,7 +7,6 @@ are only placed.
 
 import contextlib
 import dataclasses
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -331,17 +330,13 @@ def warn_of_whole_sums(devices: Devices, params: Params) -> bool:
     leaves = jax.tree.leaves(params) if devices.warns else []
     over = [x for x in leaves if {*devices.names} & used(sharding_of(x))]
     if over:
-        # The caller of the package; `skip_file_prefixes` is new in Python 3.12.
-        frame, level, package = inspect.currentframe(), 1, __name__.split(".")[0]
-        while frame and frame.f_globals["__name__"].split(".")[0] == package:
-            frame, level = frame.f_back, level + 1
         warnings.warn(
             f"Parameters are spread over data_axes {devices.names}, and every device "
             "keeps whole float32 sums of their gradients: "
             f"{sum(4 * x.size for x in over):,} bytes. "
             'reduce_every="micro_batch" spreads the sums too (FSDP); '
             'reduce_every="window" keeps them whole without this warning.',
-            stacklevel=level,
+            stacklevel=3,  # the caller of `init`
         )
     return bool(over)
 

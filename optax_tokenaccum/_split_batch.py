@@ -66,7 +66,7 @@ def split_batch(batch: Batch, k: int, *, pad_values: PadValues = None) -> Batch:
             keys = jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))
             return jnp.concatenate([x, keys])
         xp = np if isinstance(x, np.ndarray) else jnp
-        pad = as_pad(pad, x.dtype, path)
+        pad = fitted_pad(pad, x.dtype, path)
         return xp.concatenate([x, xp.full((missing, *x.shape[1:]), pad, x.dtype)])
 
     if missing:
@@ -86,36 +86,22 @@ def with_pads(tree: Batch, pad_values: PadValues) -> list[tuple[str, Leaf, Array
     return [(path, leaf, pad) for (path, leaf), pad in zip(leaves, pads, strict=True)]
 
 
-def as_pad(pad: ArrayLike, dtype: np.dtype, path: str) -> np.ndarray:
-    """The pad value of the leaf at `path`, which must be able to hold it."""
-    given = np.asarray(pad)
-    if given.shape != () or not is_number(given):
-        raise TypeError(
-            f"A pad value must be a number: got {pad!r} for {path}. What weighs "
-            "nothing depends on the loss: for example False for a mask, or -100 for "
-            "labels with ignore_index=-100."
-        )
-    kept, is_kept = cast(given, dtype)
-    if is_kept:
-        return kept
-    raise ValueError(
-        f"A pad value must fit the dtype of its leaf: got {pad!r} for {path} of "
-        f"{dtype}. Give each leaf its own, for example pad_values={{'inputs': 0, "
-        "'mask': False}."
-    )
+def fitted_pad(pad: ArrayLike, dtype: np.dtype, path: str) -> np.ndarray:
+    advice = "Give each leaf its own, such as {'inputs': 0, 'mask': False}."
+    return fitted(pad, dtype, f"The pad value of {path}", advice)
 
 
-def cast(x: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, bool]:
-    """`x` as `dtype`, and whether `dtype` holds its values."""
-    if x.dtype == dtype:
-        return x, True
+def fitted(x: ArrayLike, dtype: np.dtype, name: str, advice: str) -> np.ndarray:
+    """`x` as an array of `dtype`; raises `ValueError` if that changes its values."""
+    given = np.asarray(x)
+    if given.dtype == dtype:
+        return given
     with np.errstate(all="ignore"):
-        kept = x.astype(dtype)
+        kept = given.astype(dtype)
     # Rounding is fine, except to an integer; overflow is not.
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)
     rtol, atol = (0.1, float(jnp.finfo(dtype).tiny)) if is_inexact else (0, 0)
-    return kept, bool(np.isclose(kept, x, rtol, atol, equal_nan=True).all())
-
-
-def is_number(x: np.ndarray) -> bool:
-    return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.number)
+    if not np.isclose(kept, given, rtol, atol, equal_nan=True).all():
+        got = repr(x) if given.ndim == 0 else given.dtype
+        raise ValueError(f"{name} must fit its dtype, {dtype}: got {got}. {advice}")
+    return kept

@@ -1,6 +1,6 @@
 """Sequences of many lengths, in micro-batches of few shapes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -9,13 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._checks import as_count
-from optax_tokenaccum._split_batch import (
-    PadValues,
-    as_pad,
-    cast,
-    is_number,
-    with_pads,
-)
+from optax_tokenaccum._split_batch import PadValues, fitted, fitted_pad, with_pads
 from optax_tokenaccum._trees import Batch, Leaf
 
 __all__ = [
@@ -244,9 +238,9 @@ def pad_micro_batch(
       int64, unless x64 is enabled).
 
     Raises:
-      ValueError: sequences differ in structure, dtype or shape, or do not match the
-        plan (the error names index and leaf); or a dtype cannot hold a value.
-      TypeError: a leaf or a pad value is not a number.
+      ValueError: sequences differ in structure or shape, or do not match the plan; the
+        leaves of one have different lengths; or a dtype cannot hold a value (the error
+        names index and leaf).
 
     Example:
       >>> import numpy as np
@@ -258,62 +252,24 @@ def pad_micro_batch(
        [   1    2 -100 -100]
        [-100 -100 -100 -100]]
     """
-    if isinstance(sequences, Mapping) or len(sequences) == 0:
-        raise ValueError(
-            "sequences must be a list of at least one sequence, each a pytree of "
-            f"arrays [length, ...]: got {type(sequences).__name__} of "
-            f"{len(sequences)}."
-        )
     structure = jax.tree.structure(sequences[0])
     leaves = with_pads(sequences[0], pad_values)
-    arrays = [_padding(plan, *leaf) for leaf in leaves]
     if not any(map(np.ndim, jax.tree.leaves(sequences[0]))):
         raise ValueError(
             "A sequence must have a leaf with an axis, its tokens: got only scalars, "
             f"{structure}. A list is a container: give np.asarray(tokens)."
         )
-    advice = "Give all of the window's, in the order of the lengths that were planned."
+    arrays = [_padding(plan, *leaf) for leaf in leaves]
     for row, index in enumerate(plan.indices.tolist()):
-        if not 0 <= index < len(sequences):
-            raise ValueError(
-                f"The plan must be one of these sequences: got index {index} for "
-                f"{len(sequences)} of them. {advice}"
-            )
-        values, own = jax.tree.flatten(sequences[index])
-        if own != structure:
-            raise ValueError(
-                f"All sequences must have the structure of the first: expected "
-                f"{structure}, got {own} at index {index}. A list is a container: give "
-                "np.asarray(tokens)."
-            )
-        lengths = {}
+        values = structure.flatten_up_to(sequences[index])
         for (path, *_), array, x in zip(leaves, arrays, values, strict=True):
-            x = np.asarray(x)
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            got = dtype, x.ndim, x.shape[1:]
-            if got != (array.dtype, array.ndim - 1, array.shape[2:]):
-                raise ValueError(
-                    "All sequences must have the dtypes and shapes of the first: at "
-                    f"{path} got {x.dtype} of shape {x.shape} at index {index} for an "
-                    f"array {array.dtype}{list(array.shape)}."
-                )
-            if x.ndim:
-                lengths[path] = len(x)
-            if max(x.shape[:1], default=0) > plan.length:
-                raise ValueError(
-                    f"The plan must be one of these sequences: got one of {len(x)} "
-                    f"tokens at index {index} for a micro-batch of length "
-                    f"{plan.length}. {advice}"
-                )
-            kept, is_kept = cast(x, dtype)
-            if not is_kept:
-                raise ValueError(
-                    f"Values must fit the dtype that jax keeps, {dtype}: at {path} got "
-                    f"{x.dtype} that does not at index {index}. Enable x64, or give "
-                    "smaller numbers."
-                )
-            array[row, *map(slice, x.shape[:1])] = kept
-        if len({*lengths.values()}) > 1:
+            name = f"The leaf {path} of sequence {index}"
+            advice = "Its dtype is that of the first sequence, as jax keeps it."
+            array[row, *map(slice, np.shape(x)[:1])] = fitted(
+                x, array.dtype, name, advice
+            )
+        lengths = {len(x) for x in values if np.ndim(x)}
+        if len(lengths) > 1:
             raise ValueError(
                 f"The leaves of a sequence must have one length: got {lengths} in the "
                 f"sequence at index {index}. Cut inputs and labels alike."
@@ -324,11 +280,6 @@ def pad_micro_batch(
 def _padding(plan: MicroBatchPlan, path: str, x: Leaf, pad: ArrayLike) -> np.ndarray:
     """The array of a leaf of every sequence, `x` of the first, with only padding."""
     given = np.asarray(x)
-    if not is_number(given):
-        raise TypeError(
-            f"The leaves of a sequence must be numbers: got {given.dtype} at {path} of "
-            "the sequence at index 0."
-        )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(given.dtype))
     shape = (plan.num_rows, plan.length, *given.shape[1:])[: 1 + given.ndim]
-    return np.full(shape, as_pad(pad, dtype, path))
+    return np.full(shape, fitted_pad(pad, dtype, path))

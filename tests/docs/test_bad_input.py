@@ -402,24 +402,15 @@ ERRORS = """
     check_loss_fn(loss_fn, params, [jnp.ones(())])
       ValueError: …leading axis…
 
-    pad(sequences[0])
-    pad([])
     pad([[1, 2, 3], [4, 5, 6]])
-    pad([np.arange(2), np.ones((4, 1))])
-      …Error: …equence… must …got …
-    pad(sequences, pad_values="0")
-      TypeError: A pad value must be a number: got '0' for ['ids']. What weighs ….
-    pad([{"ids": np.array(["ab"])}])
-      TypeError: The leaves of a sequence must be numbers: got <U2 at ['ids'] of the ….
-    pad(sequences, plan=plan._replace(length=3))
-      ValueError: The plan must be one of these sequences: got one of 4 tokens at ….
-    pad(sequences[:1])
-    pad(sequences, plan=plan._replace(indices=np.array([-1])))
-      ValueError: The plan must be one of these sequences: got index … for … of them.
-      Give all of the window's, in the order of the lengths that were planned.
-    pad([np.full(4, 2**40 + 7), np.arange(4)])
-      ValueError: Values must fit the dtype that jax keeps, int32: at the root got
-      int64 that does not at index 0. Enable x64, or give smaller numbers.
+      ValueError: A sequence must have a leaf with an axis, its tokens: got only ….
+    pad([{"ids": np.arange(2), "mask": np.ones(2)}, {"ids": np.arange(4), "mask":
+        np.ones(1)}])
+      ValueError: The leaves of a sequence must have one length: got {1, 4} in the
+      sequence at index 1. Cut inputs and labels alike.
+    pad([np.full(2, 2**40 + 7), np.arange(4)])
+    pad([np.arange(2), np.full(4, 0.5)])
+      ValueError: The leaf the root of sequence … must fit its dtype, int32: got ….
 
     step.init(jax.device_put(params, NamedSharding(meshes.make_mesh((8,), "explicit"),
         P())))
