@@ -62,7 +62,7 @@ def per_device_loss(
         ]
         _check_names(traced, own, names)
         if devices.size > 1:
-            _check_sums(traced, loss, differ, devices.size, params, inputs)
+            _check_sums(traced, differ, devices.size, params, inputs)
         n = traced.alone(1).value()
         loss_sum, (_, (aux, changed)) = traced.perturbed(own, n)
         # Only its value: a gradient may be finite where the loss is not.
@@ -125,12 +125,7 @@ def _check_names(
 
 
 def _check_sums(
-    traced: Traced,
-    loss: LossOfRows,
-    differ: Inputs,
-    size: int,
-    params: Params,
-    inputs: Inputs,
+    traced: Traced, differ: Inputs, size: int, params: Params, inputs: Inputs
 ) -> None:
     """Raises `ValueError` unless counts can be added up, and states be unified.
 
@@ -154,22 +149,8 @@ def _check_sums(
         )
     _, (_, (_, changed)) = traced.numbers()
     names = [path.removeprefix(".") for path, _ in named_leaves(inputs.model_state)]
-    leaves, structure = jax.tree.flatten(inputs.batch)
-    are_rows = jax.tree.leaves(differ.batch)
-    sizes = {len(x) for x, has_rows in zip(leaves, are_rows, strict=True) if has_rows}
-    sizes |= {size * rows for rows in sizes}  # of axes that may be of rows
-    times = 3 if size == 2 else 2  # as many rows as no such axis has
-
-    def with_more_rows(params: Params, inputs: Inputs) -> Any:
-        more = [
-            jnp.concatenate([x] * times) if has_rows else x
-            for x, has_rows in zip(leaves, are_rows, strict=True)
-        ]
-        return loss(params, inputs._replace(batch=structure.unflatten(more)))
-
     for i, output in changed.items():
-        out = traced.closed.out_avals[output]
-        kind, shape = out.dtype, out.shape
+        kind = traced.closed.out_avals[output].dtype
         cannot_mean = jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_
         if cannot_mean and True in needs(output):
             raise ValueError(
@@ -179,14 +160,3 @@ def _check_sums(
                 "can be taken. Return it as aux, or use "
                 'reduce_every="micro_batch", where loss_fn sees all rows.'
             )
-        if not sizes.isdisjoint(shape) and True in needs(output):
-            try:
-                jax.eval_shape(with_more_rows, params, inputs)
-            except Exception as error:
-                raise ValueError(
-                    f"{names[i]} must not have an axis of rows, because the model has "
-                    "only one value, the mean of those of all devices: got shape "
-                    f"{shape}, and an error if a device has {times} times as many "
-                    'rows. Use reduce_every="micro_batch", where loss_fn sees all '
-                    "rows; or return it as aux, and give it back with the next batch."
-                ) from error

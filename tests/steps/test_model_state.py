@@ -123,26 +123,6 @@ def test_integers_that_depend_on_the_rows_of_a_device_raise():
     assert train("two programs", "8, each", loss=loss)[0]["calls"] == expected
 
 
-@pytest.mark.parametrize("way", ["two programs", "window"])
-@pytest.mark.parametrize("rows", [DEVICES, 2 * DEVICES])
-def test_a_state_of_rows_raises_unless_the_loss_sees_all_rows(way: str, rows: int):
-    """One row on each device is also the broadcast of a row."""
-
-    def recurrent(params: Any, hidden: Any, batch: Any) -> Any:
-        hidden = 0.5 * hidden + batch["y"]
-        loss_sum = jnp.sum(params["w"]) * jnp.sum(hidden)
-        return (loss_sum, (jnp.sum(batch["weights"]), None)), hidden
-
-    given = {"window": window_of(rows), "loss": recurrent}
-    on_a_device = rows // DEVICES
-    for size in {on_a_device, rows if on_a_device == 1 else on_a_device}:
-        with pytest.raises(ValueError, match=r"must not have an axis of rows.*micro_b"):
-            train(way, "8", given=jnp.zeros(size), **given)
-    hidden, _ = train(way, "8, each", given=jnp.zeros(rows), **given)
-    expected = sum(0.5 ** (K - 1 - j) * x["y"] for j, x in enumerate(given["window"]))
-    assert helpers.relative_error(hidden, expected) < RTOL
-
-
 def test_a_state_that_a_loop_moves_to_another_place_has_changed():
     def last_but_one(params: Any, sums: Any, batch: Any) -> Any:
         """Of sums over the rows."""
@@ -157,11 +137,6 @@ def test_a_state_that_a_loop_moves_to_another_place_has_changed():
     found, _ = train("two programs", "8", window, last_but_one, jnp.zeros(()))
     expected = sum(x["y"][::2].mean() for x in window)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_statistics_of_as_many_features_as_rows_are_none():
-    window = window_of(FEATURES * DEVICES)
-    check(train("two programs", "8", window)[0], DEVICES, window)
 
 
 def test_dtypes_stay():
