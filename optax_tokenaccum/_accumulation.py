@@ -143,11 +143,8 @@ class Accumulation:
         n = as_num_tokens(num_tokens, dtype)
         value = as_real_scalar(0.0 if value is None else value, "value", dtype)
         skipped, skip_state = self.should_skip(gradients, state, params, n)
-        # Before 0.5, sums were not emptied at the end of a window.
-        is_open = state.mini_step > 0
 
         def add_leaf(so_far: jax.Array, x: Leaf) -> jax.Array:
-            so_far = zero_unless(is_open, so_far)
             if trees.is_float0(x):
                 return so_far
             wide = jnp.asarray(x).astype(trees.at_least_float32(so_far.dtype))
@@ -256,10 +253,8 @@ class Accumulation:
         skip_state: Tree,
     ) -> Added:
         """The state with new sums of gradients; adds the other numbers."""
-        is_open = state.mini_step > 0
 
         def add_number(so_far: jax.Array, x: jax.Array) -> jax.Array:
-            so_far = jnp.where(is_open, so_far, jnp.zeros_like(so_far))
             return add(so_far, jnp.where(skipped, jnp.zeros_like(x), x))
 
         new = state._replace(

@@ -5,7 +5,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 
@@ -17,14 +16,13 @@ from optax_tokenaccum._micro_batch import Loss
 from optax_tokenaccum._multi_steps import transformation_of
 from optax_tokenaccum._nnx_model import Opened, laid_out, open_model
 from optax_tokenaccum._state import (
-    ArrayMemo,
     ModelStepState,
     StepMetrics,
     TokenAccumulationState,
     key_array,
     strong_and_unaliased,
 )
-from optax_tokenaccum._step import Step
+from optax_tokenaccum._step import MEMO, Step
 from optax_tokenaccum._trees import OptState, Tree, is_concrete, nodes_of
 
 
@@ -32,14 +30,12 @@ class ModelStep(abc.ABC):
     """Steps of the core for the transformation of each optimizer."""
 
     _core: type[Step]
-    _counts_calls = True  # in `optimizer.step`; otherwise the program counts updates
 
     def __init__(self, loss: Loss, devices: Devices, donate: bool):
         self._loss = loss
         self._devices = devices
         self._donate = donate
         self._steps: dict[optax.GradientTransformation, Step] = {}
-        self._counts: ArrayMemo[int] = ArrayMemo()  # of the calls of an optimizer
 
     def init(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """Places a model on the step's devices, and lays out its optimizer's sums.
@@ -107,7 +103,9 @@ class ModelStep(abc.ABC):
         is_array = isinstance(key, jax.Array) and is_concrete(key)
         # Arrays that are there twice, or in no variable, are copied.
         taken = {*map(id, [*jax.tree.leaves(given), *opened.loose_arrays()])}
-        if is_new or (is_array and step.memo.get(key) is None):
+        known = MEMO.get(key)
+        is_known = known is not None and known.layout.step.devices == step.devices
+        if is_new or (is_array and not is_known):
             state = laid_out(step, state, {*taken})
             opened.write(state)
         if is_array and self._donate:
@@ -115,18 +113,6 @@ class ModelStep(abc.ABC):
             if len({*map(id, leaves)} | taken) < len(leaves) + len(taken):
                 state = jax.tree.map(lambda x: strong_and_unaliased(x, taken), state)
         return step, opened, state
-
-    def _count_call(self, variable: nnx.Variable) -> None:
-        """Adds 1 without a program, and without waiting for a device."""
-        old = variable.get_raw_value()
-        new = old + 1 if not is_concrete(old) else None
-        if new is None:
-            known = self._counts.get(old)
-            count = 1 + (int(old) if known is None else known)
-            where = old.sharding if getattr(old, "committed", False) else None
-            new = jax.device_put(np.asarray(count, old.dtype), where)
-            self._counts.remember(new, count)
-        variable.set_raw_value(new)
 
 
 class Part:
@@ -144,8 +130,10 @@ class Part:
         run = getattr(step, self._name)
         state, metrics = run(state, *args, **self._keywords(opened, kwargs))
         opened.write(state)
-        if owner._counts_calls:
-            owner._count_call(optimizer.step)
+        if not isinstance(owner, WindowStep):  # whose state has the count
+            count: Any = optimizer.step
+            updates = metrics.gradient_step.astype(count.get_raw_value().dtype)
+            count.set_raw_value(updates)
         return metrics
 
     def lower(
@@ -186,7 +174,6 @@ class WindowStep(ModelStep):
     """See `optax_tokenaccum.nnx.make_window_step`."""
 
     _core = _window_step.WindowStep
-    _counts_calls = False
 
     def __init__(
         self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool

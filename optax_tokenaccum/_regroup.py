@@ -12,7 +12,6 @@ from optax_tokenaccum._trees import (
     check_same_tree,
     is_concrete,
     is_key,
-    zero_unless,
 )
 
 
@@ -29,9 +28,6 @@ def regroup_sums(state: Tree, like: T) -> T:
     devices nothing is added up, and the gradient is the same bit for bit.
 
     A window step has no open window between calls: its arrays only change their place.
-
-    Checkpoints of 0.3 and 0.4, in which `grad_sums` is `acc_grads`, are taken over too:
-    restore them without a target, and give this function the dictionary.
 
     Args:
       state: the state that was saved, or the dictionary that a checkpoint makes of it,
@@ -69,18 +65,9 @@ def regroup_sums(state: Tree, like: T) -> T:
             f"{type(like).__name__}."
         )
     saved, wanted = _by_name(state), _by_name(like)
-    # Before 0.5, the sums had the name of optax's running mean.
-    saved = {
-        tuple("grad_sums" if x == "acc_grads" else x for x in name): leaf
-        for name, leaf in saved.items()
-    }
     for name in saved.keys() & wanted.keys():
         if "grad_sums" in name:
-            acc = _regrouped(saved[name], wanted[name])
-            counter = (*name[: name.index("grad_sums")], "mini_step")
-            [count] = [x for n, x in saved.items() if n[: len(counter)] == counter]
-            # Before 0.5, sums were not emptied at the end of a window.
-            saved[name] = zero_unless(count > 0, acc)
+            saved[name] = _regrouped(saved[name], wanted[name])
         elif is_key(wanted[name]) and not is_key(saved[name]):  # as NumPy restores it
             impl = jax.random.key_impl(wanted[name])
             saved[name] = jax.random.wrap_key_data(saved[name], impl=impl)

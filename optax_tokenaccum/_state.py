@@ -219,16 +219,10 @@ def require_step_state(
 
 
 class ArrayMemo(Generic[T]):
-    """Stores a value for each array, by identity, with a weak reference to the array.
-
-    An attribute of a step would be wrong for an older state, or for a second one.
-    """
+    """A value for each array, by identity, with a weak reference to the array."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[jax.Array], T]] = {}
-
-    def __reduce__(self) -> tuple[type["ArrayMemo[T]"], tuple[()]]:
-        return type(self), ()  # pickled empty: array identities do not survive
 
     def get(self, array: Leaf) -> T | None:
         known = self._known.get(id(array))
@@ -268,17 +262,22 @@ def strong_and_unaliased(x: Leaf, taken: set[int]) -> Leaf:
     return jnp.array(_strong(x), copy=True) if is_taken else _strong(x)
 
 
-def apart(given: T, donated: Tree) -> T:
-    """`given`, with copies of the arrays that are donated in the same call."""
-    ids = {*map(id, jax.tree.leaves(given))}
-    taken = ids.intersection(map(id, jax.tree.leaves(donated)))
-    if not taken:
-        return given
+def copy_aliased(donated: T, given: Tree) -> tuple[T, Tree]:
+    """The arguments of a call, with copies where an array is there again.
 
-    def copied(x: Leaf) -> Leaf:
-        return jnp.array(x, copy=True) if id(x) in taken and is_concrete(x) else x
+    A buffer that is donated can be neither donated nor read again in the same call.
+    """
+    leaves = jax.tree.leaves((donated, given))
+    if len({*map(id, leaves)}) == len(leaves):
+        return donated, given
+    seen: set[int] = set()
 
-    return jax.tree.map(copied, given)
+    def own(x: Leaf) -> Leaf:
+        is_copied = id(x) in seen and isinstance(x, jax.Array) and is_concrete(x)
+        seen.add(id(x))
+        return jnp.array(x, copy=True) if is_copied else x
+
+    return jax.tree.map(own, (donated, given))
 
 
 def copy_for_donation(tree: T) -> T:

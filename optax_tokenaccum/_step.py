@@ -29,8 +29,8 @@ from optax_tokenaccum._state import (
     StepMetrics,
     StepState,
     TokenAccumulationState,
-    apart,
     canonicalize_state,
+    copy_aliased,
     copy_for_donation,
     key_array,
     model_state_of,
@@ -54,14 +54,16 @@ ParamsT = TypeVar("ParamsT")  # the tree of parameters
 ModelT = TypeVar("ModelT")  # the tree of a model's state
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Layout:
-    """The structure of states and the shardings of their leaves.
+    """The structure of a step's states and the shardings of their leaves.
 
     `shardings` is `None` if no leaf is on a mesh; `model` is the structure of the model
-    state. `jitted` has the functions of the step's programs for such states.
+    state. `jitted` has the functions of the step's programs for such states; `is_ready`
+    tells whether the program that closes the window is compiled.
     """
 
+    step: "Step"
     structure: PyTreeDef
     shardings: tuple[NamedSharding | None, ...] | None
     is_concrete: bool
@@ -69,6 +71,7 @@ class Layout:
     jitted: dict["Program", jax.stages.Wrapped] = dataclasses.field(
         default_factory=dict
     )
+    is_ready: bool = False
 
 
 class Known(NamedTuple):
@@ -76,7 +79,10 @@ class Known(NamedTuple):
 
     layout: Layout
     count: int | None = None  # the value of `mini_step`, so that no call waits for it
-    is_ready: bool = False  # whether the program that closes the window is compiled
+
+
+# Of all steps, because steps may take turns on one state.
+MEMO: ArrayMemo[Known] = ArrayMemo()
 
 
 class Program(abc.ABC, Generic[StepT]):
@@ -122,8 +128,7 @@ class Program(abc.ABC, Generic[StepT]):
     def __call__(self, state: S, *args: Tree, **kwargs: Tree) -> tuple[S, StepMetrics]:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
-        state, known = self.step.prepared(state)
-        return self.run(state, known, traced)[:2]
+        return self.run(state, self.step.known_of(state), traced)[:2]
 
     def run(
         self, state: S, known: Known, traced: tuple[Tree, ...]
@@ -131,10 +136,10 @@ class Program(abc.ABC, Generic[StepT]):
         """Runs the program with a state and arguments that are checked."""
         donated, kept, rebuild = self.describe(state)
         if self.step.donate:
-            traced = apart(traced, donated)
+            donated, traced = copy_aliased(donated, traced)
         donated, metrics = self._at(known.layout)(donated, kept, *traced)
         new, known = rebuild(donated), self.after(known)
-        self.step.memo.remember(key_array(new), known)
+        MEMO.remember(key_array(new), known)
         return new, metrics, known
 
     def lower(
@@ -199,7 +204,6 @@ class Step(Setup, abc.ABC):
     donate: bool
     _warned = False
     accumulates: ClassVar[bool]  # whether a window may be open between calls
-    memo: ArrayMemo[Known] = dataclasses.field(init=False, default_factory=ArrayMemo)
     _layouts: dict[Hashable, Layout] = dataclasses.field(
         init=False, default_factory=dict
     )
@@ -265,7 +269,7 @@ class Step(Setup, abc.ABC):
                 canonicalize_state(params, own(model_state))
             )
             state = ModelStepState(params, opt_state, model_state)
-        self.memo.remember(key_array(state), Known(self.layout_of(state), count=0))
+        MEMO.remember(key_array(state), Known(self.layout_of(state), count=0))
         return state
 
     def _init(self, params: Params) -> TokenAccumulationState:
@@ -301,19 +305,16 @@ class Step(Setup, abc.ABC):
             state, accumulates=self.accumulates, has_model_state=has_model_state
         )
 
-    def prepared(self, state: S) -> tuple[S, Known]:
-        """The state of a call as programs take it, and what is known of it."""
-        known = self.memo.get(key_array(state))
+    def known_of(self, state: AnyStepState) -> Known:
+        """What is known of the state of a call, also if another step returned it."""
+        known = MEMO.get(key_array(state))
         if known is None:
-            return self._met(state)
+            return Known(self.layout_of(state))
         # The static part of a model, such as `train()`, may have changed.
-        if known.layout.model != jax.tree.structure(model_state_of(state)):
-            known = known._replace(layout=self.layout_of(state))
-        return state, known
-
-    def _met(self, state: S) -> tuple[S, Known]:
-        """The same for a state that this step did not return."""
-        return state, Known(self.layout_of(state))
+        model = jax.tree.structure(model_state_of(state))
+        if known.layout.step is not self or known.layout.model != model:
+            return known._replace(layout=self.layout_of(state))
+        return known
 
     def layout_of(self, state: AnyStepState) -> Layout:
         leaves, structure = jax.tree.flatten(state)
@@ -321,7 +322,7 @@ class Step(Setup, abc.ABC):
         shardings = found if any(x is not None for x in found) else None
         key = structure, shardings, all(map(is_concrete, leaves))
         model = jax.tree.structure(model_state_of(state))
-        return self._layouts.setdefault(key, Layout(*key, model))
+        return self._layouts.setdefault(key, Layout(self, *key, model))
 
     def _check_sums(self, sums: Gradients, params: Params) -> None:
         """Raises `ValueError` if the sums belong to a different number of devices."""

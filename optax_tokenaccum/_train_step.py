@@ -3,18 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._accumulation import Added, SkipFn, make_accumulation
-from optax_tokenaccum._backward import emptied
 from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import (
-    ReduceEvery,
-    Shardings,
-    make_devices,
-    with_auto_axes,
-)
+from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._micro_batch import (
     Loss,
     LossFn,
@@ -40,7 +33,6 @@ from optax_tokenaccum._trees import (
     Params,
     Tree,
     is_concrete,
-    sharding_of,
 )
 
 
@@ -82,9 +74,9 @@ class Accumulate(Program["TrainStep"]):
 
     def after(self, known: Known) -> Known:
         keeps_count = self.step.accumulation.should_skip_update_fn is None
-        count = known.count
-        count = count + 1 if count is not None and keeps_count else None
-        return Known(known.layout, count, known.is_ready)
+        if known.count is None or not keeps_count:
+            return known._replace(count=None)
+        return known._replace(count=known.count + 1)
 
 
 class Close(Program["TrainStep"]):
@@ -111,7 +103,7 @@ class Close(Program["TrainStep"]):
         return (params, opt_state), metrics
 
     def after(self, known: Known) -> Known:
-        return Known(known.layout, count=0, is_ready=True)
+        return known._replace(count=0)
 
 
 class AccumulateAndClose(Program["TrainStep"]):
@@ -170,32 +162,6 @@ class TrainStep(Step):
         self.accumulate = Accumulate(self)
         self.close_window = Close(self)
         self._accumulate_and_close = AccumulateAndClose(self)
-
-    def _met(self, state: S) -> tuple[S, Known]:
-        """Empties the sums if no window is open.
-
-        Before 0.5, sums were not emptied at the end of a window, so that those of a
-        restored state may hold anything. One that is traced is emptied in the program.
-        """
-        opt_state, counter, count = state.opt_state, state.opt_state.mini_step, None
-        sums = opt_state.grad_sums, opt_state.acc_tokens, opt_state.acc_value
-        if not is_concrete(counter):
-            places = jax.tree.map(sharding_of, sums)
-            sums = with_auto_axes(emptied, self.devices, places)(counter == 0, sums)
-        elif (count := int(counter)) == 0:  # the device is read once
-            for x in jax.tree.leaves(sums):
-                if self.donate and isinstance(x, jax.Array):
-                    x.delete()
-            sums = jax.tree.map(jnp.zeros_like, sums)
-            counter = jnp.zeros_like(counter)
-        grad_sums, tokens, value = sums
-        opt_state = opt_state._replace(
-            mini_step=counter, grad_sums=grad_sums, acc_tokens=tokens, acc_value=value
-        )
-        state = state._replace(opt_state=opt_state)
-        known = Known(self.layout_of(state), count)
-        self.memo.remember(counter, known)
-        return state, known
 
     def _micro_batch(
         self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
@@ -265,15 +231,16 @@ class TrainStep(Step):
         ):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
         traced = (self._micro_batch(batch, rng, loss_kwargs),)
-        state, known = self.prepared(state)
+        known = self.known_of(state)
+        if known.count is None:  # the device is read once
+            known = known._replace(count=int(jax.device_get(counter)))
         # Compile the close before `accumulate` donates the sums: after an error in the
         # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
-        if not known.is_ready:
+        if not known.layout.is_ready:
             self.close_window.make_ready(state, known.layout)
-            known = known._replace(is_ready=True)
+            known.layout.is_ready = True
         state, metrics, known = self.accumulate.run(state, known, traced)
-        assert known.count is not None
-        if known.count >= schedule.every_k:
+        if known.count is not None and known.count >= schedule.every_k:
             state, closed, _ = self.close_window.run(state, known, ())
             metrics = merged(closed, metrics.skipped, metrics.aux)
         return state, metrics

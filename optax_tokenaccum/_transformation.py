@@ -243,7 +243,6 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
             f"sums of one: got sums whose first axis is spread over {sums[0].shape[0]} "
             "devices. Give it the state of the step, or window_gradient(state, params)."
         )
-    tokens = jnp.where(counter > 0, tokens, 0)
     means = [trees.divide(x, jnp.where(tokens > 0, tokens, jnp.inf)) for x in sums]
     return structure.unflatten(means)
 

@@ -62,7 +62,7 @@ def make_train_step(
       `step(model, optimizer, batch, *, rng=None, **loss_kwargs) -> StepMetrics`, where
       `optimizer` is `nnx.Optimizer(model, tx, wrt=...)` and `tx` is
       `token_accumulation(...)` or `MultiSteps(..., gradients="sum")`. `optimizer.step`
-      counts calls; `metrics.gradient_step` counts updates. `optax_tokenaccum.TrainStep`
+      counts updates, as `metrics.gradient_step` does. `optax_tokenaccum.TrainStep`
       explains the arguments; the model's own `nnx.Rngs` need no `rng`.
       `step.accumulate(model, optimizer, batch)` never closes the window, and
       `step.close_window(model, optimizer)` closes it; both have a `.lower`.

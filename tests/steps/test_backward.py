@@ -8,16 +8,14 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import problems
 import pytest
-from helpers import RTOL, relative_error, run_step, stack
+from helpers import relative_error, stack
 from jax.experimental import io_callback
 from problems import (
     BATCHES,
     FEW,
-    KEEPS,
     WAYS,
     batches_of,
     by_hand,
@@ -30,7 +28,7 @@ from problems import (
     window_step,
 )
 
-from optax_tokenaccum import _backward, make_train_step, window_value_and_grad
+from optax_tokenaccum import _backward, window_value_and_grad
 
 
 def also_read_outside(params: Any, x: Any) -> Any:
@@ -155,17 +153,6 @@ def test_a_count_of_0_that_is_known_while_the_loss_is_traced():
 
     got = value_and_grad(loss_fn, FEW, BATCHES)
     chex.assert_trees_all_equal(got, jax.tree.map(jnp.zeros_like, FEW))
-
-
-@pytest.mark.parametrize(("over", "k"), [("8", 2), ("8, each", lambda _: 2)])
-def test_sums_of_a_restored_state_are_overwritten(over: str, k: Any):
-    step = make_train_step(layered_loss, KEEPS, k, **meshes.over(over))
-    state, batches = jax.tree.map(jnp.copy, step.init(FEW)), batches_of(0, 8)
-    opt_state = state.opt_state
-    stale = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), opt_state.grad_sums)
-    state = state._replace(opt_state=opt_state._replace(grad_sums=stale))
-    got = run_step(step, state, batches)[0].opt_state.inner_opt_state
-    assert relative_error(got, by_hand(layered_loss, FEW, batches)) < RTOL["float32"]
 
 
 def test_leaves_of_every_kind():

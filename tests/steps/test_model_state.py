@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import problems
 import pytest
-from problems import FEATURES, PARAMS, K
+from problems import PARAMS, K
 
 from optax_tokenaccum import regroup_sums, window_value_and_grad
 
