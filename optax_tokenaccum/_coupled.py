@@ -13,9 +13,10 @@ from optax_tokenaccum import _window
 from optax_tokenaccum._accumulation import make_accumulation
 from optax_tokenaccum._checks import check_function, check_params
 from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._micro_batch import Keywords, Loss, MicroBatch, Setup, describe
+from optax_tokenaccum._keywords import as_keywords
+from optax_tokenaccum._micro_batch import Loss, Setup, describe
 from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._shard_batch import shard_rows
+from optax_tokenaccum._shard_batch import as_micro_batch
 from optax_tokenaccum._trees import Aux, Batch, DType, ModelState, Params, Tree
 
 
@@ -139,8 +140,8 @@ def of_model_state(
         ) -> tuple[ModelState, Tree]:
             key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
             # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
-            own, given = jax.tree.map(jnp.asarray, (params, Keywords(kwargs)))
-            summary, state = summary_fn(own, state, batch, **given, **key)
+            own, given = jax.tree.map(jnp.asarray, (params, as_keywords(kwargs)))
+            summary, state = summary_fn(own, state, batch, **given.build(), **key)
             return state, jax.tree.map(jnp.asarray, summary)
 
         _, summaries = _window.for_each(
@@ -154,8 +155,8 @@ def of_model_state(
         differentiate = jax.value_and_grad(loss_and_aux, has_aux=True, allow_int=True)
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
-        rows = shard_rows((micro_batches, weights), setup.devices, axis=1)
-        given = MicroBatch(rows, rng, Keywords(kwargs))
+        rows = micro_batches, weights
+        given = as_micro_batch(rows, rng, kwargs, setup.devices, axis=1)
         window = _window.run_window(
             setup, given, params, model_state, num_micro_batches
         )

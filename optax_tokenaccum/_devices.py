@@ -65,6 +65,17 @@ class Devices:
             leaves.append(x)
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
+    def replicate(self, tree: T) -> T:
+        """Arrays that are bound to one device, on all devices of the mesh."""
+        if self.mesh is None:
+            return tree
+
+        def move(x: Leaf) -> Leaf:
+            is_bound = is_concrete(x) and getattr(x, "committed", False)
+            return put(x, self._sharding()) if is_bound and not is_placed(x) else x
+
+        return jax.tree.map(move, tree)
+
     def init(self, init: Callable[[Params], T], params: Params) -> T:
         """What `init` makes of parameters that are placed; laid out like the sums."""
         leaves = jax.tree.leaves(params)

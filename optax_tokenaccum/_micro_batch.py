@@ -1,18 +1,16 @@
 """What a `loss_fn` is: its arguments and results, the model's state, keys."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation, Added
 from optax_tokenaccum._devices import Devices, Shardings
-from optax_tokenaccum._jaxprs import Trace, changed_paths, collectives
+from optax_tokenaccum._jaxprs import Trace, collectives
 from optax_tokenaccum._per_device_loss import per_device_loss
 from optax_tokenaccum._perturbations import Perturbations, Traced
 from optax_tokenaccum._shard_batch import Inputs, MicroBatch
@@ -46,80 +44,6 @@ class LossFn(Protocol):
 Changes = dict[int, jax.Array]
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Keywords(dict[str, Tree]):
-    """Keywords of a loss, as an argument of a jitted function.
-
-    Of a keyword whose leaves are not all numbers, arrays alone are traced. Other leaves
-    are static: part of the tree's structure.
-    """
-
-    def __init__(self, given: Mapping[str, Tree], static: Iterable[int] | None = None):
-        super().__init__(given)
-        self._leaves, self._structure = jax.tree.flatten(dict(given))
-        # Known from the beginning: jax also makes such trees of shardings.
-        self.static = {*(_static_leaves(given) if static is None else static)}
-
-    def tree_flatten(self) -> tuple[list[Leaf], Any]:
-        kept = ((i, self._leaves[i]) for i in sorted(self.static))
-        static = tuple((i, type(x), x) for i, x in kept)
-        traced = [x for i, x in enumerate(self._leaves) if i not in self.static]
-        return traced, (self._structure, static)
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Leaf]], Any]:
-        traced, static = self.tree_flatten()
-        named = enumerate(tree_leaves_with_path(dict(self)))
-        paths = [path for i, (path, _) in named if i not in self.static]
-        keys = [DictKey(keystr(path, simple=True, separator="/")) for path in paths]
-        return [*zip(keys, traced, strict=True)], static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Iterable[Leaf]) -> "Keywords":
-        structure, kept = static
-        leaves = [*children]
-        for i, _, x in kept:
-            leaves.insert(i, x)
-        return cls(structure.unflatten(leaves), [i for i, *_ in kept])
-
-
-def _static_leaves(given: Mapping[str, Tree]) -> Iterator[int]:
-    start = 0
-    for name in sorted(given):  # as jax orders them
-        leaves = jax.tree.leaves(given[name])
-        is_mixed = not all(map(_is_number, leaves))
-        for i, x in enumerate(leaves if is_mixed else (), start):
-            is_scalar = isinstance(x, int | float | complex | np.generic)
-            if _is_number(x) and not is_scalar:
-                continue
-            if type(x).__hash__ is None:
-                raise TypeError(
-                    "A keyword of loss_fn that is neither an array nor a number is "
-                    f"static, and must be hashable: got a {type(x).__name__} in "
-                    f"{name!r}. Freeze it, or pass its parts."
-                )
-            yield i
-        start += len(leaves)
-
-
-def keywords(given: dict[str, Tree]) -> dict[str, Tree]:
-    """`given` for a jitted function, without Python code to flatten it if possible."""
-    made = Keywords(given)
-    return made if made.static else given
-
-
-def _is_number(x: Leaf) -> bool:
-    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSTUMm":
-        if x.ndim:
-            raise TypeError(
-                "Arrays in the keywords of loss_fn must hold numbers: got a NumPy "
-                f"array of dtype {x.dtype}. Pass strings as a tuple, which is static: "
-                "tuple(array.tolist())."
-            )
-        return False
-    is_array = hasattr(x, "dtype") and not isinstance(x, type)  # as jnp.bfloat16 is
-    return is_array or type(x) in (int, float, complex)
-
-
 @dataclass(frozen=True)
 class Loss:
     """A checked `loss_fn`, whether or not the model has a state."""
@@ -134,27 +58,9 @@ class Loss:
         """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
         model_state, batch, rng, loss_kwargs = inputs
         key = {} if rng is None else {"rng": rng}
-        given = Keywords(loss_kwargs)
-
-        def run(given: Keywords) -> tuple[Keywords, Tree]:
-            # A loss may assign to the containers that it is given, but not to objects.
-            own = (jax.tree.map(lambda x: x, model_state),) * self.has_model_state
-            objects, containers = jax.tree.flatten(
-                dict(given), is_leaf=lambda x: not isinstance(x, dict | list | tuple)
-            )
-            returned = self.loss_fn(params, *own, batch, **given, **key)
-            return Keywords(containers.unflatten(objects), given.static), returned
-
-        before = jax.tree.map(lambda x: x, given)
-        after, returned = run(given)
-        if changed := changed_paths(lambda x: run(x)[0], before, after):
-            raise ValueError(
-                "What loss_fn or summary_fn is given as a keyword must not change, "
-                "because the change would be lost, and each micro-batch see the same "
-                f"value: got a change at {changed[0]}. Keep nnx.Rngs in the model, or "
-                "make them of rng=key in the loss; return what metrics need as aux, "
-                "and update them after the call."
-            )
+        # A loss may assign to the containers that it is given.
+        own = (jax.tree.map(lambda x: x, model_state),) * self.has_model_state
+        returned = self.loss_fn(params, *own, batch, **loss_kwargs.build(), **key)
         changes: Changes = {}
         if self.has_model_state:
             match returned:

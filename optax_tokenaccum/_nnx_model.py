@@ -1,8 +1,7 @@
 """An NNX model and its optimizer, read as the state of a step, and written back."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,11 @@ from jax.tree_util import PyTreeDef
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import put
 from optax_tokenaccum._jaxprs import changed_paths
-from optax_tokenaccum._micro_batch import Keywords, LossFn
+from optax_tokenaccum._micro_batch import LossFn
 from optax_tokenaccum._state import ModelStepState, strong_and_unaliased
 from optax_tokenaccum._step import Step, shapes_of
 from optax_tokenaccum._trees import (
+    Batch,
     Leaf,
     ModelState,
     OptState,
@@ -51,6 +51,15 @@ class Static:
     def states_of(self, params: Params, rest: ModelState) -> list[nnx.State]:
         """Arrays like those of the model, in variables like its own."""
         return self.structure.unflatten(jax.tree.leaves((params, rest)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class ModelVariables:
+    """The values of variables that are not trained, and what else a model is."""
+
+    variables: Tree
+    static: Static = field(metadata={"static": True})
 
 
 class Opened(NamedTuple):
@@ -90,7 +99,8 @@ def open_model(
             f"model: got none for wrt={wrt!r}."
         )
     static = Static(graphdef, jax.tree.structure(states), wrt)
-    return Opened(model, static, ModelStepState(params, opt_state, rest))
+    variables = ModelVariables(rest, static)
+    return Opened(model, static, ModelStepState(params, opt_state, variables))
 
 
 def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> LossFn:
@@ -102,28 +112,26 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
     )
 
     def of_parts(
-        *given: Tree, nnx_static: Static, **kwargs: Any
-    ) -> tuple[Tree, ModelState]:
-        params, rest, batch = given
+        params: Params, rest: ModelVariables, batch: Batch, /, **kwargs: Tree
+    ) -> tuple[Tree, ModelVariables]:
+        static = rest.static
 
         def run(
-            params: Params, rest: ModelState, kwargs: Mapping[str, Tree]
-        ) -> tuple[Params, tuple[Tree, ModelState]]:
+            params: Params, variables: Tree
+        ) -> tuple[Params, tuple[Tree, ModelVariables]]:
             # A copy of the model, whose variables belong to the current trace.
-            states = nnx_static.states_of(params, rest)
-            model = nnx.merge(nnx_static.graphdef, *states)
-            returned = f(model, batch, **kwargs)
-            _, *states = nnx.split(model, nnx_static.wrt, ...)
-            after, rest_after = _values(states)
+            states = static.states_of(params, variables)
+            model = nnx.merge(static.graphdef, *states)
+            own = jax.tree.map(lambda x: x, kwargs)  # f may assign to containers
+            returned = f(model, batch, **own)
+            _, *states = nnx.split(model, static.wrt, ...)
+            after, variables_after = _values(states)
             check_same_tree(after, params, rule)
-            check_same_tree(rest_after, rest, rule)
-            return after, (returned, rest_after)
+            check_same_tree(variables_after, variables, rule)
+            return after, (returned, ModelVariables(variables_after, static))
 
-        def again(params: Params, rest: ModelState) -> Any:
-            return run(params, rest, jax.tree.map(lambda x: x, Keywords(kwargs)))
-
-        after, returned = run(params, rest, kwargs)
-        changed = changed_paths(lambda x: again(x, rest)[0], params, after)
+        after, returned = run(params, rest.variables)
+        changed = changed_paths(lambda x: run(x, rest.variables)[0], params, after)
         if changed:
             raise ValueError(
                 f"{name} must not assign parameters, which only a closing window "
@@ -132,10 +140,14 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
                 "from it; nnx.SpectralNorm and nnx.WeightNorm need this too."
             )
         if runs_twice:
-            _, state = nnx_static.states_of(params, rest)
+            _, state = static.states_of(params, rest)
             variables = {"/".join(map(str, p)): x for p, x in nnx.to_flat_state(state)}
             keys = {p for p, x in variables.items() if isinstance(x, nnx.RngState)}
-            changed = changed_paths(lambda x: again(params, x)[1][1], rest, returned[1])
+            changed = changed_paths(
+                lambda x: run(params, x)[1][1].variables,
+                rest.variables,
+                returned[1].variables,
+            )
             if names := [x for x in changed if x not in keys]:
                 raise ValueError(
                     f"{name} runs twice, and must change no variables of the model but "

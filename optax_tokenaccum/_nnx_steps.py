@@ -128,24 +128,21 @@ class Part:
         owner = self._step
         step, opened, state = owner._prepared(model, optimizer, args, kwargs)
         run = getattr(step, self._name)
-        state, metrics = run(state, *args, **self._keywords(opened, kwargs))
+        state, metrics = run(state, *args, **kwargs)
         opened.write(state)
         if not isinstance(owner, WindowStep):  # whose state has the count
-            count: Any = optimizer.step
-            updates = metrics.gradient_step.astype(count.get_raw_value().dtype)
+            count, updates = optimizer.step, metrics.gradient_step
+            if not is_concrete(updates):  # a loop needs the dtype that it began with
+                updates = updates.astype(count.get_raw_value().dtype)
             count.set_raw_value(updates)
         return metrics
 
     def lower(
         self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
     ) -> jax.stages.Lowered:
-        step, opened, state = self._step._prepared(model, optimizer)
+        step, _, state = self._step._prepared(model, optimizer)
         program: Any = step if self._name == "__call__" else getattr(step, self._name)
-        return program.lower(state, *args, **self._keywords(opened, kwargs))
-
-    def _keywords(self, opened: Opened, given: dict[str, Tree]) -> dict[str, Tree]:
-        is_close = self._name == "close_window"  # which runs no loss
-        return given if is_close else given | {"nnx_static": opened.static}
+        return program.lower(state, *args, **kwargs)
 
 
 class TrainStep(ModelStep):

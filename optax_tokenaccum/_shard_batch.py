@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._devices import Devices, Entry, entry_of, is_placed, put, used
+from optax_tokenaccum._keywords import Keywords, as_keywords
 from optax_tokenaccum._trees import (
     Batch,
     Leaf,
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     model_state: ModelState
     batch: Batch
     rng: Tree
-    loss_kwargs: Tree
+    loss_kwargs: Any  # `Keywords`, or a tree that tells of them
 
 
 class MicroBatch(NamedTuple):
@@ -62,7 +62,7 @@ class MicroBatch(NamedTuple):
 
     rows: Rows
     rng: jax.Array | None  # one key for all devices, if there is one
-    loss_kwargs: Mapping[str, Tree]
+    loss_kwargs: Keywords
 
     def inputs(self, model_state: ModelState) -> Inputs:
         return Inputs(model_state, self.rows.batch, self.rng, self.loss_kwargs)
@@ -88,6 +88,18 @@ class MicroBatch(NamedTuple):
             return self
         folded = functools.reduce(jax.random.fold_in, position, self.rng)
         return self._replace(rng=folded)
+
+
+def as_micro_batch(
+    batch: Batch,
+    rng: jax.Array | None,
+    loss_kwargs: dict[str, Tree],
+    devices: Devices,
+    axis: int = 0,
+) -> MicroBatch:
+    """What a call is given, on the devices of a step; `axis` is that of the rows."""
+    rest = devices.replicate((rng, as_keywords(loss_kwargs)))
+    return MicroBatch(shard_rows(batch, devices, axis), *rest)
 
 
 def shard_rows(batch: Batch, devices: Devices, axis: int = 0) -> Rows:

@@ -8,15 +8,9 @@ import optax
 from optax_tokenaccum._accumulation import Added, SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._micro_batch import (
-    Loss,
-    LossFn,
-    MicroBatch,
-    add_micro_batch,
-    keywords,
-)
+from optax_tokenaccum._micro_batch import Loss, LossFn, add_micro_batch
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
-from optax_tokenaccum._shard_batch import shard_rows
+from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._state import (
     S,
     StepMetrics,
@@ -166,7 +160,7 @@ class TrainStep(Step):
     def _micro_batch(
         self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
     ) -> MicroBatch:
-        return MicroBatch(shard_rows(batch, self.devices), rng, keywords(loss_kwargs))
+        return as_micro_batch(batch, rng, loss_kwargs, self.devices)
 
     def _add(
         self,
@@ -204,15 +198,16 @@ class TrainStep(Step):
             compiles once more and continues the same window.
           rng: one key for the whole run. `loss_fn` receives it as `rng`, folded with
             `gradient_step` and `mini_step`.
-          **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Arrays and
-            numbers are traced; bools, strings, dtypes and functions are static, must be
-            hashable, and make the numbers of the same keyword static, too.
+          **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Their arrays
+            and Python numbers are traced; every other leaf, such as a bool, a string or
+            a function, is static and must be hashable.
 
         Raises:
           ValueError: the step has no schedule; or, with a mesh, the arrays of the batch
             have different numbers of rows, or `num_tokens` does not depend on the rows.
-          TypeError: `state` is not from `init`, a static keyword is not hashable, or
-            `loss_fn` returned anything other than `(loss_sum, num_tokens)`.
+          TypeError: `state` is not from `init`; a keyword is an NNX object, or has a
+            leaf that is static and not hashable; or `loss_fn` returned anything other
+            than `(loss_sum, num_tokens)`.
         """
         self._require(state)
         schedule = self.accumulation.schedule

@@ -17,11 +17,8 @@ from optax_tokenaccum._accumulation import Added, make_accumulation
 from optax_tokenaccum._checks import as_count, check_function, check_params
 from optax_tokenaccum._devices import Devices, Shardings, entries_of, over_devices
 from optax_tokenaccum._micro_batch import (
-    Inputs,
-    Keywords,
     Loss,
     LossFn,
-    MicroBatch,
     Setup,
     add_micro_batch,
     check_own_map,
@@ -29,7 +26,7 @@ from optax_tokenaccum._micro_batch import (
 )
 from optax_tokenaccum._perturbations import Traced
 from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._shard_batch import shard_rows
+from optax_tokenaccum._shard_batch import Inputs, MicroBatch, as_micro_batch
 from optax_tokenaccum._trees import (
     Aux,
     Batch,
@@ -139,8 +136,7 @@ def window_value_and_grad(
     ) -> Any:
         check_params(params)
         check_micro_batches(micro_batches, num_micro_batches)
-        rows = shard_rows(micro_batches, setup.devices, axis=1)
-        given = MicroBatch(rows, rng, Keywords(loss_kwargs))
+        given = as_micro_batch(micro_batches, rng, loss_kwargs, setup.devices, axis=1)
         state, _, aux, model_state = run_window(
             setup, given, params, model_state, num_micro_batches
         )

@@ -8,9 +8,9 @@ import optax
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._micro_batch import Loss, LossFn, MicroBatch, keywords
+from optax_tokenaccum._micro_batch import Loss, LossFn
 from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._shard_batch import shard_rows
+from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._state import (
     S,
     StepMetrics,
@@ -38,8 +38,10 @@ class RunWindow(Program["WindowStep"]):
     ) -> tuple[MicroBatch, Bound]:
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
-            rows = shard_rows(micro_batches, self.step.devices, axis=1)
-        return MicroBatch(rows, rng, keywords(loss_kwargs)), num_micro_batches
+            given = as_micro_batch(
+                micro_batches, rng, loss_kwargs, self.step.devices, axis=1
+            )
+        return given, num_micro_batches
 
     def body(
         self,

@@ -261,7 +261,6 @@ def _of_model(f: Callable[..., Any], wrt: nnx.filterlib.Filter) -> Callable[...,
     ) -> tuple[Any, nnx.State]:
         opened = open_model(model, wrt)
         params, _, rest = opened.state()
-        kwargs["nnx_static"] = opened.static
         (values, rest), grads = f(params, rest, micro_batches, **kwargs)
         opened.write(opened.state()._replace(model_state=rest))
         return values, opened.static.states_of(grads, rest)[0]

@@ -71,7 +71,10 @@ def over(way: str, mesh: Any, axis: str) -> Any:
 
 
 def check(way: str, mesh: Any, batches: list[Any], **keywords: Any) -> None:
-    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=loss_fn)
+    def with_key(*args: Any, rng: Any = None, **keywords: Any) -> Any:
+        return loss_fn(*args, **keywords)
+
+    step = make_step(way, optax.sgd(1.0), mesh, loss_fn=with_key)
     state, metrics = run_step(step, step.init(PARAMS), batches, **keywords)
     num_tokens = CLASS_WEIGHTS[FULL["labels"]].sum()
     np.testing.assert_allclose(metrics.num_tokens, num_tokens, rtol=1e-6)
@@ -93,6 +96,15 @@ def test_batch_that_is_placed_on_every_device_is_spread():
     batches = given_to("window", on(mesh), on(mesh))
     weights = {"class_weights": batches[0].pop("class_weights")[0]}
     check("window", mesh, batches, **weights)
+
+
+@pytest.mark.parametrize("way", ["two programs", "window", "nnx window"])
+def test_keys_and_keywords_that_are_bound_to_a_device_are_placed(way: str):
+    batches = given_to("window" if "window" in way else way, np.asarray)
+    for batch in batches:
+        del batch["class_weights"]
+    bound = jax.device_put((CLASS_WEIGHTS, jax.random.key(0)), jax.devices()[0])
+    check(way, make_mesh((8,)), batches, class_weights=bound[0], rng=bound[1])
 
 
 @pytest.mark.parametrize(

@@ -301,9 +301,6 @@ ERRORS = """
       TypeError: Parameters and the optimizer's state must be pytrees of arrays: at
       ['act'] got …. Keep other leaves out of the parameters, with equinox.partition for
       example, and give them to loss_fn as a keyword.
-    train_step(train_state, batch, names=np.array(["a", "b"]))
-      TypeError: Arrays in the keywords of loss_fn must hold numbers: got a NumPy array
-      of dtype <U1. Pass strings as a tuple, which is static: tuple(array.tolist()).
     train_step(train_state._asdict(), batch)
     train_step.accumulate(train_state._asdict(), batch)
     window_step(window_state._asdict(), window)
@@ -487,7 +484,7 @@ ERRORS = """
     nnx_train(ours, clipping, **over)
       ValueError: loss_fn must not assign parameters, …: got a change at kernel. …
     nnx_train(ours, counting, **over)
-      ValueError: ['seen'] must be the same on all devices, …
+      ValueError: variables['seen'] must be the same on all devices, …
 """
 
 

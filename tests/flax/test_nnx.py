@@ -324,55 +324,44 @@ def test_an_array_in_no_variable_may_be_shared_by_models():
 
 
 def test_the_model_may_be_its_own_teacher():
-    """Its arrays are donated in the same call, and `nnx.jit` writes them back."""
-    apply = nnx.jit(lambda model, x: model(x))
+    """Its arrays are donated in the same call; a graph is static, a state is not."""
 
-    def distilled(model: Any, x: Any, teacher: Any) -> Any:
-        return jnp.sum(model(x) * apply(teacher, x)), len(x)
+    def distilled(model: Any, x: Any, graph: Any, weights: Any) -> Any:
+        return jnp.sum(model(x) * nnx.merge(graph, weights)(x)), len(x)
 
     models = [linear().model for _ in range(3)]
     for model, teacher in ((models[0], models[0]), models[1:]):
         run = Run("window", model, distilled)
-        run.step(model, run.optimizer, ROWS[None], teacher=teacher)
+        graph, weights = nnx.split(teacher)
+        run.step(model, run.optimizer, ROWS[None], graph=graph, weights=weights)
     chex.assert_trees_all_close(held(models[0]), held(models[1]), rtol=1e-6)
     assert helpers.relative_error(held(models[0]), held(models[2])) > 1e-3
 
 
-KEYWORDS = {
-    "rngs/default/count": lambda: {"rngs": nnx.Rngs(0)},
-    "metrics/loss/count": lambda: {
-        "metrics": nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
-    },
-    "teacher/norm/mean": lambda: {"teacher": Block()},
-}
+OBJECTS = [
+    lambda: nnx.Rngs(0),
+    lambda: nnx.MultiMetric(loss=nnx.metrics.Average("loss")),
+    lambda: {"teacher": Block()},
+]
 
 
-@pytest.mark.parametrize("name", KEYWORDS)
-def test_what_would_be_lost_raises(name: str):
-    """Keys, metrics and statistics in keywords would be as before in every call."""
+@pytest.mark.parametrize("new", OBJECTS, ids=["keys", "metrics", "model"])
+def test_an_nnx_object_as_a_keyword_raises(new: Any):
+    """Its keys, metrics and statistics would be as before in every call."""
 
-    def summary(
-        model: Any, x: Any, rngs: Any = None, metrics: Any = None, teacher: Any = None
-    ) -> Any:
-        y = x @ model.kernel[...]
-        if rngs:
-            y = nnx.Dropout(0.5)(y, rngs=rngs)
-        if metrics:
-            metrics.update(loss=jnp.sum(y))
-        return teacher(y * jnp.ones(WIDTH)) if teacher else y
+    def summary(model: Any, x: Any, given: Any = None) -> Any:
+        return model(x)
 
-    def with_count(model: Any, x: Any, rngs=None, metrics=None, teacher=None) -> Any:
-        return jnp.sum(summary(model, x, rngs, metrics, teacher)), 1.0
+    def with_count(model: Any, x: Any, given: Any = None) -> Any:
+        return jnp.sum(model(x)), 1.0
 
-    def of_weights(w: Any, *args: Any, **kwargs: Any) -> Any:
-        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        model.kernel[...] = w
-        return with_count(model, *args, **kwargs)
+    def of_weights(w: Any, x: Any, given: Any = None) -> Any:
+        return jnp.sum(x @ w), 1.0
 
     model = linear().model
     core = optax_tokenaccum.make_train_step(of_weights, SGD, 2)
     steps = Run("two programs", model, with_count)
-    windows = Run("window", model, nnx.remat(with_count))
+    windows = Run("window", model, with_count)
     coupled = coupled_value_and_grad(summary, jnp.sum)
     calls = [
         lambda **kw: steps.step(model, steps.optimizer, ROWS, **kw),
@@ -382,8 +371,8 @@ def test_what_would_be_lost_raises(name: str):
         lambda **kw: core(core.init(jnp.ones((3, 1))), ROWS, **kw),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=f"a keyword .* a change at {name}"):
-            call(**KEYWORDS[name]())
+        with pytest.raises(TypeError, match=r"NNX object, .* at \['given'\]"):
+            call(given=new())
 
 
 def test_inside_of_nnx_jit_and_between_evaluations():

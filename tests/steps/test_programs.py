@@ -100,6 +100,16 @@ def test_restored_state_is_read_once(reads: list[int]):
     assert [bool(x) for x in updated] == [False, False, True, False] * 2
 
 
+def test_steps_that_take_turns_wait_for_nothing(reads: list[int]):
+    steps = [make_train_step(loss_fn, ADAMW, 4) for _ in range(2)]
+    state, updated = steps[0].init(new_params()), []
+    for i in range(8):
+        state, metrics = steps[i % 2](state, BATCH)
+        updated.append(metrics.updated)
+    assert reads == []
+    assert [bool(x) for x in updated] == [False, False, False, True] * 2
+
+
 def gradients_alone() -> int:
     gradients = jax.jit(jax.grad(loss_fn, has_aux=True))
     return net_bytes(gradients.lower(new_params(), BATCH))
