@@ -346,9 +346,8 @@ class Accumulation:
         self, state: TokenAccumulationState
     ) -> tuple[jax.Array, jax.Array]:
         """Token-mean loss and tokens of the open window; both are 0 without tokens."""
-        tokens = state.acc_tokens
-        loss = trees.divide(state.acc_value, self._divisor(state))
-        return jnp.where(tokens > 0, loss, 0), tokens
+        loss = self._mean(state.acc_value, state)
+        return jnp.where(state.acc_tokens > 0, loss, 0), state.acc_tokens
 
     def window_gradient(
         self, state: TokenAccumulationState, like: Gradients
@@ -360,7 +359,7 @@ class Accumulation:
                 return trees.zeros_of(g)
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
             # first, and then stores the divided gradient for its several readers.
-            return trees.divide(acc, self._divisor(state)).astype(jnp.result_type(g))
+            return self._mean(acc, state).astype(jnp.result_type(g))
 
         return jax.tree.map(of_leaf, state.grad_sums, like)
 
@@ -389,15 +388,10 @@ class Accumulation:
         Divided after the norm: where the divided gradient has a second reader, XLA
         stores all of it.
         """
-        norm = norm_of(state.grad_sums, state.acc_value.dtype)
-        return trees.divide(norm, self._divisor(state))
+        return self._mean(norm_of(state.grad_sums, state.acc_value.dtype), state)
 
-    def _divisor(self, state: TokenAccumulationState) -> jax.Array:
-        tokens = state.acc_tokens
-        if not self.token_mean:
-            return jnp.ones_like(tokens)
-        # Without tokens the quotient is 0, whatever the sum.
-        return jax.lax.select(tokens > 0, tokens, jnp.full_like(tokens, jnp.inf))
+    def _mean(self, x: jax.Array, state: TokenAccumulationState) -> jax.Array:
+        return trees.token_mean(x, state.acc_tokens) if self.token_mean else x
 
 
 def make_accumulation(

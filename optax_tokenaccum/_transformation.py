@@ -186,7 +186,9 @@ def has_updated(state: optax.OptState) -> jax.Array:
       False
       True
     """
-    return _accumulation_in(state, "has_updated").has_updated
+    # In an `nnx.Optimizer`, it is a variable.
+    [flag] = jax.tree.leaves(_accumulation_in(state, "has_updated").has_updated)
+    return flag
 
 
 def window_gradient(state: Tree, params: Params = None) -> Gradients:
@@ -197,12 +199,11 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
     norm, or in place of `acc_grads` of `optax.MultiSteps`.
 
     Args:
-      state: any optimizer state that holds exactly one accumulation, at any depth: of
-        `token_accumulation`, a `chain`, an `nnx.Optimizer`, a `TrainState`, or the
-        state of a train step.
-      params: the parameters, if each device keeps its own sums (`reduce_every="window"`
-        over several devices) and `state` does not hold the parameters, as that of a
-        train step does.
+      state: the state of a train step or a `TrainState`; or, next to `params`, any
+        optimizer state that holds exactly one accumulation, at any depth.
+      params: the parameters, if `state` does not hold them. They may be left out unless
+        the optimizer state is that of a step with a `mesh`, whose sums may be of each
+        device.
 
     Returns:
       A tree like the parameters, in the dtypes of the sums: float32 or wider.
@@ -210,7 +211,7 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
     Raises:
       ValueError: `state` holds no accumulation, or several, or that of a window step,
         which has no open window between calls, or has an axis of `vmap` or `pmap`; or
-        `params` is needed.
+        `params` are needed.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -231,20 +232,24 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
     # In an `nnx.Optimizer`, each is a variable.
     [counter], [tokens] = map(jax.tree.leaves, (found.mini_step, found.acc_tokens))
     _check_is_one(counter, "window_gradient")
-    params = getattr(state, "params", params)
     sums, structure = jax.tree.flatten(found.grad_sums)
-    leaves = jax.tree.leaves(params)
-    if len(leaves) == len(sums):
-        pairs = zip(sums, map(jnp.ndim, leaves), strict=True)
-        sums = [x.sum(0) if x.ndim > rank else x for x, rank in pairs]
-    elif _may_be_of_devices(sums):
+    leaves = jax.tree.leaves(getattr(state, "params", params))
+    if len(leaves) == len(sums):  # else some are masked, as in no state of a step
+        ranks = map(jnp.ndim, leaves)
+        sums = [x.sum(0) if x.ndim > n else x for x, n in zip(sums, ranks, strict=True)]
+    elif not leaves and all(map(_has_spread_axis, sums)):
         raise ValueError(
             "window_gradient needs the parameters, to tell sums of each device from "
-            f"sums of one: got sums whose first axis is spread over {sums[0].shape[0]} "
-            "devices. Give it the state of the step, or window_gradient(state, params)."
+            "spread parameters. Give it the state of the step, or "
+            "window_gradient(state, params)."
         )
-    means = [trees.divide(x, jnp.where(tokens > 0, tokens, jnp.inf)) for x in sums]
-    return structure.unflatten(means)
+    return structure.unflatten([trees.token_mean(x, tokens) for x in sums])
+
+
+def _has_spread_axis(x: jax.Array) -> bool:
+    """As each device's own sums have, along which they are spread over the mesh."""
+    sharding = trees.sharding_of(x)
+    return sharding is not None and bool(sharding.spec) and sharding.spec[0] is not None
 
 
 def _check_is_one(mini_step: jax.Array, name: str) -> None:
@@ -254,18 +259,6 @@ def _check_is_one(mini_step: jax.Array, name: str) -> None:
             f"{jnp.shape(mini_step)}, of several. Call it in the function that is "
             "mapped over them, in pmap, shard_map or vmap."
         )
-
-
-def _may_be_of_devices(sums: list[jax.Array]) -> bool:
-    """Whether the first axis of all sums has an element for each device along it."""
-
-    def is_of_devices(x: jax.Array) -> bool:
-        sharding = trees.sharding_of(x)
-        if sharding is None or x.shape[:1] in ((), (1,)):
-            return False
-        return sharding.shard_shape(x.shape)[0] == 1
-
-    return bool(sums) and all(map(is_of_devices, sums))
 
 
 def _accumulation_in(state: Tree, name: str) -> TokenAccumulationState:

@@ -107,6 +107,12 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     return x.astype(dtype) / divisor.astype(dtype)
 
 
+def token_mean(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`x / tokens`, divided as in `divide`; zeros without tokens, whatever `x`."""
+    quotient = divide(x, jnp.where(tokens > 0, tokens, 1))
+    return jnp.where(tokens > 0, quotient, jnp.zeros_like(quotient))
+
+
 def cast_like(tree: Tree, like: T) -> T:
     """`tree` with the dtypes of `like`, strongly typed."""
 

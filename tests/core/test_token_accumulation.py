@@ -11,13 +11,16 @@ import helpers
 import jax
 import jax.numpy as jnp
 import meshes
+import nnx_ways
 import numpy as np
 import optax
 import problems
 import pytest
+from flax import nnx
 from helpers import PARAMS, SKIPS, grads
 
 from optax_tokenaccum import (
+    MultiSteps,
     close_window,
     has_updated,
     make_train_step,
@@ -188,6 +191,42 @@ def test_window_gradient_of_states_without_an_open_window():
             window_gradient(state)
     none_yet = window_gradient(token_accumulation(SGD, 2).init(jnp.ones(3)))
     np.testing.assert_array_equal(none_yet, np.zeros(3))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("way", ["two programs", "nnx two programs"])
+def test_window_gradient_has_the_shapes_of_the_parameters_on_every_mesh(
+    way: str, devices: int
+):
+    mesh = meshes.make_mesh((devices,))
+    step = meshes.make_step(way, SGD, mesh, loss_fn=problems.linear_loss, k=4)
+    batch = problems.batch_of(0, [1.0] * 8)
+    state, _ = step(step.init(problems.PARAMS), batch)
+    expected = problems.exact(problems.PARAMS, batch)
+    found = [window_gradient(state.opt_state, state.params)]
+    if way in nnx_ways.WAYS:
+        given = state.optimizer.opt_state, nnx.state(state.model, nnx.Param)
+        found.append(window_gradient(*given))
+        assert not has_updated(state.optimizer.opt_state)
+    else:
+        found.append(window_gradient(state))
+        with pytest.raises(ValueError, match="needs the parameters"):
+            window_gradient(state.opt_state)
+    for gradient in found:
+        got, wanted = (jax.tree.leaves(x) for x in (gradient, expected))
+        chex.assert_trees_all_equal_shapes(got, wanted)
+        chex.assert_trees_all_close(got, wanted, rtol=1e-5)
+
+
+def test_nothing_is_infinite_or_nan_where_jax_looks_for_it():
+    """Outside of a jit, jax checks the result of each operation."""
+    with jax.debug_nans(True), jax.debug_infs(True):
+        optimizer = MultiSteps(SGD, 2)
+        state = optimizer.init(PARAMS)
+        for _ in range(2):
+            _, state = optimizer.update(grads(1.0), state, PARAMS, num_tokens=3)
+        window_gradient(state)
+        close_window(optimizer, state, PARAMS)
 
 
 def test_window_gradient_of_an_accumulation_of_some_parameters():
