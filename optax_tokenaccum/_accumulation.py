@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,11 @@ from optax_tokenaccum._checks import (
 )
 from optax_tokenaccum._perturbations import counted
 from optax_tokenaccum._schedule import Schedule
-from optax_tokenaccum._state import TokenAccumulationState, canonicalize_state
+from optax_tokenaccum._state import (
+    SkipState,
+    TokenAccumulationState,
+    canonicalize_state,
+)
 from optax_tokenaccum._trees import (
     Aux,
     DType,
@@ -91,11 +95,12 @@ class Accumulation:
         dtypes = jax.tree.leaves(self.dtypes(params))
         dtype = trees.common_dtype(jnp.float32, *dtypes)
         zero, gradient_step = jnp.zeros((), dtype).real, jnp.zeros((), jnp.int32)
-        skip_state: Tree = ()
+        skip_state: SkipState | tuple[()] = ()
         has_sums = not (isinstance(sums, tuple) and sums == ())
         if self.should_skip_update_fn is not None and has_sums:
             zeros = jax.tree.map(jnp.zeros_like, params)
-            _, skip_state = self.should_skip_update_fn(zeros, gradient_step, params)
+            _, of_function = self.should_skip_update_fn(zeros, gradient_step, params)
+            skip_state = SkipState(of_function, jnp.zeros((), jnp.int32))
         state = TokenAccumulationState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=gradient_step,
@@ -203,7 +208,7 @@ class Accumulation:
         state: TokenAccumulationState,
         params: Params | None,
         num_tokens: jax.Array,
-    ) -> tuple[jax.Array, Tree]:
+    ) -> tuple[jax.Array, SkipState | tuple[()]]:
         """Whether `should_skip_update_fn` rejects a micro-batch; its new state."""
         if self.should_skip_update_fn is None:
             return jnp.zeros((), jnp.bool_), state.skip_state
@@ -224,19 +229,21 @@ class Accumulation:
                 "should_skip_update_fn must return (a bool scalar, a tree): got "
                 f"{skip.dtype} of shape {skip.shape} as the first."
             )
+        old: Any = state.skip_state
         trees.check_same_tree(
-            state.skip_state,
-            new,
+            old,
+            SkipState(new, jnp.zeros((), jnp.int32)),
             "skip_state must come from this should_skip_update_fn (keep the function "
             "that the run began with, or take skip_state from a new init)",
         )
         is_usable = num_tokens > 0
-        skip_state = jax.tree.map(
+        skipped = skip & is_usable
+        of_function = jax.tree.map(
             lambda old, new: jnp.where(is_usable, new, old).astype(old.dtype),
-            state.skip_state,
+            old.of_function,
             new,
         )
-        return skip & is_usable, skip_state
+        return skipped, SkipState(of_function, old.rejected + skipped.astype(jnp.int32))
 
     def _weighted(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
         """A gradient or the loss as a sum over tokens."""
@@ -250,7 +257,7 @@ class Accumulation:
         num_tokens: jax.Array,
         value: jax.Array,
         skipped: jax.Array,
-        skip_state: Tree,
+        skip_state: SkipState | tuple[()],
     ) -> Added:
         """The state with new sums of gradients; adds the other numbers."""
 
@@ -332,6 +339,10 @@ class Accumulation:
         def zero_if_closed(x: jax.Array) -> jax.Array:
             return jnp.where(closes, jnp.zeros_like(x), x)
 
+        skip_state = state.skip_state
+        if isinstance(skip_state, SkipState):
+            rejected = zero_if_closed(skip_state.rejected)
+            skip_state = SkipState(skip_state.of_function, rejected)
         return state._replace(
             mini_step=zero_if_closed(state.mini_step),
             gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
@@ -340,6 +351,7 @@ class Accumulation:
             acc_tokens=zero_if_closed(state.acc_tokens),
             acc_value=zero_if_closed(state.acc_value),
             has_updated=jnp.asarray(due),
+            skip_state=skip_state,
         )
 
     def window_so_far(

@@ -138,7 +138,7 @@ def of_model_state(
         def summarize(
             i: ArrayLike, batch: Batch, state: ModelState
         ) -> tuple[ModelState, Tree]:
-            key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
+            key = {} if rng is None else {"rng": trees.fold_key(rng, i)}
             # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
             own, given = jax.tree.map(jnp.asarray, (params, as_keywords(kwargs)))
             summary, state = summary_fn(own, state, batch, **given.build(), **key)

@@ -94,7 +94,8 @@ def add_micro_batch(
 ) -> Added:
     """Differentiates the loss of a micro-batch, and adds it to the open window.
 
-    A skipped micro-batch leaves no trace, neither in the sums nor in the model state.
+    A skipped micro-batch leaves no trace, neither in the sums nor in the model state,
+    except that keys move on: its noise is not drawn again.
     """
     dtype = opt_state.acc_tokens.dtype
     loss, devices = setup.loss, setup.devices
@@ -131,9 +132,12 @@ def add_micro_batch(
     aux, changed = added.aux
     opt_state = added.opt_state._replace(grad_sums=stack(added.opt_state.grad_sums))
     leaves, structure = jax.tree.flatten(model_state)
+    counts = getattr(model_state, "key_counts", tuple)()
     for i, new in changed.items():
-        new = new if new.dtype == leaves[i].dtype else new.astype(leaves[i].dtype)
-        leaves[i] = jnp.where(added.skipped, leaves[i], new)
+        old = leaves[i]
+        new = new if new.dtype == old.dtype else new.astype(old.dtype)
+        is_kept = not is_key(old) and i not in counts
+        leaves[i] = jnp.where(added.skipped, old, new) if is_kept else new
     return Added(opt_state, added.skipped, aux, structure.unflatten(leaves))
 
 

@@ -61,6 +61,15 @@ class ModelVariables:
     variables: Tree
     static: Static = field(metadata={"static": True})
 
+    def key_counts(self) -> set[int]:
+        """The leaves that count the keys of `nnx.Rngs`."""
+        structure = self.static.structure
+        _, rest = structure.unflatten(range(structure.num_leaves))
+        variables = jax.tree.leaves(rest, is_leaf=_is_place)
+        found = {x.get_raw_value() for x in variables if isinstance(x, nnx.RngCount)}
+        first = structure.num_leaves - len(jax.tree.leaves(rest))
+        return {i - first for i in found}
+
 
 class Opened(NamedTuple):
     """A model, and its optimizer if there is one, as the state of a step."""

@@ -24,6 +24,7 @@ from optax_tokenaccum._trees import (
     Params,
     Tree,
     at_least_float32,
+    fold_key,
     is_float,
     is_key,
     named_leaves,
@@ -53,7 +54,7 @@ def per_device_loss(
         model_state = jax.tree.map(own_key, inputs.model_state)
         rng = inputs.rng
         if rng is not None:
-            rng = jax.random.fold_in(rng, place)
+            rng = fold_key(rng, place)
         inputs = inputs._replace(model_state=model_state, rng=rng)
         traced = Traced(loss, params, inputs)
         own = [
@@ -93,7 +94,7 @@ def _own_key(place: jax.Array, x: Leaf) -> Leaf:
     """A device's own value of a part of the model's state: keys are folded."""
     if not is_key(x):
         return x
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, place))(x.reshape(-1))
+    keys = jax.vmap(lambda key: fold_key(key, place))(x.reshape(-1))
     return keys.reshape(x.shape)
 
 

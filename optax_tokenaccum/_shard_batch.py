@@ -1,7 +1,6 @@
 """What a loss is given, and where it is on a mesh."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from optax_tokenaccum._trees import (
     Leaf,
     ModelState,
     Tree,
+    fold_key,
     is_concrete,
     is_key,
     named_leaves,
@@ -86,8 +86,7 @@ class MicroBatch(NamedTuple):
         """With the key of the micro-batch at `position` in a run or a window."""
         if self.rng is None:
             return self
-        folded = functools.reduce(jax.random.fold_in, position, self.rng)
-        return self._replace(rng=folded)
+        return self._replace(rng=fold_key(self.rng, *position))
 
 
 def as_micro_batch(

@@ -1,7 +1,8 @@
 """What lives between calls: the open window, the states of steps, their metrics."""
 
+import dataclasses
 import weakref
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,23 @@ P = TypeVar("P")  # the tree of parameters
 M = TypeVar("M")  # the tree of a model's state
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class SkipState:
+    """What `should_skip_update_fn` last returned, and how often it rejected.
+
+    Attributes:
+      of_function: its tree; `skip_state[...]` is `skip_state.of_function[...]`.
+      rejected: micro-batches that the open window rejected so far.
+    """
+
+    of_function: Tree
+    rejected: jax.Array  # shape=(), dtype=int32
+
+    def __getitem__(self, key: Any) -> Tree:
+        return self.of_function[key]
+
+
 class TokenAccumulationState(NamedTuple):
     """State of `token_accumulation`, and of every step as `opt_state`.
 
@@ -46,8 +64,8 @@ class TokenAccumulationState(NamedTuple):
       acc_tokens: sum of the window's `num_tokens`.
       acc_value: sum of the window's losses; 0 if no `value` was given.
       has_updated: whether the last call closed its window with an update.
-      skip_state: the tree that `should_skip_update_fn` last returned; `()` if there
-        is none.
+      skip_state: a `SkipState`, whose items are those of the tree that
+        `should_skip_update_fn` last returned; `()` if there is no such function.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -67,7 +85,7 @@ class TokenAccumulationState(NamedTuple):
     acc_tokens: jax.Array  # shape=(), dtype=float32, or a parameter's if wider
     acc_value: jax.Array  # shape=(), dtype=acc_tokens.dtype
     has_updated: jax.Array  # shape=(), dtype=bool
-    skip_state: Tree = ()
+    skip_state: Tree = ()  # a `SkipState`, or `()`
 
     @property
     def acc_grads(self) -> Gradients:
@@ -155,6 +173,13 @@ class StepMetrics(NamedTuple):
 def merged(metrics: StepMetrics, skipped: jax.Array, aux: Aux) -> StepMetrics:
     """The metrics of a window, with those of what was added last."""
     return metrics._replace(skipped=skipped, aux=aux)
+
+
+def micro_batches_seen(opt_state: TokenAccumulationState) -> jax.Array:
+    """How many the open window has seen, rejected ones too."""
+    if isinstance(opt_state.skip_state, SkipState):
+        return opt_state.mini_step + opt_state.skip_state.rejected
+    return opt_state.mini_step
 
 
 def has_sums(opt_state: TokenAccumulationState) -> bool:

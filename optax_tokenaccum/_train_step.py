@@ -16,6 +16,7 @@ from optax_tokenaccum._state import (
     StepMetrics,
     TokenAccumulationState,
     merged,
+    micro_batches_seen,
     model_state_of,
     with_parts,
 )
@@ -175,7 +176,7 @@ class TrainStep(Step):
         return add_micro_batch(
             self,
             opt_state,
-            micro_batch.at(opt_state.gradient_step, opt_state.mini_step),
+            micro_batch.at(opt_state.gradient_step, micro_batches_seen(opt_state)),
             params,
             model_state,
             shardings,
@@ -197,7 +198,8 @@ class TrainStep(Step):
           batch: any pytree of arrays, passed to `loss_fn`. A batch of a new shape
             compiles once more and continues the same window.
           rng: one key for the whole run. `loss_fn` receives it as `rng`, folded with
-            `gradient_step` and `mini_step`.
+            `gradient_step` and the number of the micro-batch in its window, where
+            rejected ones count: their noise is not drawn again.
           **loss_kwargs: passed to `loss_fn` unchanged, not differentiated. Their arrays
             and Python numbers are traced; every other leaf, such as a bool, a string or
             a function, is static and must be hashable.

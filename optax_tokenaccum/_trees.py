@@ -1,5 +1,6 @@
 """Trees of arrays and scalars: their dtypes, and errors that name a leaf."""
 
+import functools
 from collections.abc import Callable, Iterable
 from numbers import Complex
 from typing import Any, TypeVar
@@ -34,6 +35,16 @@ def is_float(x: Leaf) -> bool:
 
 def is_key(x: Leaf) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+# In JAX, `fold_in(key, i)` is `split(key, n)[i]`. Without a number of the library's
+# own, the noise of a loss would be that of an initialization from the same split key.
+_OF_THE_LIBRARY = 0x746F6B6E
+
+
+def fold_key(key: jax.Array, *numbers: ArrayLike) -> jax.Array:
+    """A key for these numbers, which no `split` of `key` returns."""
+    return functools.reduce(jax.random.fold_in, (_OF_THE_LIBRARY, *numbers), key)
 
 
 def is_float0(x: Leaf) -> bool:

@@ -165,16 +165,20 @@ def run_window(
     params: Params,
     model_state: ModelState,
     num_micro_batches: Bound,
-    gradient_step: ArrayLike = 0,
+    gradient_step: ArrayLike | None = None,
     shardings: Shardings = None,
 ) -> Added:
-    """Runs the micro-batches, from an empty window to one that may be closed."""
+    """Runs the micro-batches, from an empty window to one that may be closed.
+
+    Keys are folded with `gradient_step`, if it is known, and the micro-batch's index.
+    """
     rows, params = micro_batches.rows, jax.tree.map(jnp.asarray, params)
     accumulation = setup.accumulation
 
-    def given(batch: Batch, mini_step: ArrayLike) -> MicroBatch:
+    def given(batch: Batch, i: ArrayLike) -> MicroBatch:
         own = dataclasses.replace(rows, batch=batch, axis=0)
-        return micro_batches._replace(rows=own).at(mini_step)
+        position = (i,) if gradient_step is None else (gradient_step, i)
+        return micro_batches._replace(rows=own).at(*position)
 
     moves: Moves = {}
     has_layers = max(map(jnp.ndim, jax.tree.leaves(params)), default=0) > 2
@@ -192,14 +196,15 @@ def run_window(
     params, shardings = turned(params, moves), turned_shardings(shardings, moves)
     sums = setup.devices.zeros(params, accumulation.dtypes(params))
     empty = accumulation.empty_window(params, sums)
-    empty = empty._replace(gradient_step=jnp.asarray(gradient_step, jnp.int32))
+    updates = 0 if gradient_step is None else gradient_step
+    empty = empty._replace(gradient_step=jnp.asarray(updates, jnp.int32))
 
-    def add(_: ArrayLike, batch: Batch, carry: Tree) -> tuple[Tree, Aux]:
+    def add(i: ArrayLike, batch: Batch, carry: Tree) -> tuple[Tree, Aux]:
         state, model_state, any_skipped = carry
         added = add_micro_batch(
             setup_of_turned,
             state,
-            given(batch, state.mini_step),
+            given(batch, i),
             params,
             model_state,
             shardings,
@@ -430,7 +435,7 @@ def accumulate_over_window(
         def call(
             i: ArrayLike, batch: Batch
         ) -> tuple[tuple[jax.Array, ArrayLike, Aux], Gradients]:
-            key = {} if rng is None else {"rng": jax.random.fold_in(rng, i)}
+            key = {} if rng is None else {"rng": trees.fold_key(rng, i)}
             own = jax.tree.map(lambda x: x, kwargs)  # it may assign to containers
             returned = value_and_grad_fn(params, batch, **own, **key)
             if not isinstance(returned, tuple | list) or len(returned) != 2:

@@ -55,7 +55,7 @@ class RunWindow(Program["WindowStep"]):
         gradient_step = old.gradient_step.astype("int32")
         window, skipped, aux, model_state = run_window(
             step,
-            micro_batches.at(gradient_step),
+            micro_batches,
             params,
             model_state_of(donated),
             num_micro_batches,
@@ -113,8 +113,7 @@ class WindowStep(Step):
           state: as for `TrainStep`.
           micro_batches: leaves `[k, micro, ...]`, see `split_batch`. An error in
             `loss_fn` has a note with the shapes that `loss_fn` received.
-          rng: as for `TrainStep`; `mini_step` is here the number of micro-batches that
-            this window has added so far.
+          rng: as for `TrainStep`.
           num_micro_batches: runs only the first `num_micro_batches`. All numbers share
             one additional program.
           **loss_kwargs: as for `TrainStep`.

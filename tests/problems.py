@@ -230,9 +230,18 @@ def float64(tree: Any) -> Any:
 
 
 def answer(
-    name: str, params: Any, state: Any, window: list[Any], update: int, devices: int = 1
+    name: str,
+    params: Any,
+    state: Any,
+    window: list[Any],
+    update: int,
+    devices: int = 1,
+    rejected: int = K,
 ) -> Answer:
-    """The token means of a window; devices have their own keys, and equal states."""
+    """The token means of a window; devices have their own keys, and equal states.
+
+    `rejected` is the number of a micro-batch that is rejected, and not in `window`.
+    """
     with jax.enable_x64(True):
         params, state = float64((params, state))
         loss = tokens = 0.0
@@ -240,13 +249,10 @@ def answer(
         for i, batch in enumerate(window):
             after = []
             for place, part in enumerate(helpers.cut(float64(batch), devices)):
-                position = position_of(update, i, place, devices)
-                rng = jax.random.wrap_key_data(KEY)
-                rng = functools.reduce(jax.random.fold_in, position, rng)
+                number = i + (i >= rejected)
+                rng = jax.random.key_data(key_of(update, number, place, devices))
                 own = {**state} if state else None
-                (x, (n, new)), g = float64_loss(name)(
-                    params, part, jax.random.key_data(rng), own
-                )
+                (x, (n, new)), g = float64_loss(name)(params, part, rng, own)
                 loss, tokens = loss + x, tokens + n
                 gradient = jax.tree.map(np.add, gradient, g)
                 after.append(new)
@@ -418,18 +424,27 @@ class Run(NamedTuple):
     def answer(self, i: int, calls: int = K) -> Answer:
         updates = sum(any(x) for x in WINDOWS[:i])
         state = self.states[i] if self.states else None
-        window = self.windows[i][:calls]
-        return answer(self.name, self.params[i], state, window, updates, self.devices)
+        return answer(
+            self.name,
+            self.params[i],
+            state,
+            self.windows[i][:calls],
+            updates,
+            self.devices,
+            i % K if self.option == "skips" else K,
+        )
 
 
-def position_of(update: int, i: int, place: int, devices: int) -> tuple[int, ...]:
-    return (update, i) if devices == 1 else (update, i, place)
+def key_of(update: int, number: int, place: int, devices: int) -> jax.Array:
+    """The key of a micro-batch: no `split` of the run's key returns it."""
+    ours = 0x746F6B6E
+    position = (ours, update, number) + ((ours, place) if devices > 1 else ())
+    return functools.reduce(jax.random.fold_in, position, jax.random.wrap_key_data(KEY))
 
 
-def drawn(position: tuple[int, ...], rows: int) -> np.ndarray:
+def drawn(key: jax.Array, rows: int) -> np.ndarray:
     """What the loss of keys draws for a micro-batch of one device."""
-    rng = functools.reduce(jax.random.fold_in, position, jax.random.wrap_key_data(KEY))
-    return np.asarray(jax.random.bits(rng, (rows, FEATURES), "uint32") % 2)
+    return np.asarray(jax.random.bits(key, (rows, FEATURES), "uint32") % 2)
 
 
 def over(layout: str) -> tuple[Any, str, dict[str, Any]]:

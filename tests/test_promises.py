@@ -144,17 +144,16 @@ def test_metrics_describe_the_window(step: Run):
 
 @only("keys")
 def test_keys_are_folded_with_the_update_the_micro_batch_and_the_device(step: Run):
-    """As aux tells. A rejected micro-batch leaves its key to the next one."""
+    """As aux tells. A rejected micro-batch has a key of its own."""
     updates = 0
     for i, metrics in enumerate(step.metrics):
-        devices, skips = step.devices, step.option == "skips"
-        order = [*range(i % K + skips), *range(i % K, K)] if skips else range(K)
+        devices = step.devices
         rows = problems.ROWS // devices
-        places = [
-            [problems.position_of(updates, j, d, devices) for d in range(devices)]
-            for j in order
+        keys = [
+            [problems.key_of(updates, j, d, devices) for d in range(devices)]
+            for j in range(K + (step.option == "skips"))
         ]
-        masks = [[problems.drawn(place, rows) for place in x] for x in places]
+        masks = [[problems.drawn(key, rows) for key in x] for x in keys]
         expected = np.array(masks if devices > 1 else [mask for [mask] in masks])
         found = metrics[0].aux if "window" in step.way else [m.aux for m in metrics]
         np.testing.assert_array_equal(found, expected)
