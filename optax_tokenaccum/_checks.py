@@ -20,6 +20,7 @@ from optax_tokenaccum._trees import (
     Tree,
     check_same_tree,
     is_concrete,
+    is_float,
     is_float0,
     named_leaves,
     varying_axes,
@@ -140,6 +141,22 @@ def check_params(params: Params) -> None:
                 f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
                 "Hand a random key to a train step as rng=, or to loss_fn as a keyword."
             )
+
+
+def check_trains(params: Params, is_read: list[bool]) -> None:
+    """Raises `ValueError` if the loss reads no parameter that can be trained.
+
+    `is_read` is of the parameters, and of other arguments after them.
+    """
+    can_train = [*map(is_float, jax.tree.leaves(params))]
+    pairs = zip(can_train, is_read, strict=False)
+    if any(can_train) and not any(x and y for x, y in pairs):
+        raise ValueError(
+            "No parameter reaches loss_sum, so nothing would be trained. Are the "
+            "results swapped (return loss_sum, num_tokens)? Does loss_fn close over a "
+            "model, in place of using the one that it is given? Are these the "
+            "parameters of another model?"
+        )
 
 
 def check_num_tokens(

@@ -273,6 +273,11 @@ class Alone(NamedTuple):
         return value
 
 
+def inputs_of(jaxpr: Jaxpr, output: int) -> list[bool]:
+    """Which inputs an output, or a derivative of it, may depend on."""
+    return _alone(jaxpr, output)[1]
+
+
 def output_alone(
     jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[ArrayLike], output: int
 ) -> Alone:

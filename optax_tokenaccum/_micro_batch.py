@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation, Added
+from optax_tokenaccum._checks import check_trains
 from optax_tokenaccum._devices import Devices, Shardings
 from optax_tokenaccum._jaxprs import Trace, collectives
 from optax_tokenaccum._per_device_loss import per_device_loss
@@ -111,6 +112,7 @@ def add_micro_batch(
     else:
         traced = Traced(of_rows, params, micro_batch.inputs(model_state))
         check_own_map(traced.closed, params)
+        check_trains(params, traced.reads(0))
         n = traced.alone(1).value()
 
         def perturbed_loss(perturbations: Perturbations) -> Any:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from optax_tokenaccum._checks import check_trains
 from optax_tokenaccum._devices import Devices, entry_of, over_devices
 from optax_tokenaccum._jaxprs import asks_for_device, collectives, has_rules
 from optax_tokenaccum._perturbations import Perturbations, Traced, counted, perturbed
@@ -57,6 +58,7 @@ def per_device_loss(
             rng = fold_key(rng, place)
         inputs = inputs._replace(model_state=model_state, rng=rng)
         traced = Traced(loss, params, inputs)
+        check_trains(params, traced.reads(0))
         own = [
             x if x is None else x.reshape(p.shape)
             for x, p in zip(perturbations, jax.tree.leaves(params), strict=True)

@@ -47,6 +47,7 @@ from optax_tokenaccum._jaxprs import (
     carry_of,
     changed,
     evaluated,
+    inputs_of,
     is_call,
     is_remat,
     is_scan,
@@ -202,6 +203,10 @@ class Traced:
     def sources(self) -> list[int | None]:
         """The number of the input that each output is, if it is one."""
         return sources_of(self.closed.jaxpr)
+
+    def reads(self, output: int) -> list[bool]:
+        """Whether an output may depend on each input."""
+        return inputs_of(self.closed.jaxpr, output)
 
     def alone(self, output: int) -> Alone:
         closed = self.closed

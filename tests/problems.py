@@ -435,11 +435,14 @@ class Run(NamedTuple):
         )
 
 
+def fold_in(key: jax.Array, *numbers: int) -> jax.Array:
+    """As the library does, after a number of its own: no `split` returns such keys."""
+    return functools.reduce(jax.random.fold_in, (0x746F6B6E, *numbers), key)
+
+
 def key_of(update: int, number: int, place: int, devices: int) -> jax.Array:
-    """The key of a micro-batch: no `split` of the run's key returns it."""
-    ours = 0x746F6B6E
-    position = (ours, update, number) + ((ours, place) if devices > 1 else ())
-    return functools.reduce(jax.random.fold_in, position, jax.random.wrap_key_data(KEY))
+    key = fold_in(jax.random.wrap_key_data(KEY), update, number)
+    return fold_in(key, place) if devices > 1 else key
 
 
 def drawn(key: jax.Array, rows: int) -> np.ndarray:

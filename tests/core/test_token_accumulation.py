@@ -160,7 +160,8 @@ def test_skip_function_sees_the_mean_and_is_not_asked_without_tokens():
         _, state = optimizer.update(grads(scale), state, PARAMS, num_tokens=n)
     assert seen[1:4] == [3.0, 3.0, 6.0]
     assert int(state.mini_step) == 3  # the third was rejected; the fourth counts
-    assert float(state.skip_state) == 6.0  # kept from the third
+    assert float(state.skip_state.of_function) == 6.0  # kept from the third
+    assert int(state.skip_state.rejected) == 1
 
 
 def test_close_window_of_a_chain_without_and_with_micro_batches():

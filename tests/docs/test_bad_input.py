@@ -182,7 +182,7 @@ ERRORS = """
     token_accumulation(sgd, 2, **skips).update(params, state, num_tokens=1)
       ValueError: skip_state must come from this should_skip_update_fn (keep the
       function that the run began with, or take skip_state from a new init): at
-      ['num_not_finite'] expected shape (), got no leaf.
+      ….
     has_updated(old)
     has_updated((state, state))
       ValueError: has_updated needs a state that holds exactly one

@@ -43,16 +43,11 @@ def clipping(params: Any, batch: Any, c: float = 1.0) -> Any:
     return loss_sum / c, n / c
 
 
-def swapped(params: Any, batch: Any) -> Any:
-    return loss_fn(params, batch | {"mask": jnp.float32(batch["mask"])})[::-1]
-
-
 # A loss, and how far it moves the parameters.
 MOVED: dict[str, tuple[Any, float]] = {
     "right": (loss_fn, 1),
     "a mean": (lambda p, b: (jnp.divide(*loss_fn(p, b)), 3), 1 / 3),
     "a count with padding": (lambda p, b: (loss_fn(p, b)[0], b["mask"].size), 3 / 4),
-    "swapped": (swapped, 0),
     "stopped": (lambda p, b: loss_fn(jax.lax.stop_gradient(p), b), 0),
     "ignores its mask": (lambda p, b: (jnp.sum(b["x"] @ p["w"]), 3), 4 / 3),
     "clips cotangents": (clipping, 1 / 2),

@@ -8,6 +8,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -159,7 +160,8 @@ def test_both_runs_of_a_micro_batch_get_the_same_key():
     f = coupled_value_and_grad(summary_fn, loss_fn, has_aux=True)
     static = functools.partial(f, **keywords)
     got = jax.jit(static)(w, ROWS, rng=key, rate=0.5)
-    window = ROWS, jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(K))
+    keys = [problems.fold_in(key, i) for i in range(K)]
+    window = ROWS, jnp.stack(keys)
     static = functools.partial(with_key, rate=0.5, **keywords)
     expected = plain(static, loss_fn, has_aux=True)(w, window)
     chex.assert_trees_all_close(got, expected, rtol=1e-5)
