@@ -40,6 +40,7 @@ from optax_tokenaccum._trees import (
 # loss, (num_tokens, aux)
 WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
 Bound = ArrayLike | None  # of the micro-batches that run
+Reduction = Literal["mean", "sum"]
 # Leaf index -> (source axis, destination axis), both negative: a sum that each device
 # has of its own has one more axis in front.
 Moves = dict[int, tuple[int, int]]
@@ -50,6 +51,7 @@ def window_value_and_grad(
     *,
     has_aux: bool = False,
     has_model_state: bool = False,
+    reduction: Reduction = "mean",
     accumulator_dtype: DType | None = None,
 ) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, for the exact mean loss of a window.
@@ -70,13 +72,17 @@ def window_value_and_grad(
     parameters, or the loss reads from other devices, it must return both the loss and
     the count reduced, `jax.lax.psum(..., axis_name)`. A loss of this device's rows
     alone, with `jax.lax.pcast(params, axis_name, to="varying")` or `check_vma=False`,
-    gives this device's results. `psum(n * grads) / psum(n)` is then the gradient over
-    all rows, reduced once a window.
+    gives this device's results. With `reduction="sum"`, `psum(grads) / psum(n)` is then
+    the gradient over all rows, reduced once a window.
 
     Args:
       loss_fn: as for `make_train_step`, a *sum* over the micro-batch's tokens.
       has_aux: as for `make_train_step`.
       has_model_state: as for `make_train_step`.
+      reduction: `"mean"`, or `"sum"` for `loss` and `grads` that are not divided, to be
+        added up over devices, stages or requests, and then divided once. The gradients
+        are then in the dtypes of the sums, and a part without tokens keeps a loss that
+        is real.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
 
     Returns:
@@ -101,8 +107,9 @@ def window_value_and_grad(
 
     Raises:
       ValueError: leading axes differ or are 0 (the error names the leaf), or
-        `num_micro_batches` is outside 0 to `k` and not an array; or, in a `shard_map`,
-        the loss or the count must be reduced over devices, and is not.
+        `num_micro_batches` is outside 0 to `k` and not an array; no parameter reaches
+        the loss; or, in a `shard_map`, the loss or the count must be reduced over
+        devices, and is not.
       TypeError: `loss_fn` returned anything other than described above; or `params` is
         an NNX model, and a variable is not an `nnx.Param` or is in two places.
 
@@ -119,6 +126,7 @@ def window_value_and_grad(
       23.0 4.0 23.0
     """
     check_function(loss_fn, "loss_fn")
+    _check_reduction(reduction)
     accumulation = make_accumulation(
         optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
     )
@@ -140,11 +148,28 @@ def window_value_and_grad(
         state, _, aux, model_state = run_window(
             setup, given, params, model_state, num_micro_batches
         )
-        mean, num_tokens = accumulation.window_so_far(state)
-        gradient = accumulation.window_gradient_in_place(state, params)
-        return ((mean, (num_tokens, aux)), model_state), gradient
+        loss, num_tokens = accumulation.window_so_far(state)
+        if reduction == "sum":
+            loss, gradient = state.acc_value, _sums_for(params, state.grad_sums)
+        else:
+            gradient = accumulation.window_gradient_in_place(state, params)
+        return ((loss, (num_tokens, aux)), model_state), gradient
 
     return with_model_state if has_model_state else without_state(with_model_state)
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum': got {reduction!r}.")
+
+
+def _sums_for(params: Params, sums: Gradients) -> Gradients:
+    """The sums, of which those of integers are zeros of their dtype."""
+
+    def sum_for(x: jax.Array, p: jax.Array) -> jax.Array:
+        return x if trees.is_float(p) else x.astype(jnp.result_type(p))
+
+    return jax.tree.map(sum_for, sums, params)
 
 
 def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -358,6 +383,7 @@ def accumulate_over_window(
     *,
     gradients: Literal["sum", "mean"] = "sum",
     has_aux: bool = False,
+    reduction: Reduction = "mean",
     accumulator_dtype: DType | None = None,
 ) -> Callable[..., Any]:
     r"""The exact mean loss and gradient of a window, from gradients of micro-batches.
@@ -380,8 +406,11 @@ def accumulate_over_window(
         num_tokens), grads)`, as `jax.value_and_grad(loss_fn, has_aux=True)` returns.
         `grads` may be any tree of arrays.
       gradients: `"sum"` if `value` and `grads` are of the loss summed over the
-        micro-batch's tokens; `"mean"` if they are of its mean over these tokens.
+        micro-batch's tokens; `"mean"` if they are of its mean over these tokens. The
+        mean of a micro-batch without tokens adds nothing, because it is multiplied by
+        its count, 0.
       has_aux: the function returns `((value, (num_tokens, aux)), grads)`.
+      reduction: as for `window_value_and_grad`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
 
     Returns:
@@ -409,6 +438,7 @@ def accumulate_over_window(
       23.0 4.0 23.0
     """
     check_function(value_and_grad_fn, "value_and_grad_fn")
+    _check_reduction(reduction)
     accumulation = make_accumulation(
         optax.identity(), make_schedule(), gradients, None, accumulator_dtype
     )
@@ -460,7 +490,10 @@ def accumulate_over_window(
             add, empty, micro_batches, num_micro_batches, has_aux, "value_and_grad_fn"
         )
         loss, num_tokens = accumulation.window_so_far(state)
-        grads = accumulation.window_gradient(state, summed)
+        if reduction == "sum":
+            loss, grads = state.acc_value, _sums_for(summed, state.grad_sums)
+        else:
+            grads = accumulation.window_gradient(state, summed)
         grads = jax.tree.map(
             lambda x, g: trees.zeros_of(x) if trees.is_float0(x) else g, like, grads
         )

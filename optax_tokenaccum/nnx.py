@@ -20,7 +20,7 @@ from optax_tokenaccum._nnx_model import of_parts, open_model
 from optax_tokenaccum._nnx_steps import TrainStep, WindowStep
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._trees import Aux, Batch, DType, Tree
-from optax_tokenaccum._window import WindowValues
+from optax_tokenaccum._window import Reduction, WindowValues
 
 
 def make_train_step(
@@ -160,6 +160,7 @@ def window_value_and_grad(
     loss_fn: LossFn,
     *,
     has_aux: bool = False,
+    reduction: Reduction = "mean",
     accumulator_dtype: DType | None = None,
     wrt: nnx.filterlib.Filter = nnx.Param,
 ) -> Callable[..., tuple[WindowValues, nnx.State]]:
@@ -171,6 +172,7 @@ def window_value_and_grad(
     Args:
       loss_fn: as for `make_train_step`, a *sum* over the micro-batch's tokens.
       has_aux: as for `make_train_step`.
+      reduction: `"mean"` or `"sum"`, as for the function of the core.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       wrt: which variables gradients are of, a filter as for `nnx.Optimizer`.
 
@@ -201,6 +203,7 @@ def window_value_and_grad(
         of_parts(loss_fn),
         has_aux=has_aux,
         has_model_state=True,
+        reduction=reduction,
         accumulator_dtype=accumulator_dtype,
     )
     return _of_model(value_and_grad, wrt)

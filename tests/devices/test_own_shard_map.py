@@ -1,10 +1,13 @@
 """Windows in a `shard_map` of the caller's, whose types tell what differs."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import helpers
 import jax
 import jax.numpy as jnp
+import nnx_ways
 import numpy as np
 import problems
 import pytest
@@ -15,6 +18,7 @@ from meshes import TYPES, make_mesh
 from problems import PARAMS
 
 from optax_tokenaccum import accumulate_over_window, window_value_and_grad
+from optax_tokenaccum import nnx as nnx_steps
 from optax_tokenaccum._trees import as_varying
 
 K, ROWS, DEVICES = 3, 16, 8
@@ -193,3 +197,79 @@ def test_a_device_without_tokens_keeps_the_gradients_that_others_send_it(way: st
         f = mapped(on_each, out_specs=P("data"), check_vma=check_vma)
         with pytest.raises(ValueError, match=MUST):
             f.lower(PARAMS, WINDOW)
+
+
+def anchors(params: Any, batch: Any) -> Any:
+    """A loss of all rows, whose count is that of rows with a weight."""
+    losses = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    return jnp.sum(losses), jnp.sum(batch["weights"])
+
+
+def anchors_of_model(model: Any, batch: Any) -> Any:
+    return anchors(model.params(), batch)
+
+
+def of_model(reduction: Any) -> Any:
+    f = nnx_steps.window_value_and_grad(anchors_of_model, reduction=reduction)
+
+    def value_and_grad(params: Any, window: Any) -> Any:
+        model = nnx_ways.Holder(params)
+        values, grads = f(model, window)
+        return values, model.structure.unflatten(jax.tree.leaves(grads))
+
+    return value_and_grad
+
+
+FUNCTIONS = {
+    "loss": lambda reduction: window_value_and_grad(anchors, reduction=reduction),
+    "gradients": lambda reduction: accumulate_over_window(
+        jax.value_and_grad(anchors, has_aux=True), reduction=reduction
+    ),
+    "model": of_model,
+}
+
+
+@pytest.mark.parametrize("way", FUNCTIONS)
+def test_sums_keep_the_real_loss_of_a_device_without_tokens(way: str):
+    """The function of the page on devices; means times counts lose that loss."""
+    page = (Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"^def mean_over_devices.*?^$", page, re.DOTALL | re.MULTILINE)
+    names = {
+        "jax": jax,
+        "jnp": jnp,
+        "loss_fn": anchors,
+        "varying": lambda params: jax.tree.map(
+            lambda x: as_varying(x, ["data"]), params
+        ),
+        "window_value_and_grad": lambda _, reduction: FUNCTIONS[way](reduction),
+    }
+    exec(code, names)
+
+    def by_means(params: Any, window: Any) -> Any:
+        params = varying(params)
+        (loss, (n, _)), grads = FUNCTIONS[way]("mean")(params, window)
+        total = jax.lax.psum(n, "data")
+        return total, *jax.tree.map(
+            lambda x: jax.lax.psum(n * x, "data") / total, (loss, grads)
+        )
+
+    for f, is_exact in ((names["mean_over_devices"], True), (by_means, False)):
+        n, loss, gradient = mapped(f)(PARAMS, WINDOW)
+        if is_exact:
+            check(((loss, (n, None)), gradient), anchors)
+        else:
+            with pytest.raises(AssertionError):
+                check(((loss, (n, None)), gradient), anchors)
+
+
+@pytest.mark.parametrize("way", FUNCTIONS)
+def test_sums_are_not_divided_and_in_float32(way: str):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    (loss_sum, (n, _)), sums = FUNCTIONS[way]("sum")(params, WINDOW)
+    (mean, _), gradient = FUNCTIONS[way]("mean")(params, WINDOW)
+    assert sums["w"].dtype == jnp.float32 and gradient["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(loss_sum / n, mean, rtol=1e-6)
+    found = (sums["w"] / n).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found, gradient["w"])
+    with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'"):
+        FUNCTIONS[way]("total")
