@@ -234,13 +234,15 @@ def test_sums_keep_the_real_loss_of_a_device_without_tokens(way: str):
     """The function of the page on devices; means times counts lose that loss."""
     page = (Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")
     [code] = re.findall(r"^def mean_over_devices.*?^$", page, re.DOTALL | re.MULTILINE)
+
+    def varying(params: Any) -> Any:
+        return jax.tree.map(lambda x: as_varying(x, ["data"]), params)
+
     names = {
         "jax": jax,
         "jnp": jnp,
         "loss_fn": anchors,
-        "varying": lambda params: jax.tree.map(
-            lambda x: as_varying(x, ["data"]), params
-        ),
+        "varying": varying,
         "window_value_and_grad": lambda _, reduction: FUNCTIONS[way](reduction),
     }
     exec(code, names)
