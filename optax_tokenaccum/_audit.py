@@ -288,16 +288,13 @@ def audit(
 
 def _check_takes(f: Callable[..., Any], name: str, *arguments: str) -> None:
     checks.check_function(f, name)
-    try:
-        signature = inspect.signature(f)
-    except ValueError:  # of a builtin function
-        return
+    signature = inspect.signature(f)
     try:
         signature.bind(*arguments)
     except TypeError:
         raise TypeError(
             f"{name} must be a function of ({', '.join(arguments)}): got one of "
-            f"{signature}. Give audit run first, and then loss_fn."
+            f"({', '.join(signature.parameters)}). Give audit run first, then loss_fn."
         ) from None
 
 
