@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from optax_tokenaccum._trees import (
 )
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Params, Sequence[Batch]], Params]
-Gradient = Callable[..., tuple[np.ndarray, float]]  # (batch, share) -> it, num_tokens
+Measured = tuple[np.ndarray, float]  # a gradient, num_tokens
+Gradient = Callable[..., Measured]  # of (batch, share)
 
 EXPLANATIONS = {
     Verdict.EXACT: "the loop applies the exact mean of the window, by loss_fn's count.",
@@ -38,43 +40,51 @@ EXPLANATIONS = {
         "changes nothing), or make_train_step a summed loss."
     ),
     Verdict.DISCARDED: (
-        "no update moves the parameters: none closes the window, or it is thrown away. "
-        "If something moves them, run uses another optimizer than the one it is given."
+        "no update moves the parameters: none closes the window (is one accumulation "
+        "inside another?), or it is thrown away."
     ),
     Verdict.NOT_DIVIDED: "the loop applies a sum. Divide it once, by the tokens.",
-    Verdict.DIVIDED_TWICE: "divided by tokens and by k: use_grad_mean=False helps.",
+    Verdict.DIVIDED_TWICE: (
+        "divided by tokens and by k. Remove '/ k' from the loss; or, if the loss is "
+        "divided by all tokens of the window, give MultiSteps use_grad_mean=False."
+    ),
     Verdict.LAST_MICRO_BATCH_ONLY: "only the last gradient is applied: sum them.",
-    Verdict.STEPPED_EVERY_MICRO_BATCH: "wrap the optimizer in token_accumulation.",
+    Verdict.STEPPED_EVERY_MICRO_BATCH: (
+        "wrap the optimizer in token_accumulation (gradients='mean' for a mean loss)."
+    ),
 }
+CANNOT_TELL = (
+    "cannot tell: up to rounding, a wrong loop applies this window's exact gradient, "
+    "too. Give two or more ragged micro-batches, with gradients of similar sizes, or "
+    "audit in float32, or give rtol."
+)
 NOT_FINITE = (
-    "the parameters are not finite after the window. A float16 sum overflows (keep "
-    "sums in float32); the mean of a micro-batch without tokens is 0/0 (leave it out)."
+    "the parameters are not finite. A float16 sum overflows (keep sums in float32); "
+    "the mean of a micro-batch without tokens is 0/0 (leave it out)."
 )
 NOT_A_SUM = (
-    "the applied gradient is not a sum of these micro-batches' gradients. Is it "
-    "clipped by value? Was a window left open (close_window ends it)? Does padding "
-    "count? Is there dropout, another loss, lower precision than in loss_fn (give "
-    "rtol), a rescaling by parameter? Do devices take means? Does run freeze "
-    "parameters (stop their gradient in loss_fn)?"
+    "the applied gradient is not a sum of these micro-batches' gradients. Is dropout "
+    "on (model.eval(), deterministic=True)? Does padding count? Was a window left open "
+    "(close_window ends it)? Is its loss another, or of lower precision (give rtol)?"
 )
-INSIDE = "Clip inside of the optimizer that run gets."
-NO_SUM = "loss_fn returns a mean, or a count that is not a sum: see check_loss_fn."
-COUPLED = (
-    "loss_fn couples rows: its gradient for a micro-batch is not the sum of those for "
-    "two halves. Contrastive and balance losses, BatchNorm and dropout do that, and "
-    "sequences without an axis of rows: give each an axis of one row. "
-    "coupled_value_and_grad has the gradient of such a loss; or keep such rows in one "
-    "micro-batch, or leave the term out."
+UNCLEAR = CANNOT_TELL, NOT_A_SUM, EXPLANATIONS[Verdict.DISCARDED]
+MOVED = (
+    "parameters move without the given optimizer: by another one, an EMA, decay, or a "
+    "layer such as nnx.SpectralNorm or nnx.WeightNorm (call a copy, nnx.clone(model))."
 )
+FROZEN = (
+    "run does not move {} of the parameters, such as {}: stop their gradient in "
+    "loss_fn, or leave them out of params. As to the others, "
+)
+APPLY_EVERY = (
+    "the optimizer {}, as with optax.apply_every, so moments and schedules are wrong. "
+    "Drop apply_every, and write token_accumulation(optax.chain(...), k), with "
+    "gradients='mean' for a mean loss."
+)
+NOT_ADDED = "loss_fn couples rows, or is not a sum: check_loss_fn says which, and why."
 OF_DEVICES = (
-    "devices take the mean of their own means. In pmap or shard_map, write "
-    "t = psum(n, axis), g = psum(g * n, axis) / t for the gradient g of a mean over n "
-    "tokens, and num_tokens=t."
-)
-ON_ZEROS = (
-    "the optimizer also runs on zeros, {} times in this window, as behind "
-    "optax.apply_every: moments decay, and weight decay and schedules go on. Put it "
-    "inside of token_accumulation."
+    "devices take the mean of their own means. For means over n tokens, write "
+    "t = psum(n, axis), g = psum(g * n, axis) / t, and num_tokens=t."
 )
 NOT_CHECKED = "Not checked: whether loss_fn couples rows."
 SIGMAS = 8  # 5 was seen, because a token's rounding errors are correlated
@@ -106,31 +116,26 @@ class MeasuredWindow:
         """The known gradients of one update, as weights of `gradients`, [forms, k]."""
         n, k, total = self.tokens, len(self.tokens), self.tokens.sum()
         inverse = np.divide(1, n, out=np.zeros(k), where=n > 0)
+        of_one = inverse[-1], inverse[-1] / k, 1 / total, 1
         return {
             Verdict.EXACT: self.right[None],
             Verdict.MEAN_OF_MEANS: np.outer([1 / k, 1 / np.count_nonzero(n)], inverse),
             Verdict.NOT_DIVIDED: np.ones((1, k)),
             Verdict.DIVIDED_TWICE: np.full((1, k), 1 / total / k),
-            Verdict.LAST_MICRO_BATCH_ONLY: self.forms_of_one(k - 1),
+            Verdict.LAST_MICRO_BATCH_ONLY: np.outer(of_one, np.eye(k)[-1]),
         }
-
-    def forms_of_one(self, i: int) -> np.ndarray:
-        """The same for the gradient of the micro-batch at index `i`."""
-        n, k, total = self.tokens[i] or np.inf, len(self.tokens), self.tokens.sum()
-        return np.outer([1 / n, 1 / n / k, 1 / total, 1], np.arange(k) == i)
 
     def candidates(self) -> dict[Verdict, float]:
         """The relative error of the applied gradient to each known one."""
-
-        def nearest(got: np.ndarray, forms: np.ndarray) -> float:
-            return min(distance(got, form @ self.gradients) for form in forms)
-
-        found = {v: nearest(self.first, forms) for v, forms in self.forms().items()}
+        found = {
+            verdict: min(distance(self.first, form @ self.gradients) for form in forms)
+            for verdict, forms in self.forms().items()
+        }
         exact, stepped = self.right @ self.gradients, np.inf
         found[Verdict.DISCARDED] = distance(self.first + exact, exact)
         if self.second is not None and np.count_nonzero(self.tokens) > 1:
-            i, j, *_ = map(self.forms_of_one, np.flatnonzero(self.tokens))
-            stepped = max(nearest(self.first, i), nearest(self.second, j))
+            i, j, *_ = self.gradients[self.tokens > 0]
+            stepped = max(off_line(self.first, i), off_line(self.second, j))
         return found | {Verdict.STEPPED_EVERY_MICRO_BATCH: stepped}
 
     def fits(self, form: np.ndarray) -> bool:
@@ -179,6 +184,11 @@ def distance(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(got - expected) / size) if is_known else np.inf
 
 
+def off_line(got: np.ndarray, line: np.ndarray) -> float:
+    """The relative error of `got`, which may be clipped, to a multiple of `line`."""
+    return distance(got * (line @ line), line * (got @ line))
+
+
 def audit(
     run: Run,
     loss_fn: LossFn,
@@ -190,10 +200,9 @@ def audit(
     r"""Finds which gradient a training loop applies to one window of micro-batches.
 
     The exact gradient is :math:`\sum_i g_i / \sum_i n_i`. The loop runs twice with an
-    SGD of which only the first update, then only the second, moves the parameters, by
-    more than their size: they then show the gradient in their own dtype. Least squares
-    give the weight of each micro-batch, which must be 1. Last, two halves of a
-    micro-batch are compared with the whole: a loss that couples rows is not `EXACT`.
+    SGD of which only the first update, then only the second, moves the parameters.
+    Then two halves of a micro-batch are compared with the whole: a loss that couples
+    rows is not `EXACT`.
 
     Args:
       run: `run(optimizer, params, micro_batches) -> params`: the loop, for one window,
@@ -248,29 +257,33 @@ def audit(
             "A window must have tokens, and a gradient that is finite and not 0: got "
             f"{tokens.tolist()} tokens and a gradient of norm {size:.3g}."
         )
-    first, second, drift, zeros = _read(run, model, micro_batches, size)
-    # Times 0.75, numbers round differently.
-    scaled = gradients
-    if not rtol:
-        again = progress(micro_batches, "audit: rounding")
-        scaled = np.array([summed(x, 0.75)[0] for x in again])
-    noise = np.linalg.norm(scaled - gradients, axis=1)
+    first, second, drift, how = _read(run, model, micro_batches, size)
+    share = 1.0 if rtol else 0.75  # of the loss: numbers round differently
+    again = [summed(x, share)[0] for x in progress(micro_batches, "audit: rounding")]
+    noise = np.linalg.norm(again - gradients, axis=1)
     units = [float(jnp.finfo(x.dtype).eps) / 2 for x in model.trained]
     rtol = rtol or max(1e-4, *units, 4 * drift)
     window = MeasuredWindow(tokens, gradients, noise, rtol, first, second)
-    verdict, explanation = _judge(window)
-    if explanation == NOT_A_SUM and _is_of_devices(summed, micro_batches, window):
-        explanation = OF_DEVICES
-    doubt = _doubt(summed, micro_batches, window)
-    said = [ON_ZEROS.format(zeros)] if zeros and window.first.any() else []
-    if verdict is Verdict.EXACT and (said or doubt in (NO_SUM, COUPLED)):
-        verdict = Verdict.UNKNOWN
-    else:
-        said.append(explanation)
-    explanation = " ".join([*said, doubt]).rstrip()
-    ends = np.cumsum([as_vector([x]).size for x in model.trained])[:-1]
-    parts = [np.split(x, ends) for x in (first, exact, first - exact)]
+    sizes = [as_vector([x]).size for x in model.trained]
+    parts = [np.split(x, np.cumsum(sizes)[:-1]) for x in (first, exact, first - exact)]
     norms = [[float(np.linalg.norm(part)) for part in x] for x in parts]
+    rows = [*map(ParameterRow, model.names, *norms)]
+    verdict, explanation = _judge(window)
+    frozen = [p.path for p in rows if p.exact > p.applied == 0]
+    if how and first.any():
+        verdict, explanation = Verdict.UNKNOWN, how
+    elif 4 * drift >= rtol and explanation in UNCLEAR:
+        explanation = MOVED
+    elif explanation == NOT_A_SUM and _is_of_devices(summed, micro_batches, window):
+        explanation = OF_DEVICES
+    elif explanation == NOT_A_SUM and frozen:
+        moved = np.repeat([p.applied > 0 for p in rows], sizes)
+        rest = dataclasses.replace(window, gradients=gradients * moved)
+        explanation = FROZEN.format(len(frozen), frozen[0]) + _judge(rest)[1]
+    doubt = _doubt(summed, micro_batches, window)
+    if verdict is Verdict.EXACT and doubt == NOT_ADDED:
+        verdict, explanation = Verdict.UNKNOWN, ""
+    explanation = f"{explanation} {doubt}".strip()
     right, weights, both = window.right, window.weights, np.linalg.norm(first) * size
     return AuditReport(
         verdict,
@@ -282,22 +295,19 @@ def audit(
         candidates=window.candidates(),
         tokens=tuple(tokens.tolist()),
         weights=None if weights is None else tuple(weights[0].tolist()),
-        parameters=[*map(ParameterRow, model.names, *norms)],
+        parameters=rows,
     )
 
 
 def _check_takes(f: Callable[..., Any], name: str, *arguments: str) -> None:
     checks.check_function(f, name)
-    try:
-        signature = inspect.signature(f)
-    except ValueError:  # of a builtin function
-        return
+    signature = inspect.signature(f)
     try:
         signature.bind(*arguments)
     except TypeError:
         raise TypeError(
             f"{name} must be a function of ({', '.join(arguments)}): got one of "
-            f"{signature}. Give audit run first, and then loss_fn."
+            f"({', '.join(signature.parameters)}). Give audit run first, then loss_fn."
         ) from None
 
 
@@ -310,7 +320,7 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
 
     gradient = jax.jit(jax.grad(loss, has_aux=True))
 
-    def summed(batch: Batch, share: float = 1.0) -> tuple[np.ndarray, float]:
+    def summed(batch: Batch, share: float = 1.0) -> Measured:
         found, n = gradient(model.trained, batch, share)
         n = float(as_num_tokens(n, np.float64))
         found = as_vector(found) / share
@@ -321,8 +331,8 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
 
 def _read(
     run: Run, model: Model, batches: list[Batch], exact: float
-) -> tuple[np.ndarray, np.ndarray | None, float, int]:
-    """What two updates apply, how far parameters drift without, and zero updates."""
+) -> tuple[np.ndarray, np.ndarray | None, float, str]:
+    """What two updates apply, how far parameters drift without, and what is wrong."""
     # Rounding of such an update costs a unit of the gradient, not of the parameters.
     # The margin leaves room for small gradients; float16 has none.
     margin = 4.0 if jnp.float16 in [x.dtype for x in model.trained] else 2.0**30
@@ -331,44 +341,44 @@ def _read(
     scale = float(2.0 ** np.round(np.log2(margin * size / exact)))
     unit = 0.73 * exact / np.sqrt(start.size)  # what a gradient of zeros applies
 
-    def after(which: int, of_zeros: float = 0.0) -> tuple[np.ndarray, float]:
-        """The parameters after a run, and how far they moved."""
-        own = model.build(model.trained)
-        optimizer = _sgd_once(which, scale, of_zeros)
+    def read(armed: range, of_zeros: float = 0.0) -> np.ndarray:
+        """What a run applies if only these updates move the parameters."""
+        own, optimizer = model.build(model.trained), _sgd(armed, scale, of_zeros)
         found = model.numbers(run(optimizer, own, copied(batches)))
-        return found, float(np.linalg.norm(found - start) / size)
+        return (start - found) / scale
 
-    (moved, _), (still, drift) = (
-        after(i, i * unit) for i in progress((0, 1), "audit: run")
-    )
-    zeros = 0
-    if not drift <= margin**0.3:  # by a second update, by zeros, or NaN
-        by_zeros = (start - still).min() / scale / unit  # of every parameter
-        still, drift = after(1)
-        if not drift <= margin**0.3:
-            return (start - moved) / scale, (start - still) / scale, 0.0, 0
-        zeros = round(by_zeros)
-    return (still - moved) / scale, None, drift, zeros
+    def drift(applied: np.ndarray) -> float:
+        return float(np.linalg.norm(applied) * scale / size)
+
+    runs = progress(((range(1), 0.0), (range(1, 2), unit)), "audit: run")
+    first, rest = (read(*x) for x in runs)
+    how, most = "", margin**0.3
+    if not drift(rest) <= most:  # by a second update, by zeros, or NaN
+        by_zeros, rest = rest.min() / unit, read(range(1, 2))  # min: all parameters
+        how = APPLY_EVERY.format(f"also runs on zeros, {by_zeros:.0f} times")
+        if not drift(rest) <= most:
+            if distance(read(range(2)) - first, rest) > STEP_RTOL:
+                return first, rest, 0.0, ""
+            # The second gradient does not depend on the first update.
+            first, rest = read(range(2**31 - 1)), 0 * rest
+            how = APPLY_EVERY.format("runs on every micro-batch and adds its updates")
+    return first - rest, None, drift(rest), how
 
 
-def _sgd_once(
-    which: int, scale: float, of_zeros: float
+def _sgd(
+    armed: range, scale: float, of_zeros: float
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD in which only update number `which`, from 0, moves parameters.
-
-    Updates with zeros are not numbered; they apply `of_zeros`.
-    """
+    """SGD of the updates `armed`, from 0; those of zeros apply `of_zeros` instead."""
 
     def update(
         updates: Gradients, state: OptState, params: Params = None, **extra: Any
     ) -> tuple[Gradients, OptState]:
-        is_some = jnp.any(
-            jnp.array([jnp.any(g != 0) for g in jax.tree.leaves(updates)])
-        )
+        is_some = jnp.array([jnp.any(g != 0) for g in jax.tree.leaves(updates)]).any()
+        is_armed = (armed.start <= state) & (state < armed.stop)
 
         def step(g: jax.Array) -> jax.Array:
             wide = g.astype(common_dtype(g.dtype, jnp.float32))  # float16 overflows
-            size = jnp.where(is_some, jnp.where(state == which, wide, 0), of_zeros)
+            size = jnp.where(is_some, jnp.where(is_armed, wide, 0), of_zeros)
             return (-scale * size).astype(g.dtype)
 
         return jax.tree.map(step, updates), state + is_some.astype(jnp.int32)
@@ -378,45 +388,40 @@ def _sgd_once(
 
 def _doubt(summed: Gradient, batches: list[Batch], window: MeasuredWindow) -> str:
     """What is wrong with `loss_fn` if two halves of a micro-batch do not add up."""
-    try:
-        sizes = [leading_axis(batch, "a micro-batch") for batch in batches]
-        i = max(np.flatnonzero(window.tokens), key=lambda i: sizes[i])
-        rows = sizes[i]
-        parts = map(
-            summed, _parts(batches[i], [slice(rows // 2), slice(rows // 2, rows)])
-        )
-        found, counts = map(np.array, zip(*parts, strict=True))
-    except Exception:  # no rows, or whatever a loss raises at such a shape
+    for i in np.argsort(-window.tokens):
+        if window.tokens[i] and (parts := _parts(summed, batches[i], 2)):
+            break
+    else:
         return NOT_CHECKED
-    if rows < 2:
-        return NOT_CHECKED
+    found, counts = zip(*parts, strict=True)
     g, n = window.gradients[i], window.tokens[i]
     limit = 2 * max(window.rtol * np.linalg.norm(found), 4 * window.noise[i])
-    is_sum = abs(counts.sum() - n) <= 1e-4 * n
-    if is_sum and np.linalg.norm(found.sum(0) - g) <= limit:
+    is_sum = abs(sum(counts) - n) <= 1e-4 * n
+    if is_sum and np.linalg.norm(sum(found) - g) <= limit:
         return ""
-    if max(np.ndim(x) for x in jax.tree.leaves(batches[i])) == 1:
-        return NOT_CHECKED  # it may be a sequence
-    return COUPLED if is_sum and distance(g, counts @ found / n) > 0.01 else NO_SUM
+    is_sequence = max(np.ndim(x) for x in jax.tree.leaves(batches[i])) == 1
+    return NOT_CHECKED if is_sequence else NOT_ADDED
 
 
-def _parts(batch: Batch, slices: list[slice]) -> list[Batch]:
-    return [jax.tree.map(operator.itemgetter(rows), batch) for rows in slices]
+def _parts(summed: Gradient, batch: Batch, number: int) -> list[Measured]:
+    """What parts of the rows give; empty where they give nothing."""
+    try:
+        rows = leading_axis(batch, "a micro-batch")
+        ends = [rows * i // number for i in range(number + 1)]
+        cut = [slice(*x) for x in itertools.pairwise(ends)] * (rows >= number)
+        return [summed(jax.tree.map(operator.itemgetter(x), batch)) for x in cut]
+    except Exception:  # no rows, or whatever a loss raises at such a shape
+        return []
 
 
 def _is_of_devices(
     summed: Gradient, batches: list[Batch], window: MeasuredWindow
 ) -> bool:
     """Whether the loop applies means over the local devices' means."""
-    d, means = jax.local_device_count(), []
-    for batch in batches:
-        rows = len(jax.tree.leaves(batch)[0])
-        if d == 1 or rows % d:
-            return False
-        parts = _parts(
-            batch, [slice(i, i + rows // d) for i in range(0, rows, rows // d)]
-        )
-        means.append(sum(g / (n or 1) for g, n in map(summed, parts)) / d)
+    parts = [_parts(summed, batch, jax.local_device_count()) for batch in batches]
+    means = [np.mean([g / (n or 1) for g, n in x], axis=0) for x in parts if x]
+    if len(means) < len(batches):
+        return False
     means = np.array(means) * window.tokens[:, None]
     return dataclasses.replace(window, gradients=means).weights is not None
 
@@ -433,17 +438,10 @@ def _judge(window: MeasuredWindow) -> tuple[Verdict, str]:
     if not window.first.any():
         return Verdict.DISCARDED, EXPLANATIONS[Verdict.DISCARDED]
     found = [v for v, forms in window.forms().items() if any(map(window.fits, forms))]
-    others = [repr(v.value) for v in found if v is not Verdict.EXACT]
-    for i in np.flatnonzero(window.gradients.any(1)):
-        one = np.diag(window.right)[i]
-        if window.fits(window.right - one) or window.fits(window.right + one):
-            others.append(f"'micro-batch {i}, from 0, lost or twice'")
-    if Verdict.EXACT in found and others:
-        return Verdict.UNKNOWN, (
-            "cannot tell: the exact gradient of this window is, up to rounding, "
-            f"also {' and '.join(others[:4])}. Give two or more ragged micro-batches, "
-            "with gradients of similar sizes, or audit in float32, or give rtol."
-        )
+    ones = np.diag(window.right)[window.gradients.any(1)]  # that are lost, or twice
+    others = [*(window.right - ones), *(window.right + ones)]
+    if Verdict.EXACT in found and (len(found) > 1 or any(map(window.fits, others))):
+        return Verdict.UNKNOWN, CANNOT_TELL
     if found:
         verdict = min(found, key=candidates.__getitem__)
         return verdict, EXPLANATIONS[verdict]
@@ -453,60 +451,33 @@ def _judge(window: MeasuredWindow) -> tuple[Verdict, str]:
 def _explain(window: MeasuredWindow) -> str:
     """Explains a gradient that matches no known one."""
     n, k, total = window.tokens, len(window.tokens), window.tokens.sum()
-    size, clipped = np.linalg.norm(window.first), "is clipped to a norm of"
     if factor := window.factor_of(window.right):
         if factor < 0:
             return (
-                f"the direction is opposite: the gradient is {factor:.6g} times what "
-                "it should be. Is a reward descended, or an update negated twice?"
+                f"the direction is opposite: it is {factor:.6g} times the exact "
+                "gradient. Is a reward descended, or an update negated twice?"
             )
-        if 0 < factor < 1 and abs(size / float(f"{size:.1g}") - 1) <= 1e-3:
-            return f"the gradient of the window {clipped} {size:.1g}. {INSIDE}"
         return (
-            f"the direction is right, the size is not: it is {factor:.6g} times what it"
-            f" should be. {'Is it clipped? ' * (factor < 1)}Are two devices summed (2) "
-            f"or averaged (0.5)? Is it k ({k}), the tokens ({total:g}), or a sum given "
-            f"as a mean ({total / k:g})? Or a learning rate, or a count of "
-            f"{total / factor:.0f} tokens?"
+            f"the direction is right, the size is {factor:.6g} times the exact one. Is "
+            "it clipped, or summed (2) or averaged (0.5) over two devices? Is a sum "
+            f"given as a mean ({total / k:g})? Then write MultiSteps(gradients='sum')."
         )
     if window.weights is None:
         return NOT_A_SUM
-    values, errors = window.weights
+    values, _ = window.weights
     sizes = np.nan_to_num(values) * np.linalg.norm(window.gradients, axis=1)
     for norms in (sizes, sizes / np.maximum(n, 1e-9)):  # of a sum's or mean of means'
         equal = norms >= 0.98 * norms.max()
         if equal.sum() > 1 and np.ptp(values[equal]) > 0.1 * max(values[equal]):
-            return (
-                f"each micro-batch is clipped: {equal.sum()} of {k} have gradients of "
-                f"the same norm. {INSIDE}"
-            )
+            return "each micro-batch is clipped. Clip in the optimizer that run gets."
     if factor := window.factor_of(window.forms()[Verdict.MEAN_OF_MEANS][0]):
-        if np.isclose(factor, k, rtol=0.01):
-            return "means are added up, as by optax.apply_every. Average by tokens."
-        if np.isclose(factor, k / total, rtol=0.01):
-            return (
-                "the sum of means is divided by all tokens: a mean is given where a "
-                'sum is expected. Give summed losses, or gradients="mean".'
-            )
-        return f"the mean of means is applied, times {factor:.6g}."
+        return (
+            f"the mean of means, times {factor:.6g}. Is a mean given where a sum is "
+            f"expected ({k / total:.6g}), or are means added up ({k})? Write "
+            "token_accumulation(gradients='mean'), and give num_tokens."
+        )
     if max(n) > 2 and window.near(n).all():
-        return (
-            "a sum is given where a mean is expected. Give optax_tokenaccum.MultiSteps "
-            'gradients="sum", or divide the loss by its tokens.'
-        )
-    lost, twice = (int(np.sum((errors < 0.5) & window.near(x))) for x in (0, 2))
-    if lost or twice and (window.near(1) | window.near(2)).all():
-        return (
-            f"of the {k} micro-batches, {lost} count for nothing and {twice} twice: "
-            "the window closes too early, or they are lost or repeated on the way."
-        )
-    # Weights of means add up to 1, whatever their counts.
-    if abs(np.nansum(values * n) / total - 1) <= 0.01 and not (values < 0).any():
-        return (
-            "the means are averaged with wrong counts, see the weights. Count no "
-            "padding, and shifted labels."
-        )
-    return (
-        "the micro-batches are weighted in a way of their own. Is each of them clipped "
-        "(do it inside the optimizer), or divided by maximum(n, 1) or a wrong count?"
-    )
+        return "a sum is given as a mean: write MultiSteps(gradients='sum')."
+    if (window.near(0) | window.near(1) | window.near(2)).all():
+        return "micro-batches are lost (weight 0) or repeated (2) on the way."
+    return "micro-batches have other weights: is each clipped, or its count wrong?"

@@ -21,7 +21,8 @@ class Model:
         named = enumerate(named_leaves(self._tree))
         found = [(i, p, x) for i, (p, x) in named if _is_array(x) and is_float(x)]
         if not found:
-            raise TypeError(f"params must hold arrays of floats: got {model!r}.")
+            got = type(model).__name__
+            raise TypeError(f"params must hold arrays of floats: got a {got}.")
         self._places, self.names, arrays = zip(*found, strict=True)
         self.trained: list[jax.Array] = copy_for_donation([*arrays])
 

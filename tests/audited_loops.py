@@ -151,10 +151,9 @@ def two_windows(optimizer: Any, params: Any, micro_batches: Any) -> Any:
     return run(optimizer, params, [concatenated(micro_batches)] * 2)
 
 
-def frozen(optimizer: Any, k: int) -> Any:
+def frozen(optimizer: Any, k: int, wrap: Any = token_accumulation) -> Any:
     mask = {"embed": False, "hidden": True, "out": False}
-    optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), mask))
-    return token_accumulation(optimizer, k)
+    return wrap(optax.chain(optimizer, optax.masked(optax.set_to_zero(), mask)), k)
 
 
 def unmasked_fn(params: Any, batch: Any) -> Any:
@@ -171,6 +170,20 @@ class Broken(NamedTuple):
     mistake: str = ""  # in the words of docs/audit.md, which shows it
     dtype: Any = None  # of the parameters, if the mistake needs one
     loss_fn: Any = loss_sum_fn
+    fixed: Run | None = None  # the loop, changed as the explanation says
+
+
+def of_means(tx: Any, k: int) -> Any:
+    return token_accumulation(tx, k, gradients="mean")
+
+
+def clipping(tx: Any) -> Any:
+    return optax.chain(optax.clip_by_global_norm(0.1), tx)
+
+
+by_k = changed(mean, lambda g: scale(g, 1 / K))
+by_total = changed(summed, lambda g: scale(g, 1 / TOKENS.sum()))
+sums_by_multi_steps = loop(functools.partial(MultiSteps, gradients="sum"), summed)
 
 
 def unknown(run: Run, says: str, **options: Any) -> Broken:
@@ -179,7 +192,11 @@ def unknown(run: Run, says: str, **options: Any) -> Broken:
 
 GALLERY = {
     "mean of means": Broken(
-        mean_of_means, Verdict.MEAN_OF_MEANS, "averages means", "averages means"
+        mean_of_means,
+        Verdict.MEAN_OF_MEANS,
+        "MultiSteps the loss's own count as num_tokens",
+        "averages means",
+        fixed=by_multi_steps,
     ),
     "padding counted": Broken(
         loop(MultiSteps, changed(mean, count=np.size)),
@@ -188,10 +205,17 @@ GALLERY = {
         "counts the entries of the mask",
     ),
     "double division": Broken(
-        loop(optax.MultiSteps, changed(summed, lambda g: scale(g, 1 / TOKENS.sum()))),
+        loop(optax.MultiSteps, by_total),
         Verdict.DIVIDED_TWICE,
-        "use_grad_mean=False helps",
+        "give MultiSteps use_grad_mean=False",
         "divides by tokens and by k",
+        fixed=loop(functools.partial(MultiSteps, use_grad_mean=False), by_total),
+    ),
+    "mean loss / k": Broken(
+        loop(MultiSteps, by_k),
+        Verdict.DIVIDED_TWICE,
+        "Remove '/ k' from the loss",
+        fixed=by_multi_steps,
     ),
     "never divided": Broken(
         once(lambda *window: weighted_sum(*window, np.ones(K))),
@@ -208,8 +232,9 @@ GALLERY = {
     "not wrapped": Broken(
         loop(lambda tx, _: tx, mean),
         Verdict.STEPPED_EVERY_MICRO_BATCH,
-        "wrap the optimizer in token_accumulation",
+        "wrap the optimizer in token_accumulation (gradients='mean' for a mean loss)",
         "steps on every micro-batch",
+        fixed=loop(of_means, mean),
     ),
     "updates discarded": Broken(
         updates_discarded,
@@ -220,33 +245,59 @@ GALLERY = {
     "another optimizer": Broken(
         loop(lambda _, k: token_accumulation(optax.adam(0.1), k), summed),
         Verdict.DISCARDED,
-        "run uses another optimizer than",
+        "parameters move without the given optimizer",
+    ),
+    "accumulation inside another": Broken(
+        loop(lambda tx, k: optax.MultiSteps(token_accumulation(tx, k), k), summed),
+        Verdict.DISCARDED,
+        "is one accumulation inside another?",
+    ),
+    "clipped, not wrapped": Broken(
+        loop(lambda tx, _: clipping(tx), mean),
+        Verdict.STEPPED_EVERY_MICRO_BATCH,
+        "wrap the optimizer in token_accumulation",
     ),
     "labels not shifted": unknown(
         loop(MultiSteps, changed(mean, count=lambda mask: mask.sum() + len(mask))),
-        "averaged with wrong counts",
+        "is each clipped, or its count wrong?",
     ),
-    "summed loss": unknown(
-        loop(MultiSteps, summed), "a sum is given where a mean is expected"
+    "sums for MultiSteps": unknown(
+        loop(MultiSteps, summed),
+        "a sum is given as a mean: write MultiSteps(gradients='sum')",
+        fixed=sums_by_multi_steps,
+    ),
+    "sums for optax.MultiSteps": unknown(
+        loop(optax.MultiSteps, summed),
+        "Is a sum given as a mean (139)? Then write MultiSteps(gradients='sum')",
+        fixed=sums_by_multi_steps,
+    ),
+    "means for token_accumulation": unknown(
+        loop(token_accumulation, mean),
+        "sum is expected (0.00719424), or are means added up (8)? Write "
+        "token_accumulation(gradients='mean'), and give num_tokens",
+        fixed=loop(of_means, mean),
     ),
     "each clipped": unknown(
         loop(MultiSteps, changed(mean, lambda g: clip(g, 0.1))),
         "each micro-batch is clipped",
     ),
     "window clipped": unknown(
-        once(lambda *window: clip(mean_of_window(*window), 0.03)),
-        "the gradient of the window is clipped to a norm of 0.03",
+        once(lambda *window: clip(mean_of_window(*window), 0.03)), "Is it clipped"
     ),
     "apply_every": unknown(
-        loop(
-            lambda tx, k: optax.chain(optax.apply_every(k), tx),
-            changed(summed, lambda g: scale(g, 1 / TOKENS.sum())),
-        ),
-        "the optimizer also runs on zeros, 7 times in this window, as behind optax.app",
+        loop(lambda tx, k: optax.chain(optax.apply_every(k), tx), by_total),
+        "the optimizer also runs on zeros, 7 times, as with optax.apply_every",
     ),
-    "apply_every of means": unknown(
-        once(lambda *window: weighted_sum(*window, np.ones(K), mean)),
-        "means are added up, as by optax.apply_every",
+    "apply_every after": unknown(
+        loop(lambda tx, k: optax.chain(tx, optax.apply_every(k)), mean),
+        "runs on every micro-batch and adds its updates, as with optax.apply_every",
+        fixed=loop(of_means, mean),
+    ),
+    "clipped, apply_every after": unknown(
+        loop(lambda tx, k: optax.chain(clipping(tx), optax.apply_every(k)), mean),
+        "Drop apply_every, and write token_accumulation(optax.chain(...), k), with "
+        "gradients='mean' for a mean loss",
+        fixed=loop(lambda tx, k: of_means(clipping(tx), k), mean),
     ),
     "float16 sums": unknown(once(in_float16), "are not finite", dtype=jnp.float16),
     "stale window": unknown(stale_window, "not a sum of these micro-batches"),
@@ -254,8 +305,13 @@ GALLERY = {
         loop(token_accumulation, gradient_of(unmasked_fn)), "Does padding count?"
     ),
     "two windows": unknown(two_windows, "make it one window, one step"),
-    "frozen parameters": unknown(loop(frozen, summed), "Does run freeze parameters"),
+    "frozen parameters": unknown(
+        loop(frozen, summed),
+        "does not move 1 of the parameters, such as ['hidden']: stop their gradient in "
+        "loss_fn, or leave them out of params. As to the others, the loop applies the "
+        "exact mean",
+    ),
     "mean loss_fn": unknown(
-        by_transformation, "loss_fn returns a mean", loss_fn=loss_mean_fn
+        by_transformation, "couples rows, or is not a sum", loss_fn=loss_mean_fn
     ),
 }

@@ -376,12 +376,17 @@ ERRORS = """
     audit(None, loss_fn, params, [batch])
     audit(print, None, params, [batch])
     check_loss_fn(None, params, [batch])
-      TypeError: … must be a function: got None.
+      TypeError: … must be a function: got NoneType.
+    audit(print, params, loss_fn, [batch])
+    check_loss_fn(params, loss_fn, [batch])
+      TypeError: loss_fn must be a function: got dict.
     audit(loss_fn, lambda optimizer, params, x: params, params, [batch])
+    audit(partial(loss_fn, batch=batch), print, params, [batch])
       TypeError: run must be a function of (optimizer, params, micro_batches): got one
-      of …. Give audit run first, and then loss_fn.
+      of (params, batch). Give audit run first, then loss_fn.
     audit(print, lambda batch: (0.0, 1), params, [batch])
-      TypeError: loss_fn must be a function of (params, micro_batch): got one of ….
+      TypeError: loss_fn must be a function of (params, micro_batch): got one of
+      (batch). Give ….
     audit(print, loss_fn, params, [])
     audit(print, lambda params, x: (0 * loss_fn(params, x)[0], 8), params, [batch])
       ValueError: A window must have tokens, and a gradient that is finite and not 0:
@@ -391,7 +396,8 @@ ERRORS = """
     audit(print, loss_fn, params, {"x": batch})
       TypeError: micro_batches must be a sequence of micro-batches: got a dict. Put ….
     audit(print, loss_fn, {"w": 1}, [batch])
-      TypeError: params must hold arrays of floats: got {'w': 1}.
+    audit(print, loss_fn, [np.arange(1000)], [batch])
+      TypeError: params must hold arrays of floats: got a ….
     check_loss_fn(loss_fn, params, [batch], mask="labels")
       ValueError: mask must be one of ['the root']: got 'labels'.
     check_loss_fn(loss_fn, params, [batch[:1]])
