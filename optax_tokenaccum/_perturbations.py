@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
+from jax.interpreters import ad, batching, mlir
 
 from optax_tokenaccum._jaxprs import (
     Alone,
@@ -133,10 +134,7 @@ class LayerPerturbations(NamedTuple):
             return x
         array = jnp.transpose(self.arrays[x.leaf], x.axes)
         if x.leaf in self.layered:
-            # So is its cotangent. XLA might choose another layout for the sums in a
-            # loop that adds to them, and copy them (FSDP on an H200: 782 -> 958 MB).
-            row_by_row = Layout(tuple(range(array.ndim)))
-            array = with_layout_constraint(_rounded(array), row_by_row)
+            array = _row_by_row_p.bind(_rounded(array))
         else:
             # Multiply by 1: JAX sees an operation, XLA removes it. Without it,
             # `with_refs` would add the gradient of a lookup to rows of the sum: to
@@ -144,6 +142,31 @@ class LayerPerturbations(NamedTuple):
             # gather the sum.
             array = array * jnp.ones((), array.dtype)
         return perturbed(array.dtype, x.value, array, self.num_tokens)
+
+
+# A perturbation, and so its cotangent, lies in memory row by row. XLA might choose
+# another layout for the sums in a loop that adds to them, and copy them (FSDP on an
+# H200: 782 -> 958 MB). It is JAX's layout constraint, except in programs for
+# `jax.export`, which refuses to serialize that.
+_row_by_row_p = Primitive("row_by_row")
+_row_by_row_p.def_impl(lambda x: x)
+_row_by_row_p.def_abstract_eval(lambda x: x)
+ad.deflinear2(_row_by_row_p, lambda cotangent, _: [_row_by_row_p.bind(cotangent)])
+batching.primitive_batchers[_row_by_row_p] = lambda xs, axes: (xs[0], axes[0])
+
+
+def _lower_row_by_row(context: Any, x: Any) -> Any:
+    parameters = context.module_context.lowering_parameters
+    if getattr(parameters, "for_export", False):
+        return [x]
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    return mlir.lower_fun(constrained, multiple_results=False)(context, x)
+
+
+mlir.register_lowering(_row_by_row_p, _lower_row_by_row)
 
 
 def _rounded(x: jax.Array) -> jax.Array:

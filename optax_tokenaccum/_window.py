@@ -316,7 +316,7 @@ def for_each(
     Errors say what the function of this `name` was given.
     """
     batches = jax.tree.map(jnp.asarray, micro_batches)
-    k = bound = len(jax.tree.leaves(batches)[0])
+    k = bound = jax.tree.leaves(batches)[0].shape[0]
     if num_micro_batches is not None:  # all numbers share one program
         bound = jnp.asarray(num_micro_batches)
         bound = bound.astype(trees.common_dtype(bound.dtype, jnp.int32))
