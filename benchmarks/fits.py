@@ -144,8 +144,8 @@ class Programs(NamedTuple):
     """The state of a step, as shapes, and its two programs, not compiled."""
 
     state: Any
-    accumulate: jax.stages.Lowered
-    close_window: jax.stages.Lowered
+    accumulate: Any  # lowered
+    close_window: Any  # lowered
 
 
 def lowered(

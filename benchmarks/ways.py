@@ -30,7 +30,7 @@ ADAMW = optax.adamw(1e-4)
 class Program(NamedTuple):
     """A program of a loop, not compiled yet."""
 
-    lowered: jax.stages.Lowered
+    lowered: Any  # of JAX, or of a step
     held: int = 0  # the bytes of gradients, or of their sums, among its arguments
 
     def peak(self, compiled: jax.stages.Compiled | None = None) -> int:

@@ -22,7 +22,7 @@ from optax_tokenaccum._state import (
     key_array,
     strong_and_unaliased,
 )
-from optax_tokenaccum._step import MEMO, Step
+from optax_tokenaccum._step import MEMO, Lowered, Step
 from optax_tokenaccum._trees import OptState, Tree, is_concrete, nodes_of
 
 
@@ -125,9 +125,19 @@ class Part:
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
     ) -> StepMetrics:
+        return self._call(None, model, optimizer, *args, **kwargs)
+
+    def _call(
+        self,
+        compiled: Any,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        *args: Tree,
+        **kwargs: Tree,
+    ) -> StepMetrics:
         owner = self._step
         step, opened, state = owner._prepared(model, optimizer, args, kwargs)
-        run = getattr(step, self._name)
+        run = getattr(step, self._name) if compiled is None else compiled
         state, metrics = run(state, *args, **kwargs)
         opened.write(state)
         if not isinstance(owner, WindowStep):  # whose state has the count
@@ -139,10 +149,10 @@ class Part:
 
     def lower(
         self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
-    ) -> jax.stages.Lowered:
+    ) -> Lowered:
         step, _, state = self._step._prepared(model, optimizer)
         program: Any = step if self._name == "__call__" else getattr(step, self._name)
-        return program.lower(state, *args, **kwargs)
+        return Lowered(program.lower(state, *args, **kwargs), self._call)
 
 
 class TrainStep(ModelStep):
@@ -154,6 +164,7 @@ class TrainStep(ModelStep):
         super().__init__(loss, devices, donate)
         self.accumulate = Part(self, "accumulate")
         self.close_window = Part(self, "close_window")
+        self.lower = Part(self, "__call__").lower
 
     def _accumulation_of(self, optimizer: nnx.Optimizer) -> Accumulation:
         transformation = transformation_of(optimizer.tx)

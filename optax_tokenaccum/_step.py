@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import ClassVar, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -126,28 +126,37 @@ class Program(abc.ABC, Generic[StepT]):
         """What is known of the new state, from what was known of the old one."""
 
     def __call__(self, state: S, *args: Tree, **kwargs: Tree) -> tuple[S, StepMetrics]:
+        return self._call(None, state, *args, **kwargs)
+
+    def _call(
+        self, compiled: Any, state: S, *args: Tree, **kwargs: Tree
+    ) -> tuple[S, StepMetrics]:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
-        return self.run(state, self.step.known_of(state), traced)[:2]
+        return self.run(state, self.step.known_of(state), traced, compiled)[:2]
 
     def run(
-        self, state: S, known: Known, traced: tuple[Tree, ...]
+        self,
+        state: S,
+        known: Known,
+        traced: tuple[Tree, ...],
+        compiled: jax.stages.Compiled | None = None,
     ) -> tuple[S, StepMetrics, Known]:
         """Runs the program with a state and arguments that are checked."""
         donated, kept, rebuild = self.describe(state)
         if self.step.donate:
             donated, traced = copy_aliased(donated, traced)
-        donated, metrics = self._at(known.layout)(donated, kept, *traced)
+        run = self._at(known.layout) if compiled is None else compiled
+        donated, metrics = run(donated, kept, *traced)
         new, known = rebuild(donated), self.after(known)
         MEMO.remember(key_array(new), known)
         return new, metrics, known
 
-    def lower(
-        self, state: AnyStepState, *args: Tree, **kwargs: Tree
-    ) -> jax.stages.Lowered:
+    def lower(self, state: AnyStepState, *args: Tree, **kwargs: Tree) -> "Lowered":
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
-        return self._lower(state, self.step.layout_of(state), traced)
+        lowered = self._lower(state, self.step.layout_of(state), traced)
+        return Lowered(lowered, self._call)
 
     def make_ready(self, state: AnyStepState, layout: Layout) -> None:
         """Compiles a program without other arguments, unless it is compiled."""
@@ -188,6 +197,34 @@ class Program(abc.ABC, Generic[StepT]):
             donate_argnums=0 if self.step.donate else (),
             out_shardings=(out, None) if is_pinned else None,
         )
+
+
+class Lowered:
+    """A `jax.stages.Lowered`, whose compiled program is called as it was lowered."""
+
+    def __init__(self, lowered: Any, call: Callable[..., Any]):
+        self._lowered = lowered
+        self._call = call
+
+    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
+        return Compiled(self._lowered.compile(*args, **kwargs), self._call)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+
+class Compiled:
+    """A `jax.stages.Compiled`, which is called with a state instead of its parts."""
+
+    def __init__(self, compiled: Any, call: Callable[..., Any]):
+        self._compiled = compiled
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._compiled, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
 
 
 UNKNOWN = object()  # in the place of a sharding, since `None` is not a leaf

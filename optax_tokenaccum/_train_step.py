@@ -136,8 +136,10 @@ class TrainStep(Step):
       close_window: `close_window(state)` closes the window and divides by the tokens
         it holds so far. A window without tokens applies no update.
 
-    The step and both attributes return `(state, StepMetrics)`. Both attributes have a
-    `.lower` with the same arguments; arrays may be `jax.ShapeDtypeStruct`.
+    The step and both attributes return `(state, StepMetrics)`. All three have a `lower`
+    with the same arguments, where arrays may be `jax.ShapeDtypeStruct`; what its
+    `compile()` returns is called with these arguments, too. `step.lower` is the one
+    program that also runs within an outer `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -157,6 +159,7 @@ class TrainStep(Step):
         self.accumulate = Accumulate(self)
         self.close_window = Close(self)
         self._accumulate_and_close = AccumulateAndClose(self)
+        self.lower = self._accumulate_and_close.lower
 
     def _micro_batch(
         self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]

@@ -79,7 +79,8 @@ class RunWindow(Program["WindowStep"]):
 class WindowStep(Step):
     """The step that `make_window_step` returns: `step(state, micro_batches)`.
 
-    `.lower` takes the same arguments; arrays may be `jax.ShapeDtypeStruct`.
+    `lower` takes the same arguments, where arrays may be `jax.ShapeDtypeStruct`; what
+    its `compile()` returns is called with them, too.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -49,7 +49,25 @@ class Part:
         return state, self._part(*state, *batch, **kwargs)
 
     def lower(self, state: State, *batch: Any, **kwargs: Any) -> Any:
-        return self._part.lower(*state, *batch, **kwargs)
+        return Lowered(self._part.lower(*state, *batch, **kwargs))
+
+
+class Lowered:
+    """Of a state: what it compiles, or anything else of what was lowered."""
+
+    def __init__(self, lowered: Any):
+        self._lowered = lowered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+    def compile(self) -> Any:
+        return Compiled(self._lowered.compile())
+
+
+class Compiled(Lowered):
+    def __call__(self, state: State, *batch: Any, **kwargs: Any) -> Any:
+        return state, self._lowered(*state, *batch, **kwargs)
 
 
 class Step(Part):

@@ -10,6 +10,8 @@ import cloudpickle
 import helpers
 import jax
 import jax.numpy as jnp
+import meshes
+import nnx_ways
 import numpy as np
 import optax
 import problems
@@ -244,6 +246,31 @@ def test_lower_takes_shapes_and_accumulate_leaves_the_inner_optimizer_out():
     batch = jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
     assert "sqrt" not in step.accumulate.lower(state, batch).as_text()
     assert "sqrt" in step.close_window.lower(state).as_text()
+
+
+@pytest.mark.parametrize(
+    "way", ["two programs", "one program", "window", *nnx_ways.WAYS]
+)
+def test_what_is_compiled_ahead_is_called_with_what_was_lowered(way: str):
+    """From shapes; then it trains as the step does."""
+    options = {"mesh": None, "data_axes": None, "loss_fn": loss_fn, "k": 2}
+    steps = [meshes.make_step(way, ADAMW, **options) for _ in range(2)]
+    states = [step.init(new_params()) for step in steps]
+    batch = np.stack([BATCH] * 2) if "window" in way else BATCH
+    shape = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
+    compiled = steps[0].lower(states[0], shape).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes > 0
+    for _ in range(2):
+        states[0], metrics = compiled(states[0], batch)
+        states[1], expected = steps[1](states[1], batch)
+    chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
+    assert metrics.updated
+    if "window" not in way:
+        halves = [steps[0].accumulate.lower(states[0], shape).compile()]
+        halves += [steps[0].close_window.lower(states[0]).compile()]
+        states[0], _ = halves[0](states[0], batch)
+        states[0], metrics = halves[1](states[0])
+        assert metrics.updated and metrics.gradient_step == 2
 
 
 def test_a_used_step_goes_through_cloudpickle():
