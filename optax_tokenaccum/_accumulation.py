@@ -27,7 +27,6 @@ from optax_tokenaccum._checks import (
     as_inner_optimizer,
     check_function,
     check_params,
-    check_state,
 )
 from optax_tokenaccum._perturbations import counted
 from optax_tokenaccum._schedule import Schedule
@@ -99,7 +98,7 @@ class Accumulation:
         has_sums = not (isinstance(sums, tuple) and sums == ())
         if self.should_skip_update_fn is not None and has_sums:
             zeros = jax.tree.map(jnp.zeros_like, params)
-            _, of_function = self.should_skip_update_fn(zeros, gradient_step, params)
+            _, of_function = self._asked(zeros, gradient_step, params)
             skip_state = SkipState(of_function, jnp.zeros((), jnp.int32))
         state = TokenAccumulationState(
             mini_step=jnp.zeros((), jnp.int32),
@@ -138,11 +137,17 @@ class Accumulation:
         value: ArrayLike | None = None,
     ) -> Added:
         """Adds a micro-batch to the window."""
-        check_state(state, TokenAccumulationState)
+        if not isinstance(state, TokenAccumulationState):
+            raise TypeError(
+                "The state must be the TokenAccumulationState that init or the last "
+                f"call returned: got a {type(state).__name__}. Take one of "
+                "optax.MultiSteps over with from_multi_steps_state."
+            )
         trees.check_same_tree(
             gradients,
             state.grad_sums,
-            "Gradients must have the tree and shapes of the parameters given to init",
+            "Gradients (of value_and_grad, the second result) must have the tree and "
+            "shapes of the parameters given to init",
         )
         dtype = state.acc_tokens.dtype
         n = as_num_tokens(num_tokens, dtype)
@@ -222,13 +227,7 @@ class Accumulation:
             return mean.astype(jnp.result_type(p))
 
         mean = jax.tree.map(per_token, gradients, like)
-        skip, new = self.should_skip_update_fn(mean, state.gradient_step, params)
-        skip = jnp.asarray(skip)
-        if (skip.dtype, skip.shape) != (jnp.bool_, ()):
-            raise ValueError(
-                "should_skip_update_fn must return (a bool scalar, a tree): got "
-                f"{skip.dtype} of shape {skip.shape} as the first."
-            )
+        skip, new = self._asked(mean, state.gradient_step, params)
         old: Any = state.skip_state
         trees.check_same_tree(
             old,
@@ -244,6 +243,14 @@ class Accumulation:
             new,
         )
         return skipped, SkipState(of_function, old.rejected + skipped.astype(jnp.int32))
+
+    def _asked(self, *given: Tree) -> tuple[jax.Array, Tree]:
+        """What `should_skip_update_fn` returns."""
+        assert self.should_skip_update_fn is not None
+        returned: Any = self.should_skip_update_fn(*given)
+        if not isinstance(returned, tuple) or jnp.shape(returned[0]) != ():
+            raise TypeError("should_skip_update_fn must return (a bool, a tree).")
+        return jnp.asarray(returned[0], jnp.bool_), returned[1]
 
     def _weighted(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
         """A gradient or the loss as a sum over tokens."""
@@ -422,12 +429,9 @@ def make_accumulation(
     if should_skip_update_fn is not None:
         check_function(should_skip_update_fn, "should_skip_update_fn")
     if accumulator_dtype is not None:
-        accumulator_dtype = jnp.dtype(accumulator_dtype)
-        if not jnp.issubdtype(accumulator_dtype, jnp.inexact):
-            raise ValueError(
-                "accumulator_dtype must be a floating dtype, to hold sums of "
-                f"gradients: got {accumulator_dtype}."
-            )
+        accumulator_dtype = dtype = jnp.dtype(accumulator_dtype)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(f"accumulator_dtype must be floating: got {dtype}.")
     return Accumulation(
         as_inner_optimizer(inner),
         schedule,

@@ -4,24 +4,21 @@ import itertools
 import operator
 import sys
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._trees import (
     Gradients,
-    OptState,
     Params,
     T,
     Tree,
-    check_same_tree,
     is_concrete,
     is_float,
     is_float0,
+    is_number,
     named_leaves,
     varying_axes,
 )
@@ -42,10 +39,7 @@ def check_function(f: object, name: str) -> None:
 
 def as_micro_batches(micro_batches: Iterable[T]) -> list[T]:
     if isinstance(micro_batches, Mapping):
-        raise TypeError(
-            "micro_batches must be a sequence of micro-batches: got a "
-            f"{type(micro_batches).__name__}. Put a single micro-batch into a list."
-        )
+        raise TypeError("micro_batches must be a list: got a single one. Put it in [].")
     return list(micro_batches)
 
 
@@ -57,7 +51,7 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
     except TypeError:
         given = None
     if given is None:
-        raise TypeError(f"{rule}: got {count!r} of type {type(count).__name__}.")
+        raise TypeError(f"{rule}: got a {type(count).__name__}.")
     if given < least:
         raise ValueError(f"{rule}: got {given}.")
     return given
@@ -70,10 +64,10 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     refuse one. Which ones to leave out is found by trying, once for each set of
     keywords. If nothing helps, the first error is raised.
     """
-    if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
+    if not hasattr(inner, "update"):
         raise TypeError(
-            "The inner optimizer must be an optax optimizer with init and update, such "
-            f"as optax.adamw(learning_rate): got {type(inner).__name__}."
+            "The inner optimizer must be one of optax, such as optax.adamw(1e-3): got "
+            f"a {type(inner).__name__}."
         )
     if isinstance(getattr(inner.update, "__self__", None), optax.MultiSteps):
         raise ValueError(ACCUMULATES)
@@ -99,24 +93,6 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(given.init, update)
 
 
-def check_inner_state(
-    inner: optax.GradientTransformation, inner_opt_state: OptState, params: Params
-) -> None:
-    """Raises `ValueError` if the inner state belongs to a different optimizer."""
-    try:
-        expected = jax.eval_shape(inner.init, params)
-    except Exception:  # `init` reads values, so there is no structure to compare
-        return
-    if jax.tree.structure(inner_opt_state) == jax.tree.structure(expected):
-        return
-    check_same_tree(
-        inner_opt_state,
-        expected,
-        "The inner optimizer's state must come from its own init (keep the optimizer "
-        "that wrote the checkpoint, or begin with a new state)",
-    )
-
-
 def check_params(params: Params) -> None:
     """Raises, naming the leaf, if a parameter cannot be trained by its gradient."""
     check_nnx_variables(params)
@@ -124,22 +100,14 @@ def check_params(params: Params) -> None:
         if "_overwrite_with_gradient" in path:
             raise ValueError(
                 "Scales of 8-bit floats cannot be summed: got the collection "
-                "'_overwrite_with_gradient'. Keep it out of the optimizer's "
-                "parameters, and overwrite it yourself with the maximum over the "
-                "window."
+                "'_overwrite_with_gradient'. Overwrite it yourself, with the maximum "
+                "over the window."
             )
-        if not hasattr(leaf, "dtype"):
-            if isinstance(leaf, complex | Real):
-                continue
+        if not is_number(leaf):
+            got = getattr(leaf, "dtype", type(leaf).__name__)
             raise TypeError(
-                f"Parameters must be arrays or numbers: at {path} got "
-                f"{type(leaf).__name__}. Keep other leaves out of them, with "
-                "equinox.partition for example."
-            )
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise TypeError(
-                f"Parameters must be arrays of numbers: at {path} got {leaf.dtype}. "
-                "Hand a random key to a train step as rng=, or to loss_fn as a keyword."
+                f"Parameters must be arrays of numbers: at {path} got {got}. Leave it "
+                "out (equinox.partition), and give it to loss_fn as a keyword."
             )
 
 
@@ -171,14 +139,11 @@ def check_num_tokens(
         raise TypeError(
             "update() needs num_tokens, the number of loss tokens (or the sum of "
             f"weights) behind these gradients: got None{given}. Write "
-            "optimizer.update(grads, state, params, num_tokens=n). If you did, "
-            "something in between dropped it: a wrapper whose update has three "
-            "arguments, such as optax.lookahead(tx, 5, 0.5) (build it where n is "
-            "known, as optax.lookahead(with_num_tokens(tx, n), 5, 0.5)); a wrapper "
-            "that is a plain optax.GradientTransformation (use "
-            "GradientTransformationExtraArgs); optax.chain or the like around a "
-            "MultiSteps (give it MultiSteps(...).gradient_transformation()); or "
-            "flax's linen TrainState (use optax_tokenaccum.linen.TrainState)."
+            "optimizer.update(grads, state, params, num_tokens=n). If you did, a "
+            "wrapper dropped it: optax.lookahead and others that take no keywords need "
+            "with_num_tokens(tx, n); flax's linen TrainState is replaced by that of "
+            "optax_tokenaccum.linen; put optax.chain inside, MultiSteps(optax.chain("
+            "clip, inner), k)."
         )
     if is_concrete(num_tokens):
         return num_tokens
@@ -186,25 +151,14 @@ def check_num_tokens(
         axes = sorted(varying_axes(num_tokens) - varying_axes(leaf))
         if axes and not is_float0(leaf):
             raise ValueError(
-                "num_tokens must count the tokens of all devices over which the "
-                f"gradients were reduced: at {path} got a gradient that is the same "
-                f"along {axes}, and a count that differs. Differentiate the mean loss "
-                "with respect to jax.lax.pcast(params, axis, to='varying'), because "
-                "JAX itself sums gradients of parameters that devices share. Then "
-                "write total = jax.lax.psum(n, axis), grads = jax.tree.map(lambda g: "
-                "jax.lax.psum(g * n, axis) / total, grads), and num_tokens=total."
+                "num_tokens must be that of all devices: at "
+                f"{path} got a gradient that is the same along {axes}, and a count "
+                "that differs. Differentiate the mean loss with respect to "
+                "jax.lax.pcast(params, axis, to='varying'), and write total = "
+                "jax.lax.psum(n, axis), grads = jax.tree.map(lambda g: jax.lax.psum("
+                "g * n, axis) / total, grads), num_tokens=total."
             )
     return num_tokens
-
-
-def check_state(state: Tree, kind: type, name: str = "The state") -> None:
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"{name} must be the {kind.__name__} that init or the last call returned: "
-            f"got {type(state).__name__}. Restore a checkpoint into jax.eval_shape("
-            "init, params); take a run of optax.MultiSteps over with "
-            "from_multi_steps_state."
-        )
 
 
 def check_nnx_variables(params: Params) -> None:
@@ -224,22 +178,16 @@ def check_nnx_variables(params: Params) -> None:
     untrained = nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState
     if any(map(is_module, jax.tree.leaves(params, is_leaf=is_module))):
         untrained = (nnx.Variable,)
-    first_paths: dict[int, str] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
+    seen: set[int] = set()
+    for path, x in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda x: isinstance(x, nnx.Variable)
     ):
-        if not isinstance(leaf, nnx.Variable):
-            continue
-        name, kind = jax.tree_util.keystr(path), type(leaf).__name__
-        first = first_paths.setdefault(id(leaf), name)
-        if first != name:
-            got = f"the variable of {first} again, which would become a second one"
-        elif isinstance(leaf, untrained) and not isinstance(leaf, nnx.Param):
-            got = f"a variable of type {kind}, which the optimizer would update"
-        else:
-            continue
-        raise TypeError(
-            "Parameters must be variables that are trained, each once: at "
-            f"{name} got {got}. Give an NNX model to "
-            "the functions of optax_tokenaccum.nnx."
-        )
+        is_trained = isinstance(x, nnx.Param) or not isinstance(x, untrained)
+        if isinstance(x, nnx.Variable) and (id(x) in seen or not is_trained):
+            again = " again" * (id(x) in seen)
+            raise TypeError(
+                "Parameters must be variables that are trained, each once: at "
+                f"{jax.tree_util.keystr(path)} got a {type(x).__name__}{again}. Give "
+                "an NNX model to the functions of optax_tokenaccum.nnx."
+            )
+        seen.add(id(x))

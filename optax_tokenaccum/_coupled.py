@@ -98,9 +98,10 @@ def of_model_state(
     def loss_and_aux(summaries: Tree) -> tuple[jax.Array, Aux]:
         returned = loss_fn(summaries)
         if has_aux != (isinstance(returned, tuple | list) and len(returned) == 2):
+            form = "(loss, aux)" if has_aux else "loss"
             raise TypeError(
-                "loss_fn must return the loss, or (loss, aux) with has_aux=True: got "
-                f"{describe(returned)} with has_aux={has_aux}."
+                f"With has_aux={has_aux}, loss_fn must return {form}: got "
+                f"{describe(returned)}."
             )
         return returned if has_aux else (returned, None)
 
@@ -130,8 +131,8 @@ def of_model_state(
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 "coupled_value_and_grad must not run in a shard_map, whose devices "
-                "would each couple their own rows alone. Call it in a jax.jit, with "
-                "micro-batches that are spread over the mesh."
+                "would couple their own rows. Call it in a jit, with a batch that is "
+                "spread."
             )
         _window.check_micro_batches(micro_batches, num_micro_batches)
 
@@ -148,10 +149,7 @@ def of_model_state(
             summarize, model_state, micro_batches, num_micro_batches, True, "summary_fn"
         )
         if not any(map(trees.is_float, jax.tree.leaves(summaries))):
-            raise ValueError(
-                "summary_fn must return an array of floats, through which the loss "
-                f"depends on the parameters: got {jax.tree.map(jax.typeof, summaries)}."
-            )
+            raise ValueError("summary_fn must return an array of floats.")
         differentiate = jax.value_and_grad(loss_and_aux, has_aux=True, allow_int=True)
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]

@@ -265,9 +265,9 @@ class Alone(NamedTuple):
             not _refs(eqn).isdisjoint(given) for eqn in self.jaxpr.eqns
         ):
             raise ValueError(
-                "num_tokens must not depend on an io_callback in the loss, which would "
-                "run twice, or on a mutable array from outside of it. Read it before "
-                "the step, and give it as part of the batch."
+                "num_tokens must not depend on an io_callback, which would run twice, "
+                "or on a mutable array from outside of the loss. Give it with the "
+                "batch."
             )
         [value] = jax.core.eval_jaxpr(self.jaxpr, self.consts, *self.args)
         return value

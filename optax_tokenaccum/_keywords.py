@@ -42,9 +42,9 @@ def as_keywords(given: dict[str, Tree]) -> Keywords:
     for i, x in kept:
         if not isinstance(x, Hashable):
             raise TypeError(
-                "What is neither an array nor a number in a keyword of loss_fn is "
-                f"static, and must be hashable: got a {type(x).__name__} at "
-                f"{named_leaves(given)[i][0]}. Freeze it, or pass its parts."
+                "In a keyword of loss_fn, what is no array or number is static, and "
+                f"must be hashable: got a {type(x).__name__} at "
+                f"{named_leaves(given)[i][0]}."
             )
     traced = [x for x in leaves if _is_traced(x)] if kept else leaves
     return Keywords(traced, (structure, tuple(kept)))
@@ -69,7 +69,6 @@ def _check_no_nnx_object(given: dict[str, Tree]) -> None:
             raise TypeError(
                 "A keyword of loss_fn must not be an NNX object, whose changes would "
                 f"be lost: got {type(x).__name__} at {keystr(path)}. Keep nnx.Rngs in "
-                "the model, or make them of rng=key in the loss; update metrics with "
-                "aux, after the call; pass another model as the graphdef and state of "
-                "nnx.split(model), and merge them in the loss."
+                "the model; update metrics after the call; pass the graphdef and state "
+                "of nnx.split(model)."
             )

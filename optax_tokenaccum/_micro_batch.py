@@ -168,12 +168,11 @@ def check_own_map(traced: Trace, like: Params, *, is_loss: bool = True) -> None:
     if wrong:
         name = "loss_fn" if is_loss else "value_and_grad_fn"
         raise ValueError(
-            f"In a shard_map, {name} must return both the loss and num_tokens reduced, "
-            "jax.lax.psum(..., axis_name), where devices share parameters or it reads "
-            f"from other devices: got values that may differ along {sorted(wrong)}. "
-            "For the results of each device alone, differentiate with respect to "
-            'jax.lax.pcast(params, axis_name, to="varying"), and read from no other; '
-            "a loss that does needs check_vma=True."
+            f"In a shard_map, {name} must return both the loss and num_tokens reduced "
+            "(jax.lax.psum), where devices share parameters or it reads from others: "
+            f"got values that may differ along {sorted(wrong)}. For results of each "
+            'device, give it jax.lax.pcast(params, axis_name, to="varying"); a loss '
+            "that reads from others needs check_vma=True."
         )
 
 
@@ -182,10 +181,7 @@ def unpack(
 ) -> tuple[jax.Array, ArrayLike, Aux]:
     """Checked `loss_sum, num_tokens, aux`; errors begin with `rule`."""
     form = "(loss_sum, (num_tokens, aux))" if has_aux else "(loss_sum, num_tokens)"
-    rule = rule or (
-        f"With has_aux={has_aux}, loss_fn must return {form}, loss_sum summed over "
-        "tokens, never divided"
-    )
+    rule = rule or f"With has_aux={has_aux}, loss_fn must return {form}"
     loss_sum: Leaf = None
     num_tokens: Leaf = None
     aux, hint = None, ""
@@ -193,20 +189,14 @@ def unpack(
         case True, [loss_sum, [num_tokens, aux]]:
             pass
         case False, [_, [_, _]] | [_, _, _]:
-            hint = (
-                " For (loss_sum, (num_tokens, aux)), pass has_aux=True; check_loss_fn "
-                "and audit take a loss_fn without aux."
-            )
+            hint = " For (loss_sum, (num_tokens, aux)), pass has_aux=True."
         case False, [loss_sum, num_tokens]:
             pass
     if not jax.tree_util.all_leaves([num_tokens]):  # `None` and containers are none
         raise TypeError(f"{rule}: got {describe(returned)}.{hint}")
     loss_sum = jnp.asarray(loss_sum)
     if loss_sum.shape != () or not jnp.issubdtype(loss_sum.dtype, jnp.floating):
-        raise ValueError(
-            f"{rule}: got a loss_sum of dtype {loss_sum.dtype} and shape "
-            f"{loss_sum.shape}, not a floating scalar."
-        )
+        raise ValueError(f"{rule}: got {describe(loss_sum)} as the loss_sum.")
     return loss_sum, num_tokens, aux
 
 

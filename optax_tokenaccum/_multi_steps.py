@@ -1,7 +1,6 @@
 """A class that replaces `optax.MultiSteps`."""
 
 import functools
-import sys
 from typing import Any, Literal
 
 import jax
@@ -79,13 +78,6 @@ class MultiSteps:
         self._tx = Transformation(accumulation)
         self.inner_opt = optax.with_extra_args_support(opt)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"optax_tokenaccum.MultiSteps has no attribute {name}. To close a window, "
-            "write optax_tokenaccum.close_window(optimizer, state, params); keep "
-            "every_k_schedule in a variable of your own."
-        )
-
     def init(self, params: Params) -> TokenAccumulationState:
         """The state before the first micro-batch."""
         return self._tx.init(params)
@@ -140,7 +132,6 @@ def from_multi_steps_state(
     Raises:
       ValueError: the old state is in the middle of a window, or does not fit `tx`; or
         `tx` does not accumulate.
-      TypeError: the old state holds variables of NNX instead of arrays.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -153,28 +144,15 @@ def from_multi_steps_state(
     flatten = functools.partial(jax.tree.flatten, is_leaf=_is_accumulation)
     ours, structure = flatten(tx.init(params))
     if not any(isinstance(x, TokenAccumulationState) for x in ours):
-        raise ValueError(
-            "tx must accumulate with optax_tokenaccum: its state holds no "
-            "TokenAccumulationState. Give token_accumulation(...), a MultiSteps of "
-            "optax_tokenaccum, or a chain that holds one."
-        )
+        raise ValueError("tx must accumulate, with an optimizer of optax_tokenaccum.")
     theirs, old_structure = flatten(state)
-    nnx: Any = sys.modules.get("flax.nnx")
-    counts = [x.mini_step for x in theirs if isinstance(x, optax.MultiStepsState)]
-    if nnx is not None and any(isinstance(x, nnx.Variable) for x in counts):
-        raise TypeError(
-            "The old state must hold arrays: got the variables of an nnx.Optimizer. "
-            "Give nnx.pure(optimizer.opt_state) as the state and "
-            "nnx.pure(nnx.state(model, nnx.Param)) as the parameters; newer Flax calls "
-            "it nnx.as_pure."
-        )
     is_theirs = any(isinstance(x, optax.MultiStepsState) for x in theirs)
     if structure != old_structure or not is_theirs:
         raise ValueError(
             "The old state must be that of the same optimizer with optax.MultiSteps "
-            f"where tx accumulates: expected {structure}, got {old_structure}. A "
-            "checkpoint read without a target holds dicts: restore it into "
-            "optax.MultiSteps(...).init(params)."
+            f"where tx accumulates: expected {structure}, got {old_structure}. Restore "
+            "a checkpoint into optax.MultiSteps(...).init(params); of an "
+            "nnx.Optimizer, give nnx.pure(optimizer.opt_state)."
         )
     return jax.tree.unflatten(structure, map(_taken_over, ours, theirs))
 
@@ -188,10 +166,9 @@ def _taken_over(new: OptState, old: OptState) -> OptState:
         return old
     if old.mini_step != 0:
         raise ValueError(
-            "An optax.MultiSteps state can be taken over only at a window boundary: "
-            f"got mini_step {int(old.mini_step)}. It holds a mean of means, whose "
-            "token counts are lost. Take a checkpoint whose mini_step is 0, or give up "
-            "the open window: state._replace(mini_step=0)."
+            "A state of optax.MultiSteps can be taken over between two windows: got "
+            f"mini_step {int(old.mini_step)}, of a mean of means without counts. To "
+            "give it up, write state._replace(mini_step=0)."
         )
     check_same_tree(
         old.inner_opt_state,

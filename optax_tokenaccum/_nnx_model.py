@@ -103,10 +103,7 @@ def open_model(
     graphdef, *states = nnx.split(model, wrt, ...)
     params, rest = states
     if not jax.tree.leaves(params):
-        raise ValueError(
-            "wrt of the optimizer or of this function must match some variables of the "
-            f"model: got none for wrt={wrt!r}."
-        )
+        raise ValueError(f"wrt must match variables of the model: got none, {wrt!r}.")
     static = Static(graphdef, jax.tree.structure(states), wrt)
     variables = ModelVariables(rest, static)
     return Opened(model, static, ModelStepState(params, opt_state, variables))
@@ -143,10 +140,9 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
         changed = changed_paths(lambda x: run(x, rest.variables)[0], params, after)
         if changed:
             raise ValueError(
-                f"{name} must not assign parameters, which only a closing window "
-                f"changes: got a change at {', '.join(changed)}. Call a copy of the "
-                "model, nnx.clone(model), and update the model's other variables "
-                "from it; nnx.SpectralNorm and nnx.WeightNorm need this too."
+                f"{name} must not assign parameters: got a change at "
+                f"{', '.join(changed)}. Call a copy, nnx.clone(model), and update the "
+                "model's other variables from it (nnx.SpectralNorm, nnx.WeightNorm)."
             )
         if runs_twice:
             _, state = static.states_of(params, rest)
@@ -159,9 +155,9 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
             )
             if names := [x for x in changed if x not in keys]:
                 raise ValueError(
-                    f"{name} runs twice, and must change no variables of the model but "
-                    f"keys: got a change at {', '.join(names)}. Return such values in "
-                    "the summary; call nnx.BatchNorm with use_running_average=True."
+                    f"{name} runs twice, and must change no variables but keys: got a "
+                    f"change at {', '.join(names)}. Return such values in the summary; "
+                    "call nnx.BatchNorm with use_running_average=True."
                 )
         return returned
 

@@ -92,12 +92,10 @@ class ModelStep(abc.ABC):
         arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
         if any(is_concrete(x) and x.is_deleted() for x in arrays):
             raise ValueError(
-                "The arrays of the model and its optimizer must not have been donated: "
-                "got some that are gone, because an earlier call failed while it ran, "
-                "or because they are older than the last call. Restore a checkpoint, "
-                "nnx.update((model, optimizer), checkpoint); or, if the parameters are "
-                "still there, begin with a new nnx.Optimizer and step.init. Build the "
-                "step with donate=False to lose nothing."
+                "Arrays of the model or its optimizer are gone: an earlier call failed "
+                "while it ran, or they are older than the last call. Restore a "
+                "checkpoint, nnx.update((model, optimizer), checkpoint). donate=False "
+                "keeps old arrays."
             )
         key = key_array(state)
         is_array = isinstance(key, jax.Array) and is_concrete(key)
@@ -170,10 +168,10 @@ class TrainStep(ModelStep):
         transformation = transformation_of(optimizer.tx)
         if transformation is None or transformation.accumulation.gradients != "sum":
             raise TypeError(
-                "The optimizer must be an nnx.Optimizer around token_accumulation(...) "
-                "itself (a chain goes inside of it), or around MultiSteps, both with "
-                "gradients='sum', because loss_fn returns a sum over tokens: got "
-                f"{optimizer.tx!r}."
+                "An open window lives in the optimizer: give nnx.Optimizer(model, "
+                "token_accumulation(...)), with a chain inside of it, or "
+                "MultiSteps(..., gradients='sum'). A window step takes the plain "
+                "optimizer."
             )
         return transformation.accumulation
 
@@ -194,9 +192,8 @@ class WindowStep(ModelStep):
         kinds = TokenAccumulationState, optax.MultiStepsState
         if transformation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
             raise ValueError(
-                "The optimizer of a window step must not accumulate, since a call is a "
-                "whole window: got an accumulation in it. Give nnx.Optimizer the plain "
-                "optimizer, or use make_train_step."
+                "A call is a whole window: give nnx.Optimizer the plain optimizer. An "
+                "accumulation, in which a window may be open, is for make_train_step."
             )
         inner = as_inner_optimizer(optimizer.tx)
         return dataclasses.replace(self._accumulation, inner=inner)

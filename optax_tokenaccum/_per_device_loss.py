@@ -121,9 +121,9 @@ def _check_names(
         for name, along in collectives(one):
             if not along.isdisjoint(names):
                 raise ValueError(
-                    "loss_fn must not name the data axes: it is given the rows of one "
-                    "device, and the sums of all are added up after it. Got a "
-                    f"{name} over {sorted(along)}{where}. Return this device's sums."
+                    "loss_fn must not name the data axes, because the sums of all "
+                    f"devices are added up after it: got a {name} over {sorted(along)}"
+                    f"{where}. Return this device's sums."
                 )
 
 
@@ -144,11 +144,9 @@ def _check_sums(
 
     if needs(1) == {False}:
         raise ValueError(
-            "num_tokens must be a count of the rows that loss_fn is given, those of "
-            "one device, because the counts of all devices are added up: got a number "
-            f"that does not depend on these rows and would be added {size} times. Sum "
-            "their mask in loss_fn; multiply a weight that all rows share by "
-            "mask.sum()."
+            "num_tokens must count the rows that loss_fn is given, those of one "
+            "device: got a number that does not depend on them, and would be added "
+            f"{size} times. Sum their mask."
         )
     _, (_, (_, changed)) = traced.numbers()
     names = [path.removeprefix(".") for path, _ in named_leaves(inputs.model_state)]
@@ -157,9 +155,7 @@ def _check_sums(
         cannot_mean = jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_
         if cannot_mean and True in needs(output):
             raise ValueError(
-                f"{names[i]} must be the same on all devices, "
-                "because the model has only one: got a value that depends on the rows "
-                "of the batch, which differ from device to device, and no mean of it "
-                "can be taken. Return it as aux, or use "
-                'reduce_every="micro_batch", where loss_fn sees all rows.'
+                f"{names[i]} must be the same on all devices, because the model has "
+                "one: got a whole number that depends on a device's rows. Return it as "
+                'aux, or use reduce_every="micro_batch", where loss_fn sees all rows.'
             )

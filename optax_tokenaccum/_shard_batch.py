@@ -146,11 +146,9 @@ def _check_are_everywhere(leaves: list[Leaf]) -> None:
     for x in leaves:
         if hasattr(x, "__array__") and is_concrete(x) and not is_placed(x):
             raise ValueError(
-                "A batch for devices of other processes, or for devices that are not "
-                "there, must be made of arrays over all of them, or of shapes: got an "
-                f"array of this process alone, of shape {jnp.shape(x)}. Let each "
-                "process give its rows to jax.make_array_from_process_local_data; give "
-                "lower a jax.ShapeDtypeStruct."
+                "On devices of several processes, a batch must be of arrays over all "
+                f"of them: got one of this process alone, {jnp.shape(x)}. Give its "
+                "rows to jax.make_array_from_process_local_data."
             )
 
 
@@ -162,7 +160,6 @@ def _check_rows(
     `rows` and `copies` are the indices of leaves with rows, and of leaves that are
     whole on every device.
     """
-    over = f"the {devices.size} devices of data_axes {devices.names}"
     found = [(path, jnp.shape(x)) for path, x in named_leaves(batch)]
     divide = all(found[i][1][axis] % devices.size == 0 for i in rows)
     if divide and not devices.device_axis:
@@ -172,17 +169,15 @@ def _check_rows(
         other, its_shape = found[i]
         if (its_shape[axis] == shape[axis]) == (i in copies):
             raise ValueError(
-                "All arrays of a micro-batch must have the same number of rows, which "
-                f"are spread over {over}, and arrays that are whole on every device "
-                f"another number: got shape {shape} at {path} and {its_shape} at "
-                f"{other}{', whole' if i in copies else ''}. Spread all rows; give "
-                "loss_fn what has no rows as a keyword, step(state, batch, "
-                "name=array), or place it on every device with NamedSharding(mesh, "
-                "PartitionSpec())."
+                "All arrays of a micro-batch must have the same number of rows, and "
+                f"arrays that are whole on every device another one: got {shape} at "
+                f"{path}, {its_shape} at {other}{', whole' if i in copies else ''}. "
+                "Give loss_fn what has no rows as a keyword, step(state, batch, "
+                "name=array)."
             )
     if not divide:
         raise ValueError(
-            f"The rows of a micro-batch must be a multiple of {over}: got "
-            f"{shape[axis]} in an array of shape {shape} at {path}. Add rows without "
-            f"tokens, for example by planning with batch_multiple={devices.size}."
+            f"The rows of a micro-batch must be a multiple of {devices.size}, the "
+            f"devices along {devices.names}: got shape {shape} at {path}. Add rows "
+            "without tokens."
         )

@@ -58,7 +58,7 @@ def split_batch(batch: Batch, k: int, *, pad_values: PadValues = None) -> Batch:
         (path, _), *_ = named_leaves(batch)
         raise ValueError(
             f"k must divide the rows of the batch: got k = {k} and {rows} rows at "
-            f"{path}. Give pad_values, for rows without tokens, or drop some rows."
+            f"{path}. Give pad_values, or drop some rows."
         )
 
     def fill_up(path: str, x: Leaf, pad: ArrayLike) -> Leaf:

@@ -19,7 +19,6 @@ from optax_tokenaccum._trees import (
     T,
     Tree,
     is_concrete,
-    named_leaves,
 )
 
 P = TypeVar("P")  # the tree of parameters
@@ -90,9 +89,8 @@ class TokenAccumulationState(NamedTuple):
     @property
     def acc_grads(self) -> Gradients:
         raise AttributeError(
-            "TokenAccumulationState has no acc_grads, a running mean in optax. Write "
-            "optax_tokenaccum.window_gradient(state) for the token mean of the open "
-            "window so far; its sums are in grad_sums."
+            "acc_grads, in optax a running mean, is grad_sums. The token mean so far "
+            "is optax_tokenaccum.window_gradient(state)."
         )
 
 
@@ -212,34 +210,25 @@ def require_step_state(
 ) -> None:
     """Raises if a step cannot take the state."""
     kind = ModelStepState if has_model_state else StepState
-    got, opt_state = type(state).__name__, getattr(state, "opt_state", None)
-    if isinstance(state, kind):
-        got += f" with a {type(opt_state).__name__} as its opt_state"
-    if not (isinstance(state, kind) and isinstance(opt_state, TokenAccumulationState)):
+    if not isinstance(state, kind):
         raise TypeError(
             f"The state must be the {kind.__name__} that step.init or the last call "
-            f"returned: got {got}. Begin with state = step.init(params), and write "
-            "state, metrics = step(state, batch). Restore a checkpoint with "
-            "jax.eval_shape(step.init, params) as its target; take one that was "
-            "restored without a target over with regroup_sums(state, "
-            "step.init(params))."
+            f"returned: got a {type(state).__name__}. Write state, metrics = step("
+            "state, batch); take a checkpoint that was restored without a target over "
+            "with regroup_sums(state, step.init(params))."
         )
-    if has_sums(opt_state) != accumulates and jax.tree.leaves(state.params):
-        own, other = ("train", "window") if accumulates else ("window", "train")
+    if has_sums(state.opt_state) != accumulates and jax.tree.leaves(state.params):
         raise ValueError(
-            f"The state must be of a {own} step: got that of a {other} step. Between "
-            "windows, take over what both keep: with new = step.init(params).opt_state "
-            "and old = state.opt_state, write state._replace(opt_state="
-            "new._replace(gradient_step=old.gradient_step, "
-            "inner_opt_state=old.inner_opt_state))."
+            "The state must be of the same kind of step: a train step has sums, and a "
+            "window step none. Between windows, take gradient_step and inner_opt_state "
+            "over into step.init(params).opt_state."
         )
     key = key_array(state)  # a call donates all arrays, so checking one is enough
     if isinstance(key, jax.Array) and is_concrete(key) and key.is_deleted():
         raise ValueError(
-            "The state must not have been given to an earlier call: its buffers were "
-            "donated to that call and are gone. Continue with the state that it "
-            "returned; if it failed while it ran, restore a checkpoint. Build the step "
-            "with donate=False to keep old states."
+            "The state was given to an earlier call, which donated its buffers. Go on "
+            "with the state that this call returned; if it failed while it ran, "
+            "restore a checkpoint. donate=False keeps old states."
         )
 
 
@@ -308,20 +297,11 @@ def copy_aliased(donated: T, given: Tree) -> tuple[T, Tree]:
 def copy_for_donation(tree: T) -> T:
     """Copies every leaf: donating the copies keeps the caller's arrays alive."""
     leaves, structure = jax.tree.flatten(tree)
-    paths = [path for path, _ in named_leaves(tree)]
     # Drop each original as soon as it is copied, so that a large state is never in
     # memory twice.
     del tree
-    for i, path in enumerate(paths):
-        leaves[i] = _strong(leaves[i])
-        if not hasattr(leaves[i], "dtype"):
-            raise TypeError(
-                "Parameters and the optimizer's state must be pytrees of arrays: at "
-                f"{path} got {type(leaves[i]).__name__}. Keep other leaves out of the "
-                "parameters, with equinox.partition for example, and give them to "
-                "loss_fn as a keyword."
-            )
-        leaves[i] = jnp.array(leaves[i], copy=True)
+    for i, x in enumerate(leaves):
+        leaves[i] = x = jnp.array(_strong(x), copy=True)
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef
 
-from optax_tokenaccum._checks import check_inner_state, check_nnx_variables
+from optax_tokenaccum._checks import check_params
 from optax_tokenaccum._devices import (
     Shardings,
     put,
@@ -285,12 +285,9 @@ class Step(Setup, abc.ABC):
         """
         has_model_state = self.loss.has_model_state
         if has_model_state != (model_state is not None):
-            got = "none" if model_state is None else "one"
-            raise TypeError(
-                f"A step with has_model_state={has_model_state} is begun with "
-                f"step.init(params{', model_state' * has_model_state}): got {got}."
-            )
-        check_nnx_variables(params)
+            given = ", model_state" * has_model_state
+            raise TypeError(f"has_model_state={has_model_state}: init(params{given}).")
+        check_params(params)
         leaves = jax.tree.leaves((params, model_state))
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         own = shapes_of if is_abstract else copy_for_donation
@@ -368,9 +365,8 @@ class Step(Setup, abc.ABC):
             expected = (*self.devices.device_axis, *p.shape)
             if acc.shape != expected and p.shape in (acc.shape, acc.shape[1:]):
                 raise ValueError(
-                    "The sums of the open window must be laid out for this step's "
-                    f"devices: expected shape {expected} in grad_sums, got "
-                    f"{acc.shape}. Take over the state of a run on others with "
+                    "The sums must be laid out for this step's devices: expected shape "
+                    f"{expected} in grad_sums, got {acc.shape}. Write "
                     "regroup_sums(state, step.init(params))."
                 )
 
@@ -396,7 +392,6 @@ class Step(Setup, abc.ABC):
     ) -> tuple[Params, TokenAccumulationState, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         inner, devices = self.accumulation.inner, self.devices
-        check_inner_state(inner, opt_state.inner_opt_state, params)
         metrics = self._metrics(opt_state)
 
         def update(
@@ -426,10 +421,8 @@ class Step(Setup, abc.ABC):
             )
         except TypeError as error:
             error.add_note(
-                "A step gives its optimizer gradients, parameters, value and "
-                "num_tokens. If it needs more, give it that in a loop of your own, "
-                "with token_accumulation; optax.lbfgs(1.0, linesearch=None) needs "
-                "nothing."
+                "A step gives its optimizer gradients, parameters, value, num_tokens. "
+                "If it needs more, such as value_fn, use token_accumulation in a loop."
             )
             raise
         # Gathered after the loop: 554 instead of 705 MB, and half the bytes.

@@ -218,11 +218,9 @@ class TrainStep(Step):
         schedule = self.accumulation.schedule
         if not schedule.is_set:
             raise ValueError(
-                "This step has no schedule, so nothing says when its window closes: "
-                "got neither every_k_schedule nor every_n_tokens. Give one to "
+                "This step has no schedule that closes its windows. Give one to "
                 "make_train_step (with NNX, to token_accumulation), or call "
-                "step.accumulate(state, batch) for each micro-batch and "
-                "step.close_window(state) at the end of the window."
+                "step.accumulate(state, batch) and step.close_window(state)."
             )
         counter = state.opt_state.mini_step
         keeps_count = self.accumulation.should_skip_update_fn is None

@@ -18,7 +18,7 @@ from optax_tokenaccum._accumulation import (
     make_accumulation,
 )
 from optax_tokenaccum._backward import at_most_once, can_overwrite
-from optax_tokenaccum._checks import check_inner_state, check_num_tokens
+from optax_tokenaccum._checks import check_num_tokens
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import TokenAccumulationState, has_sums
 from optax_tokenaccum._trees import (
@@ -225,10 +225,7 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
     """
     found = _accumulation_in(state, "window_gradient")
     if not has_sums(found):
-        raise ValueError(
-            "window_gradient needs the state of an accumulation whose window may be "
-            "open: got that of a window step, which keeps no sums between calls."
-        )
+        raise ValueError("A window step keeps no sums between calls: no gradient.")
     # In an `nnx.Optimizer`, each is a variable.
     [counter], [tokens] = map(jax.tree.leaves, (found.mini_step, found.acc_tokens))
     _check_is_one(counter, "window_gradient")
@@ -239,8 +236,7 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
         sums = [x.sum(0) if x.ndim > n else x for x, n in zip(sums, ranks, strict=True)]
     elif not leaves and all(map(_has_spread_axis, sums)):
         raise ValueError(
-            "window_gradient needs the parameters, to tell sums of each device from "
-            "spread parameters. Give it the state of the step, or "
+            "These sums may be of each device: give the state of the step, or "
             "window_gradient(state, params)."
         )
     return structure.unflatten([trees.token_mean(x, tokens) for x in sums])
@@ -255,9 +251,8 @@ def _has_spread_axis(x: jax.Array) -> bool:
 def _check_is_one(mini_step: jax.Array, name: str) -> None:
     if jnp.ndim(mini_step):
         raise ValueError(
-            f"{name} needs the state of one accumulation: got mini_step of shape "
-            f"{jnp.shape(mini_step)}, of several. Call it in the function that is "
-            "mapped over them, in pmap, shard_map or vmap."
+            f"{name} takes the state of one accumulation: got {jnp.size(mini_step)}. "
+            "Call it in the function that is mapped over them."
         )
 
 
@@ -265,8 +260,8 @@ def _accumulation_in(state: Tree, name: str) -> TokenAccumulationState:
     found = trees.nodes_of(TokenAccumulationState, state)
     if len(found) != 1:
         raise ValueError(
-            f"{name} needs a state that holds exactly one TokenAccumulationState: "
-            f"got {len(found)} in a {type(state).__name__}."
+            f"{name} takes a state that holds one TokenAccumulationState: got "
+            f"{len(found)} in a {type(state).__name__}."
         )
     return found[0]
 
@@ -307,23 +302,22 @@ def close_window(
     found = trees.nodes_of(TokenAccumulationState, state)
     if not found:
         raise ValueError(
-            "close_window needs an optimizer that accumulates, and its state: got a "
-            f"{type(state).__name__} without a TokenAccumulationState. Any other "
-            "optimizer would take a step on a gradient of zeros."
+            "close_window takes an optimizer that accumulates, and its state: got a "
+            f"{type(state).__name__} without a TokenAccumulationState."
         )
     for x in found:
-        if not jax.tree_util.all_leaves([x.mini_step]):
-            raise TypeError(
-                "close_window needs a state of arrays: got the variables of an "
-                "nnx.Optimizer. Write optimizer.update(model, zeros, num_tokens=0, "
-                "close_window=True), with zeros like nnx.state(model, nnx.Param)."
-            )
         _check_is_one(x.mini_step, "close_window")
-    extra_args = {"value": 0.0} | extra_args
+    extra_args = {"value": 0.0, "num_tokens": 0, "close_window": True} | extra_args
     no_gradients = jax.tree.map(jnp.zeros_like, params)
-    return tx.update(
-        no_gradients, state, params, num_tokens=0, close_window=True, **extra_args
-    )
+    try:
+        return tx.update(no_gradients, state, params, **extra_args)
+    except Exception as error:
+        error.add_note(
+            "close_window takes the optimizer that made the state. That of a step is "
+            "closed by step.close_window(state); that of an nnx.Optimizer by "
+            "optimizer.update(model, zeros, num_tokens=0, close_window=True)."
+        )
+        raise
 
 
 def with_num_tokens(
@@ -365,19 +359,15 @@ def with_num_tokens(
     """
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
         raise TypeError(
-            "tx must take extra arguments, to be given num_tokens: got a "
-            f"{type(tx).__name__}. Give token_accumulation(...) itself, or "
-            "MultiSteps(...).gradient_transformation()."
+            f"tx takes no num_tokens: got a {type(tx).__name__}. Give "
+            "token_accumulation(...) or MultiSteps(...).gradient_transformation()."
         )
 
     def update(
         updates: Gradients, state: OptState, params: Params | None = None
     ) -> tuple[Gradients, OptState]:
         if not trees.nodes_of(TokenAccumulationState, state):
-            raise ValueError(
-                "tx must accumulate, or num_tokens would be dropped: got a state "
-                "without a TokenAccumulationState. Give token_accumulation(...)."
-            )
+            raise ValueError("tx must accumulate, or num_tokens would be dropped.")
         return tx.update(updates, state, params, num_tokens=num_tokens, **extra_args)
 
     return optax.GradientTransformation(tx.init, update)
@@ -400,7 +390,6 @@ def _close(
     layers 2.5 times slower.
     """
     inner, sums = accumulation.inner, state.grad_sums
-    check_inner_state(inner, state.inner_opt_state, sums)
 
     def run(sums: Gradients, inner_opt_state: OptState) -> tuple[Gradients, OptState]:
         gradient = accumulation.window_gradient(state._replace(grad_sums=sums), like)

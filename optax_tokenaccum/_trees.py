@@ -33,6 +33,13 @@ def is_float(x: Leaf) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
+def is_number(x: Leaf) -> bool:
+    """Whether `x` is a number or an array of numbers, not of keys."""
+    if hasattr(x, "dtype"):
+        return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return isinstance(x, Complex)
+
+
 def is_key(x: Leaf) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
@@ -190,8 +197,8 @@ def leading_axis(tree: Tree, name: str) -> int:
     for path, shape in shapes:
         if not shape or shape[0] == 0 or shape[0] != its_shape[0]:
             raise ValueError(
-                f"The leaves of {name} must have the same leading axis, of at least 1: "
-                f"got shape {its_shape} at {first} and {shape} at {path}."
+                f"The leaves of {name} must share a leading axis of at least 1: got "
+                f"shape {its_shape} at {first} and {shape} at {path}."
             )
     return its_shape[0]
 
@@ -214,10 +221,7 @@ def check_same_tree(got: Tree, expected: Tree, rule: str) -> None:
             raise ValueError(
                 f"{rule}: at {path} expected {expected_shape}, got {shape}."
             )
-    raise ValueError(
-        f"{rule}: the leaves agree, their containers differ: expected "
-        f"{expected_structure}, got {structure}."
-    )
+    raise ValueError(f"{rule}: expected {expected_structure}, got {structure}.")
 
 
 def as_num_tokens(num_tokens: Leaf, dtype: DType) -> jax.Array:
@@ -230,10 +234,7 @@ def as_num_tokens(num_tokens: Leaf, dtype: DType) -> jax.Array:
         with np.errstate(over="ignore", invalid="ignore"):
             number = as_real_scalar(num_tokens, "num_tokens", dtype, xp=np)
         if not (np.isfinite(number) and number >= 0):
-            raise ValueError(
-                f"num_tokens must be finite, in {jnp.dtype(dtype)}, and at least 0: "
-                f"got {num_tokens}."
-            )
+            raise ValueError(f"num_tokens must be finite and >= 0: got {num_tokens}.")
         return number  # so that a number that is known stays so in a trace
     num_tokens = as_real_scalar(num_tokens, "num_tokens", dtype)
     is_usable = jnp.isfinite(num_tokens) & (num_tokens >= 0)
@@ -242,16 +243,13 @@ def as_num_tokens(num_tokens: Leaf, dtype: DType) -> jax.Array:
 
 def as_real_scalar(x: ArrayLike, name: str, dtype: DType, xp: Any = jnp) -> Any:
     x = float(x) if type(x) is int else x  # which may exceed JAX's integers
-    rule = (
-        f"{name} must be a real scalar, one number for the whole micro-batch such as "
-    )
-    if not hasattr(x, "dtype") and not isinstance(x, Complex):
-        raise TypeError(f"{rule}mask.sum(): got {type(x).__name__}.")
-    given = jnp.result_type(x)
-    rule += f"mask.sum(): got {given} of shape {jnp.shape(x)}."
-    is_integer = jnp.issubdtype(given, jnp.integer)
-    if not is_integer and not jnp.issubdtype(given, jnp.floating):
-        raise TypeError(rule)
-    if jnp.shape(x) != ():
-        raise ValueError(rule)
+    is_array = is_number(x)
+    given = jnp.result_type(x) if is_array else jnp.dtype(bool)
+    is_real = jnp.issubdtype(given, jnp.integer) or jnp.issubdtype(given, jnp.floating)
+    if not is_real or jnp.shape(x) != ():
+        got = f"{given}{list(jnp.shape(x))}" if is_array else f"a {type(x).__name__}"
+        raise (ValueError if is_real else TypeError)(
+            f"{name} must be a real scalar, one number for the whole micro-batch such "
+            f"as mask.sum(): got {got}."
+        )
     return xp.asarray(x, dtype)

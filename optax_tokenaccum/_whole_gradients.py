@@ -58,10 +58,7 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     with context, collected_reports() as found:
         lower(*args, **kwargs)
     if not found:
-        raise ValueError(
-            "f must give this library a loss, through a step or window_value_and_grad: "
-            "got a function that has none, or gets whole gradients from elsewhere."
-        )
+        raise ValueError("f must give this library a loss: got none, or gradients.")
     least = sum(math.prod(shape) for shape, _ in found.values()) / 100
     return {
         path: reason

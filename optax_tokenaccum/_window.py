@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum._accumulation import Added, make_accumulation
-from optax_tokenaccum._checks import as_count, check_function, check_params
+from optax_tokenaccum._checks import check_function, check_params
 from optax_tokenaccum._devices import Devices, Shardings, entries_of, over_devices
 from optax_tokenaccum._micro_batch import (
     Loss,
@@ -107,7 +107,7 @@ def window_value_and_grad(
 
     Raises:
       ValueError: leading axes differ or are 0 (the error names the leaf), or
-        `num_micro_batches` is outside 0 to `k` and not an array; no parameter reaches
+        `num_micro_batches` is an int outside of 0 to `k`; no parameter reaches
         the loss; or, in a `shard_map`, the loss or the count must be reduced over
         devices, and is not.
       TypeError: `loss_fn` returned anything other than described above; or `params` is
@@ -347,14 +347,8 @@ def for_each(
 def check_micro_batches(micro_batches: Batch, num_micro_batches: Bound) -> None:
     with explained(micro_batches):
         k = trees.leading_axis(micro_batches, "micro_batches")
-    if isinstance(num_micro_batches, jax.Array | jax.ShapeDtypeStruct | None):
-        return
-    given = as_count(num_micro_batches, "num_micro_batches", least=0)
-    if given > k:
-        raise ValueError(
-            f"num_micro_batches must be at most the {k} micro-batches there are: got "
-            f"{given}."
-        )
+    if isinstance(num_micro_batches, int) and not 0 <= num_micro_batches <= k:
+        raise ValueError(f"num_micro_batches must be from 0 to {k}.")
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum._checks import check_params
 from optax_tokenaccum._multi_steps import MultiSteps
-from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._transformation import has_updated, with_num_tokens
-from optax_tokenaccum._trees import Params, TracedBool, nodes_of
+from optax_tokenaccum._trees import Params, TracedBool
 
 
 class TrainState(train_state.TrainState):
@@ -70,14 +69,7 @@ class TrainState(train_state.TrainState):
           ValueError: `tx` does not accumulate or holds several accumulations, or
             `token_accumulation`'s `update` raises it.
         """
-        count = len(nodes_of(TokenAccumulationState, self.opt_state))
-        if count != 1:
-            raise ValueError(
-                "The tx of this TrainState must accumulate exactly once, since step "
-                f"counts its updates: got {count} accumulations. Write "
-                "tx=token_accumulation(optimizer, k) around the whole optimizer, or "
-                "optax_tokenaccum.MultiSteps in place of optax's."
-            )
+        has_updated(self.opt_state)  # raises unless one accumulation counts updates
         tx: Any = self.tx
         # optax would treat the class as a plain transformation and drop the count.
         tx = tx.gradient_transformation() if isinstance(tx, MultiSteps) else tx

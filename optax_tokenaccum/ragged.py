@@ -91,9 +91,8 @@ def plan_window(
     shapes = _shapes_of(max_tokens, length_buckets, batch_multiple)
     if tokens.max() > shapes[-1][1]:
         raise ValueError(
-            f"Every sequence must fit into a bucket: got one of {tokens.max()} tokens "
-            f"at index {tokens.argmax()}, the longest bucket has {shapes[-1][1]}. "
-            "Raise max_tokens, add a bucket, cut the sequence, or leave it out."
+            f"Every sequence must fit into a bucket: got {tokens.max()} tokens at "
+            f"index {tokens.argmax()}, the longest bucket has {shapes[-1][1]}."
         )
     order = np.argsort(-tokens, kind="stable")
     choice = _cheapest(tokens[order].tolist(), shapes, cost or mul)
@@ -160,21 +159,12 @@ def choose_length_buckets(
 
 def _as_lengths(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
     tokens = np.asarray(lengths if hasattr(lengths, "__getitem__") else list(lengths))
-    if tokens.ndim != 1 or not tokens.size:
+    if tokens.ndim != 1 or not tokens.size or tokens.min() < 1:
+        least = f"{tokens.min()} at index {tokens.argmin()}" if tokens.size else "none"
         raise ValueError(
-            "lengths must be the number of tokens of each sequence, a list of at least "
-            f"one integer: got shape {tokens.shape}."
+            f"lengths must be a list of numbers of tokens, at least 1: got {least}."
         )
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"lengths must be integers: got {tokens.dtype}.")
-    as_int64 = tokens.astype(np.int64)
-    wrong = np.flatnonzero(as_int64 < 1)
-    if wrong.size:
-        raise ValueError(
-            f"Every length must be at least 1, in int64: got {tokens[wrong[0]]} at "
-            f"index {wrong[0]}. Leave such sequences out."
-        )
-    return as_int64
+    return tokens.astype(np.int64)
 
 
 def _shapes_of(
@@ -192,9 +182,8 @@ def _shapes_of(
     if not shapes or shapes[-1][0] == 0:
         longest = lengths[-1] if lengths else None
         raise ValueError(
-            "Every length bucket must leave room for batch_multiple rows: got "
-            f"max_tokens {max_tokens}, batch_multiple {batch_multiple} and a longest "
-            f"bucket of {longest}. Raise max_tokens, or drop the bucket."
+            f"A bucket must leave room for {batch_multiple} rows: got max_tokens "
+            f"{max_tokens} and a longest bucket of {longest}."
         )
     return shapes
 
@@ -256,8 +245,8 @@ def pad_micro_batch(
     leaves = with_pads(sequences[0], pad_values)
     if not any(map(np.ndim, jax.tree.leaves(sequences[0]))):
         raise ValueError(
-            "A sequence must have a leaf with an axis, its tokens: got only scalars, "
-            f"{structure}. A list is a container: give np.asarray(tokens)."
+            "A sequence must have a leaf with an axis, its tokens. A list is a "
+            "container: give np.asarray(tokens)."
         )
     arrays = [_padding(plan, *leaf) for leaf in leaves]
     for row, index in enumerate(plan.indices.tolist()):
@@ -271,8 +260,8 @@ def pad_micro_batch(
         lengths = {len(x) for x in values if np.ndim(x)}
         if len(lengths) > 1:
             raise ValueError(
-                f"The leaves of a sequence must have one length: got {lengths} in the "
-                f"sequence at index {index}. Cut inputs and labels alike."
+                "The leaves of a sequence must have one length: got "
+                f"{sorted(lengths)} at index {index}. Cut inputs and labels alike."
             )
     return jax.tree.unflatten(structure, arrays)
 

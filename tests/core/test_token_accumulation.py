@@ -30,7 +30,7 @@ from optax_tokenaccum import (
 )
 
 SGD = optax.sgd(1.0)
-IN_FLOAT32 = "num_tokens must be finite, in float32, and at least 0"
+FINITE = "num_tokens must be finite and >= 0"
 
 
 def new(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -113,7 +113,7 @@ def test_without_a_schedule_the_caller_closes_and_a_count_is_any_number():
                 grads(4.0), state, PARAMS, num_tokens=n, close_window=close
             )
             chex.assert_trees_all_equal(updates, grads(-2.0 * close))
-    with pytest.raises(ValueError, match="close_window=True or False to every update"):
+    with pytest.raises(ValueError, match="or close_window to every update"):
         optimizer.update(grads(4.0), state, PARAMS, num_tokens=2)
 
 
@@ -121,11 +121,11 @@ def test_impossible_count_raises_concrete_and_adds_nothing_traced():
     optimizer, start = new(SGD, 3)
     update = jax.jit(optimizer.update)
     for count in (-1, np.nan, np.inf, -np.inf, 1e39):
-        with pytest.raises(ValueError, match=IN_FLOAT32):
+        with pytest.raises(ValueError, match=FINITE):
             optimizer.update(grads(1.0), start, PARAMS, num_tokens=count)
         with np.errstate(over="ignore"):
             known = jnp.float32(count)  # inside a trace, too
-        with pytest.raises(ValueError, match=IN_FLOAT32):
+        with pytest.raises(ValueError, match=FINITE):
             jax.jit(lambda n=known: optimizer.update(PARAMS, start, num_tokens=n))()
         counts = 1.0, float(count), 2.0
         micro_batches = list(zip(map(grads, (2.0, 7.0, 4.0)), counts, strict=True))
@@ -184,9 +184,9 @@ def test_window_gradient_of_states_without_an_open_window():
     of_several = jax.vmap(token_accumulation(SGD, 2).init)(jnp.ones((3, 3)))
     for message, state in (
         ("got 0 in a", SGD.init(PARAMS)),
-        ("mapped over them, in pmap, shard_map or vmap", of_several),
-        ("got that of a window step", of_window),
-        ("needs the parameters", of_devices),  # whose sums are of each device
+        ("in the function that is mapped over them", of_several),
+        ("A window step keeps no sums", of_window),
+        ("may be of each device", of_devices),  # whose sums are of each device
     ):
         with pytest.raises(ValueError, match=message):
             window_gradient(state)
@@ -211,7 +211,7 @@ def test_window_gradient_has_the_shapes_of_the_parameters_on_every_mesh(
         assert not has_updated(state.optimizer.opt_state)
     else:
         found.append(window_gradient(state))
-        with pytest.raises(ValueError, match="needs the parameters"):
+        with pytest.raises(ValueError, match="may be of each device"):
             window_gradient(state.opt_state)
     for gradient in found:
         got, wanted = (jax.tree.leaves(x) for x in (gradient, expected))

@@ -87,7 +87,7 @@ def test_a_count_that_is_alike_on_all_devices_is_refused(
     count: str, loss: Any, options: Any
 ):
     times = 4 if options else 8
-    message = f"num_tokens must be a count of .* {times} times.*" r"mask\.sum\(\)"
+    message = f"num_tokens must count the rows .* {times} times. Sum their"
     mesh = make_mesh(*options.get("mesh", [(8,)]))
     with pytest.raises(ValueError, match=message):
         trace(ALIKE[count], loss, **options | {"mesh": mesh})

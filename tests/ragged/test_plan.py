@@ -83,19 +83,16 @@ def test_lengths_may_be_any_iterable():
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (ValueError, r"at least one integer: got shape \(0,\)", lambda: plan([])),
-        (ValueError, r"got shape \(1, 2\)", lambda: plan([[3, 4]])),
-        (ValueError, r"got shape \(\)", lambda: plan({3: 4})),
+        (ValueError, "at least 1: got none", lambda: plan([])),
+        (ValueError, "a list of numbers", lambda: plan([[3, 4]])),
         (ValueError, "got 0 at index 2", lambda: plan([3, 1, 0])),
-        (ValueError, "one of 65 tokens at index 1", lambda: plan([3, 65])),
-        (ValueError, f"got {2**63} at index 1", lambda: plan(np.uint64([3, 2**63]))),
-        (TypeError, "must be integers", lambda: plan([1.5])),
+        (ValueError, "got 65 tokens at index 1", lambda: plan([3, 65])),
         (ValueError, "max_tokens", lambda: plan_window([1], max_tokens=0)),
-        (ValueError, "room for batch_multiple", lambda: plan([1], batch_multiple=65)),
+        (ValueError, "room for 65 rows", lambda: plan([1], batch_multiple=65)),
         (ValueError, "got -1 at index 0", lambda: choose_length_buckets([-1], 2)),
         (ValueError, "n must be", lambda: choose_length_buckets([1], 0)),
     ],
-    ids=range(11),
+    ids=range(8),
 )
 def test_what_does_not_fit_is_named(error: type, message: str, call: Any):
     with pytest.raises(error, match=message):
