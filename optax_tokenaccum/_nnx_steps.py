@@ -82,6 +82,11 @@ class ModelStep(abc.ABC):
         If they are new, they are laid out. Arrays may be donated, except what is
         `given` to the loss.
         """
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                "An NNX step takes (model, nnx.Optimizer(model, tx, wrt=...), batch): "
+                f"got a {type(optimizer).__name__} as the second."
+            )
         step = self._steps.get(optimizer.tx)
         if step is None:
             accumulation = self._accumulation_of(optimizer)

@@ -16,6 +16,7 @@ from optax_tokenaccum._trees import (
     Leaf,
     ModelState,
     Tree,
+    check_arrays,
     fold_key,
     is_concrete,
     is_key,
@@ -97,6 +98,7 @@ def as_micro_batch(
     axis: int = 0,
 ) -> MicroBatch:
     """What a call is given, on the devices of a step; `axis` is that of the rows."""
+    check_arrays(batch, "A batch")
     rest = devices.replicate((rng, as_keywords(loss_kwargs)))
     return MicroBatch(shard_rows(batch, devices, axis), *rest)
 

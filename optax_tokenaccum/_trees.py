@@ -188,8 +188,21 @@ def nodes_of(kind: type[T] | tuple[type[T], ...], tree: Tree) -> list[T]:
     return [node for node in nodes if isinstance(node, kind)]
 
 
+def check_arrays(tree: Tree, name: str) -> None:
+    """Raises `TypeError`, naming the leaf, unless `tree` holds arrays and numbers."""
+    if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):  # nearly always
+        return
+    for path, x in named_leaves(tree):
+        if not hasattr(x, "dtype") and not isinstance(x, Complex):
+            raise TypeError(
+                f"{name} must be a pytree of arrays: at {path} got a "
+                f"{type(x).__name__}. Leave it out, or convert it."
+            )
+
+
 def leading_axis(tree: Tree, name: str) -> int:
     """The size of the leading axis that all leaves must share, at least 1."""
+    check_arrays(tree, name)
     shapes = [(path, jnp.shape(leaf)) for path, leaf in named_leaves(tree)]
     if not shapes:
         raise ValueError(f"{name} must hold at least one array: got {tree!r}.")

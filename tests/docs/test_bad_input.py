@@ -346,6 +346,12 @@ ERRORS = """
         P())))
     ValueError: The rows of a micro-batch must be a multiple of 8, the devices
       step(step_state, batch[:7])
+    TypeError: A batch must be a pytree of arrays: at ['text'][0] got a str
+      train_step(train_state, {"x": batch, "text": ["a"] * 8})
+    TypeError: A batch must be a pytree of arrays: at the root got a object
+      train_step(train_state, object())
+    TypeError: micro_batches must be a pytree of arrays: at [0] got a object
+      window_step(window_state, [object()])
     ValueError: All arrays of a micro-batch must have the same number of rows, and
       step(step_state, {"classes": batch.repeat(2, 0), "x": batch})
       step(step_state, {"classes": jax.device_put(batch, everywhere), "x": batch})
@@ -378,6 +384,9 @@ ERRORS = """
     TypeError: Parameters must be variables that are trained, each once
       token_accumulation(sgd, 2).init(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
       window_step.init([model, model])
+    TypeError: An NNX step takes (model, nnx.Optimizer(model, tx, wrt=...), batch)
+      of_steps.make_train_step(sum_and_rows)(trained_by(ours), model, batch)
+      of_steps.make_train_step(sum_and_rows)(model, ours, batch)
     TypeError: An open window lives in the optimizer
       of_steps.make_train_step(sum_and_rows)(model, trained_by(sgd), batch)
       of_steps.make_train_step(sum_and_rows)(model, trained_by(MultiSteps(sgd, 2)),
