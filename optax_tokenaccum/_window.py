@@ -358,7 +358,7 @@ def explained(micro_batches: Batch, name: str = "loss_fn") -> Iterator[None]:
         yield
     except Exception as error:
         shapes = ", ".join(
-            f"{jnp.shape(x)[1:]} at {path}"
+            f"{getattr(x, 'shape', ())[1:]} at {path}"
             for path, x in trees.named_leaves(micro_batches)
         )
         error.add_note(

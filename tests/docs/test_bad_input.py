@@ -348,9 +348,9 @@ ERRORS = """
       step(step_state, batch[:7])
     TypeError: A batch must be a pytree of arrays: at ['text'][0] got a str
       train_step(train_state, {"x": batch, "text": ["a"] * 8})
-    TypeError: A batch must be a pytree of arrays: at the root got a object
+    TypeError: A batch must be a pytree of arrays: at the root got a
       train_step(train_state, object())
-    TypeError: micro_batches must be a pytree of arrays: at [0] got a object
+    TypeError: micro_batches must be a pytree of arrays: at [0] got a
       window_step(window_state, [object()])
     ValueError: All arrays of a micro-batch must have the same number of rows, and
       step(step_state, {"classes": batch.repeat(2, 0), "x": batch})

@@ -442,3 +442,38 @@ def test_a_summary_assigns_no_parameters_and_a_keyword_may_have_any_name():
         ValueError, match="summary_fn must not assign parameters.* change at bias"
     ):
         coupled_value_and_grad(assigns, jnp.sum)(model, ROWS[None])
+
+
+class Masked(nnx.Module):
+    """Statistics of the rows that count."""
+
+    def __init__(self) -> None:
+        self.norm = nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0))
+        self.w = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        self.norm(x, mask=mask)
+        return jnp.sum(jnp.where(mask, self.w * x, 0))
+
+
+@pytest.mark.needs(devices=2)
+def test_statistics_with_a_mask_are_exact_where_the_loss_sees_all_rows():
+    """Over devices, Flax's mean is one of means, and NaN of a device of padding."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(*batch), jnp.sum(batch[1])
+
+    def mean(counts: Any, reduce_every: Any) -> float:
+        model, over = Masked(), {"mesh": mesh, "data_axes": "data"}
+        step = make_train_step(loss_fn, reduce_every=reduce_every, **over)
+        tx = token_accumulation(SGD, 1)
+        x = jnp.array([[1.0], [1.0], [1.0], [3.0], [3.0], [3.0]])
+        mask = np.concatenate([np.arange(3) < n for n in counts])[:, None]
+        step(model, nnx.Optimizer(model, tx, wrt=nnx.Param), (x, mask))
+        return float(model.norm.mean[0])
+
+    assert mean((1, 3), "micro_batch") == 2.5
+    assert mean((1, 3), "window") == 2.0
+    assert mean((0, 3), "micro_batch") == 3.0
+    assert np.isnan(mean((0, 3), "window"))
