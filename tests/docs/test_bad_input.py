@@ -397,7 +397,7 @@ ERRORS = """
     audit(None, loss_fn, params, [batch])
     audit(print, None, params, [batch])
     check_loss_fn(None, params, [batch])
-      TypeError: … must be a function: got None.
+      TypeError: … must be a function: got a NoneType.
     audit(loss_fn, lambda optimizer, params, x: params, params, [batch])
       TypeError: run must be a function of (optimizer, params, micro_batches): got one
       of …. Give audit run first, and then loss_fn.
