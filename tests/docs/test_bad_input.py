@@ -349,7 +349,7 @@ ERRORS = """
       summed over tokens, never divided: got …
     train(lambda params, x: (jnp.sum(x), (8, {})))
     train_window(lambda params, x: (jnp.sum(x), 8, {}))
-    check_loss_fn(lambda params, x: (jnp.sum(x), (8, {})), params, [batch])
+    check_loss_fn(lambda params, x: (jnp.sum(x), (8, {})), params, [batch], mask=None)
       TypeError: With has_aux=False, loss_fn must return (loss_sum, num_tokens), …: got
       …. For (loss_sum, (num_tokens, aux)), pass has_aux=True; check_loss_fn and audit
       take a loss_fn without aux.
@@ -390,14 +390,17 @@ ERRORS = """
       ValueError: segment_ids must be integers of the shape of mask: got … and mask ….
     reduce_loss(losses, mask, count_empty=True, segment_ids=mask.astype(int))
       ValueError: count_empty needs segment_ids, …: got … segment_ids and …. Leave it ….
-    check_loss_fn(loss_fn, params, [batch], per="row")
+    check_loss_fn(loss_fn, params, [batch], mask=None, per="row")
       ValueError: per must be 'token' or 'sequence': got 'row'.
     audit(print, loss_fn, params, [batch], rtol=1)
       ValueError: rtol must be between 0 and 1, or None: got ….
     audit(None, loss_fn, params, [batch])
     audit(print, None, params, [batch])
-    check_loss_fn(None, params, [batch])
       TypeError: … must be a function: got a NoneType.
+    check_loss_fn(params, loss_fn, [batch], mask=None)
+      TypeError: loss_fn must be a function: got a dict.
+    check_loss_fn(loss_fn, params, [batch])
+      TypeError: check_loss_fn() missing 1 required keyword-only argument: 'mask'
     audit(loss_fn, lambda optimizer, params, x: params, params, [batch])
       TypeError: run must be a function of (optimizer, params, micro_batches): got one
       of …. Give audit run first, and then loss_fn.
@@ -414,11 +417,8 @@ ERRORS = """
     audit(print, loss_fn, {"w": 1}, [batch])
       TypeError: params must hold arrays of floats: got {'w': 1}.
     check_loss_fn(loss_fn, params, [batch], mask="labels")
+    check_loss_fn(loss_fn, params, [batch], mask=["labels"])
       ValueError: mask must be one of ['the root']: got 'labels'.
-    check_loss_fn(loss_fn, params, [batch[:1]])
-      ValueError: A micro-batch must have at least two rows: got [1].
-    check_loss_fn(loss_fn, params, [jnp.ones(())])
-      ValueError: …leading axis…
 
     pad(sequences[0])
     pad([])
