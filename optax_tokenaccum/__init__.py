@@ -1,8 +1,8 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
 from optax_tokenaccum._audit import audit
-from optax_tokenaccum._audit_report import AuditReport, Verdict
-from optax_tokenaccum._check_loss_fn import LossReport, check_loss_fn
+from optax_tokenaccum._audit_report import AuditReport, LossReport, Verdict
+from optax_tokenaccum._check_loss_fn import check_loss_fn
 from optax_tokenaccum._coupled import coupled_value_and_grad
 from optax_tokenaccum._losses import (
     linear_cross_entropy_sum,

@@ -116,6 +116,47 @@ class AuditReport:
         return "\n".join([*lines, *_first(worst)])
 
 
+@dataclass(frozen=True)
+class LossReport:
+    """The result of `check_loss_fn`, which `print` shows as text.
+
+    Attributes:
+      findings: a message for each problem; empty if there are none.
+      checked: what was checked: `"rows"`, and the paths of masks.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_tokenaccum import check_loss_fn
+      >>> loss_fn = lambda params, x: (params * x.sum(), 2)
+      >>> report = check_loss_fn(loss_fn, jnp.ones(()), [jnp.ones(2)], mask=None)
+      >>> print(report.passed, report.findings[0].split(":")[0])
+      False the count is not a sum over rows
+    """
+
+    findings: tuple[str, ...]
+    checked: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether there are no findings."""
+        return not self.findings
+
+    def assert_exact(self) -> None:
+        """Raises `AssertionError` with the report unless the check passed."""
+        if not self.passed:
+            raise AssertionError(f"loss_fn does not return sums.\n{self}")
+
+    def __str__(self) -> str:
+        lines = [f"WRONG: {finding}" for finding in self.findings]
+        if self.passed:
+            lines = [f"OK. Checked: {', '.join(('gradients', *self.checked))}."]
+            if "rows" not in self.checked:
+                lines.append("Not checked: rows. The arrays share no axis of two rows.")
+            if not {*self.checked} - {"rows"}:
+                lines.append("Not checked: which tokens count. There is no mask.")
+        return "\n".join(map(wrapped, lines))
+
+
 def progress(items: Sequence[T], what: str) -> Iterator[T]:
     """The items, with a bar on a terminal, and a line now and then elsewhere."""
     shown, is_terminal = time.monotonic(), sys.stderr.isatty()

@@ -34,7 +34,7 @@ ACCUMULATES = (
 
 def check_function(f: object, name: str) -> None:
     if not callable(f):
-        raise TypeError(f"{name} must be a function: got {type(f).__name__}.")
+        raise TypeError(f"{name} must be a function: got a {type(f).__name__}.")
 
 
 def as_micro_batches(micro_batches: Iterable[T]) -> list[T]:

@@ -1,8 +1,8 @@
 """`check_loss_fn` of losses from many fields: right ones pass, wrong ones are named."""
 
-import functools
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,228 +11,332 @@ import numpy as np
 import optax
 import pytest
 from helpers import slow
+from jax.lax import stop_gradient
 
 from optax_tokenaccum import check_loss_fn, reduce_loss, softmax_cross_entropy_sum
 
 Loss = Callable[[Any, Any], tuple[Any, Any]]
 ROWS, LENGTH, WIDTH, CLASSES = 6, 8, 4, 5
-RANDOM = np.random.default_rng(0)
 TOKENS = (ROWS, LENGTH)
-LENGTHS = np.array([8, 3, 5, 2, 7, 4])
-HERE = np.arange(LENGTH) < LENGTHS[:, None]
+RANDOM = np.random.default_rng(0)
+LENGTHS, PROMPTS = np.array([[8, 3, 5, 2, 7, 4], [2, 1, 1, 1, 3, 2]])[..., None]
+PLACE = np.arange(LENGTH)
+HERE, ANSWER = PLACE < LENGTHS, PLACE >= PROMPTS
 
 
 def normal(*shape: int) -> np.ndarray:
     return RANDOM.normal(size=shape).astype(np.float32)
 
 
-def classes(*shape: int) -> np.ndarray:
-    return RANDOM.integers(1, CLASSES, shape).astype(np.int32)
-
-
+EMBEDDING, IDS = normal(CLASSES, WIDTH), RANDOM.integers(1, CLASSES, TOKENS)
 PARAMS = {"in": normal(WIDTH, WIDTH), "out": normal(WIDTH, CLASSES), "b": normal(1)}
-X, LABELS, Y = normal(*TOKENS, WIDTH), classes(*TOKENS), normal(*TOKENS)
-T = np.float32(RANDOM.uniform(0.1, 0.9, (ROWS, 1)))
-HIDDEN = RANDOM.uniform(size=TOKENS) < np.maximum(T, 0.3)  # the tokens to denoise
-HIDDEN[:, 0] = True
-POSITIVE = np.int32(RANDOM.uniform(size=TOKENS) < 0.2)
-POSITIVE[0, 0], POSITIVE[1] = 1, 0  # an image without a box
+T = np.float32(RANDOM.uniform(0.3, 0.9, (ROWS, 1)))
+BATCH = {
+    "x": normal(*TOKENS, WIDTH),
+    "y": normal(*TOKENS),
+    "classes": IDS,
+    "ids": np.where(HERE, IDS - 1, CLASSES - 1),
+    "labels": np.where(HERE & ANSWER, IDS, -100),
+    "bytes": np.where(HERE, IDS, 255).astype(np.uint8),
+    "mask": HERE,
+    "answer": np.float32(ANSWER),
+    "pad": np.int32(~HERE),
+    "weights": np.float32(RANDOM.uniform(0.2, 2, TOKENS) * HERE),
+    "lengths": LENGTHS[:, 0],
+    "segments": np.where(HERE, 1 + (PLACE > 3), 0),
+    "hidden": (RANDOM.uniform(size=TOKENS) < T) & HERE,
+    "t": T,
+    "box": np.int32((RANDOM.uniform(size=TOKENS) < 0.2) & (LENGTHS != 3)),
+    "advantage": np.float32([[1], [-1], [0], [2], [-1], [0]]),
+    "keys": jax.random.split(jax.random.key(0), ROWS),
+}
+# What a loss or a count is multiplied by, if it is no leaf of the batch.
+MASKS: dict[str, Callable[[Any], Any]] = {
+    "all": lambda b: jnp.ones_like(b["y"]),
+    "both": lambda b: b["mask"] * b["answer"],
+    "not pad": lambda b: 1 - b["pad"],
+    "not 255": lambda b: b["bytes"] != 255,
+    "to lengths": lambda b: PLACE < b["lengths"][:, None],
+    "of labels": lambda b: b["mask"] & (b["labels"] >= 0),
+    "of classes": lambda b: jnp.arange(1.0, CLASSES + 1)[b["classes"]] * b["mask"],
+    "but the first": lambda b: b["mask"] * (PLACE > 0),
+    "first half": lambda b: b["mask"] | (PLACE > 3),
+    "rows": lambda b: b["mask"].any(-1),
+    "long rows": lambda b: b["mask"].sum(-1) > 4,
+    "at least 1": lambda b: jnp.maximum(b["mask"].sum(), 1),
+    "128": lambda b: 128.0,
+    "random": lambda b: noise() * b["mask"],
+}
 
 
-def features(p: Any, x: Any) -> Any:
-    return jnp.tanh(x @ p["in"])
+# Losses of tokens, and sums of them.
 
 
-def outputs(p: Any, x: Any) -> Any:
-    return (features(p, x) @ p["out"])[..., 0] + p["b"][0]
+def logits_of(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["in"]) @ p["out"]
+
+
+def attention(p: Any, x: Any, sees: Any = True) -> Any:
+    """Logits behind a causal attention, to keys for which `sees` is true."""
+    scores = jnp.where(jnp.tri(x.shape[1]) * sees > 0, x @ p["in"] @ x.mT, -1e9)
+    return logits_of(p, x + jax.nn.softmax(scores) @ x)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    one_hot = jax.nn.one_hot(labels, CLASSES)
+    return -jnp.sum(jax.nn.log_softmax(logits) * one_hot, -1)
 
 
 def nll(p: Any, b: Any) -> Any:
-    log_p = jax.nn.log_softmax(features(p, b["x"]) @ p["out"])
-    return -jnp.take_along_axis(log_p, b["labels"][..., None], -1)[..., 0]
-
-
-def squares(p: Any, b: Any) -> Any:
-    return (outputs(p, b["x"]) - b["y"]) ** 2
-
-
-def bce(p: Any, b: Any) -> Any:
-    return optax.sigmoid_binary_cross_entropy(outputs(p, b["x"]), b["positive"])
+    return cross_entropy(logits_of(p, b["x"]), b["classes"])
 
 
 def attended(p: Any, b: Any) -> Any:
-    """Losses behind an attention that the mask `here` limits."""
-    scores = b["x"] @ p["in"] @ b["x"].mT
-    scores = jnp.where(b["here"][:, None] > 0, scores, -1e9)
-    return nll(p, b | {"x": jax.nn.softmax(scores) @ b["x"]})
+    """Losses of tokens that attend to those of the mask."""
+    return cross_entropy(attention(p, b["x"], b["mask"][:, None]), b["classes"])
 
 
-def masked(losses: Any, mask: Any, count: Any = None) -> tuple[Any, Any]:
-    return jnp.sum(losses * mask), jnp.sum(mask) if count is None else count
+def squares(p: Any, b: Any) -> Any:
+    return (logits_of(p, b["x"])[..., 0] - b["y"]) ** 2
 
 
-def graph(p: Any, b: Any) -> Any:
-    """A layer of messages, then a loss for each node that has a label."""
-    x = features(p, b["adjacency"] @ b["x"])
-    return nll(p, b | {"x": x})
+def router(p: Any, b: Any) -> Any:
+    return jnp.sum(jax.nn.softmax(logits_of(p, b["x"])) ** 2, -1)
 
 
-def ctc(p: Any, b: Any) -> Any:
-    logits = features(p, b["x"]) @ p["out"]
-    pads = jnp.zeros(logits.shape[:2])
-    return jnp.sum(optax.ctc_loss(logits, pads, b["labels"][:, :3], b["pad"]))
+def of(losses: Any, mask: str = "mask", count: str = "") -> Loss:
+    """The sum of losses times a mask, and its count, or that of another mask."""
+
+    def loss_fn(p: Any, b: Any) -> Any:
+        used, counted = (
+            MASKS[x](b) if x in MASKS else b[x] for x in (mask, count or mask)
+        )
+        return jnp.sum(losses(p, b) * used), jnp.sum(counted)
+
+    return loss_fn
 
 
-def crf(p: Any, b: Any) -> Any:
-    """The log partition function of a chain, whose steps `here` limits."""
+def mean(loss_fn: Loss, times_count: bool = False) -> Loss:
+    """A mean, which is NaN without tokens; perhaps times its count."""
 
-    def step(a: Any, given: Any) -> Any:
-        scores, here = given
-        new = jax.nn.logsumexp(a[:, :, None] + trans, 1) + scores
-        return jnp.where(here[:, None], new, a), None
+    def of_mean(p: Any, b: Any) -> Any:
+        loss_sum, n = loss_fn(p, b)
+        return loss_sum / n * (n if times_count else 1), n
 
-    scores = features(p, b["x"]) @ p["out"]
-    trans = jnp.outer(p["out"][0], p["out"][1])
-    start = jnp.zeros((len(scores), CLASSES))
-    given = scores.swapaxes(0, 1), b["here"].T
-    last, _ = jax.lax.scan(step, start, given)
-    gold = jnp.take_along_axis(scores, b["labels"][..., None], -1)[..., 0]
-    rows = jax.nn.logsumexp(last, 1) - jnp.log(CLASSES)
-    return jnp.sum(rows) - jnp.sum(gold * b["here"])
+    return of_mean
 
 
-def listwise(p: Any, b: Any) -> Any:
-    """ListNet: a softmax over the documents of a query."""
-    scores = jnp.where(b["here"], outputs(p, b["x"]), -1e9)
-    target = jax.nn.softmax(jnp.where(b["here"], b["y"], -1e9))
-    return jnp.sum(-target * jax.nn.log_softmax(scores) * b["here"], -1)
+def plus(term: Callable[[Any, Any], Any]) -> Loss:
+    return lambda p, b: (of(nll)(p, b)[0] + term(p, b), jnp.sum(b["mask"]))
 
 
-def router_z(p: Any, b: Any) -> Any:
-    return jax.nn.logsumexp(features(p, b["x"]) @ p["out"], -1) ** 2
+def counting(count: str, loss_fn: Loss) -> Loss:
+    return lambda p, b: (loss_fn(p, b)[0], of(nll, count=count)(p, b)[1])
 
 
-def info_nce(p: Any, b: Any) -> Any:
-    a, c = features(p, b["x"][:, 0]), features(p, b["x"][:, 1])
-    return -jnp.sum(jnp.diag(jax.nn.log_softmax(9 * a @ c.T))), len(a)
+def of_labels(p: Any, b: Any, **options: Any) -> Any:
+    logits = attention(p, b["x"])
+    return softmax_cross_entropy_sum(logits, b["labels"], ignore_index=-100, **options)
 
 
-def balance(p: Any, b: Any) -> Any:
-    gates = jax.nn.softmax(features(p, b["x"]) @ p["out"], -1)
-    gates = jnp.sum(gates * b["here"][..., None], (0, 1)) / jnp.sum(b["here"])
-    return CLASSES * jnp.sum(gates**2)
+def packed(p: Any, b: Any, all_counted: bool = False) -> Any:
+    """Rows with several sequences, whose tokens predict the next of their own."""
+    ids, segments = b["classes"], b["segments"]
+    sees = segments[:, None, :-1] == segments[:, :-1, None]
+    logits = attention(p, jnp.asarray(EMBEDDING)[ids[:, :-1]], sees)
+    is_token = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    loss_sum = jnp.sum(cross_entropy(logits, ids[:, 1:]) * is_token)
+    return loss_sum, jnp.sum(segments[:, 1:] > 0 if all_counted else is_token)
 
 
-@jax.custom_vjp
-def clipped(x: Any) -> Any:
-    return x
+def next_id(p: Any, b: Any, begin: int = 1) -> Any:
+    """Ids are inputs and labels; the last is padding, to which no token attends."""
+    x, is_token = jnp.asarray(EMBEDDING)[b["ids"]], b["ids"] != CLASSES - 1
+    logits = attention(p, x[:, :-1], is_token[:, None, :-1])
+    losses = cross_entropy(logits, b["ids"][:, 1:]) * is_token[:, 1:]
+    return jnp.sum(losses), jnp.sum(is_token[:, begin:])
 
 
-clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+def shifted(p: Any, b: Any, begin: int = 1, losses: Any = nll) -> Any:
+    return jnp.sum((losses(p, b) * b["mask"])[:, 1:]), jnp.sum(b["mask"][:, begin:])
 
 
-def logits_of(p: Any, b: Any) -> Any:
-    return features(p, b["x"]) @ p["out"]
+def sequences(p: Any, b: Any, reduction: Any = "seq-mean-token-mean", **more: Any):
+    ids = b["segments"] if "packed" in b else None
+    losses = nll(p, b) * b["advantage"]
+    return reduce_loss(losses, b["mask"], reduction, segment_ids=ids, **more)
 
 
-MASKED = {"x": X, "labels": LABELS, "here": HERE}
-FLOATS = MASKED | {"here": np.float32(HERE)}
-INTEGERS = MASKED | {"here": np.int32(HERE)}
-DIFFUSION = {"x": X, "labels": LABELS, "hidden": HIDDEN, "t": T}
-BOXES = {"x": X, "positive": POSITIVE}
-IGNORE = {"x": X, "labels": np.where(HERE, LABELS, 255).astype(np.uint8)}
-SEGMENTATION = {"x": X, "labels": np.where(HERE, LABELS, -100)}
-WEIGHTED = {"x": X, "y": Y, "w": np.float32(RANDOM.uniform(0.2, 2, TOKENS) * HERE)}
-VALID = {"x": X[:, 0], "y": Y[:, 0], "valid": np.float32(LENGTHS > 3)}
-ONE_HOT = {"x": X[:, 0], "target": np.eye(CLASSES, dtype=np.float32)[LABELS[:, 0]]}
-PADS = MASKED | {"pad": np.float32(~HERE)}
-LABEL_PADS = np.float32(np.arange(3) >= LENGTHS[:, None] - 1)
-CTC = {"x": X, "labels": LABELS, "pad": LABEL_PADS}
-TWO = MASKED | {"y": Y, "there": HERE[::-1].copy()}
-NODES = MASKED | {"adjacency": np.float32(RANDOM.random((ROWS, LENGTH, LENGTH)) < 0.4)}
-FRAMES = {"x": X, "labels": LABELS, "lengths": LENGTHS}
-REWARDS = MASKED | {"reward": np.float32([[0], [1], [1], [0], [1], [0]])}
-ADVANTAGES = MASKED | {"reward": normal(ROWS, 1)}
-ATTENDED = INTEGERS | {"loss_mask": np.float32(HERE & (np.arange(LENGTH) > 0))}
-NUMBERS = {"x": X[:, :, 0], "n": np.int32([2, 0, 1, 3, 0, 1])}
-IDS = {"ids": np.where(HERE, LABELS, 0)}
-KEYS = MASKED | {"keys": jax.random.split(jax.random.key(0), ROWS)}
-SEGMENTS = MASKED | {"segments": np.where(HERE, 1 + (np.arange(LENGTH) > 3), 0)}
+def packed_sequences(p: Any, b: Any) -> Any:
+    return sequences(p, b | {"packed": True})
 
 
-def here(losses: Callable[[Any, Any], Any], name: str = "here") -> Loss:
-    return lambda p, b: masked(losses(p, b), b[name])
+def sequences_of_lengths(p: Any, b: Any) -> Any:
+    return sequences(p, b | {"mask": MASKS["to lengths"](b)})
 
 
-def of_all(losses: Callable[[Any, Any], Any], name: str = "here") -> Loss:
-    """Right, except that it counts all tokens."""
-    return lambda p, b: masked(losses(p, b), b[name], 1.0 * b[name].size)
+def no_loss_in_the_longest(p: Any, b: Any) -> Any:
+    return sequences(p, b | {"advantage": b["advantage"] * (b["lengths"] < 8)[:, None]})
 
 
-def ignoring(losses: Callable[[Any, Any], Any], name: str = "here") -> Loss:
-    """Right, except that its loss is over all tokens."""
-    return lambda p, b: (jnp.sum(losses(p, b)), jnp.sum(b[name]))
+def focal(p: Any, b: Any) -> Any:
+    logits = logits_of(p, b["x"])[..., 0]
+    return jnp.sum(optax.sigmoid_focal_loss(logits, b["box"])), jnp.sum(b["box"])
 
 
-def counted(count: Callable[[Any], Any], losses: Any = nll) -> Loss:
-    """Right, except for its count."""
-    return lambda p, b: masked(losses(p, b), b["here"], count(b))
+def dpo(p: Any, b: Any) -> Any:
+    """Pairs in a row: one half is chosen, the other rejected."""
+    losses = cross_entropy(attention(p, b["x"]), b["classes"]) * b["mask"]
+    margins = jnp.sum(losses[:, 4:], -1) - jnp.sum(losses[:, :4], -1)
+    return -jnp.sum(jax.nn.log_sigmoid(margins)), len(losses)
 
 
-def more(extra: Callable[[Any, Any], Any]) -> Loss:
-    """Right, except for a term that belongs to no token."""
-    return lambda p, b: (here(nll)(p, b)[0] + extra(p, b), b["here"].sum())
+def in_dtype(dtype: Any, scale: float = 1.0) -> Loss:
+    def loss_fn(p: Any, b: Any) -> Any:
+        p, x = jax.tree.map(lambda x: x.astype(dtype), (p, b["x"]))
+        loss_sum, n = of(attended)(p, b | {"x": x})
+        return (loss_sum * scale).astype(dtype).astype(jnp.float32) / scale, n
+
+    return loss_fn
 
 
-def frames(p: Any, b: Any) -> Any:
-    return nll(p, b), jnp.arange(LENGTH) < b["lengths"][:, None]
+def denoised(p: Any, b: Any, count: str = "hidden") -> Any:
+    """Masked diffusion: tokens are hidden at time t, and weighted by 1/t."""
+    x = jnp.where(b["hidden"][..., None], 0.0, b["x"])
+    losses = cross_entropy(attention(p, x), b["classes"])
+    return jnp.sum(losses * b["hidden"] / b["t"]), jnp.sum(b[count])
 
 
-def next_id(p: Any, b: Any, count: int = 1) -> Any:
-    """Ids are inputs and labels; 0 is padding."""
-    x = jnp.asarray(X[0])[b["ids"][:, :-1]]
-    losses = nll(p, {"x": x, "labels": b["ids"][:, 1:]})
-    return masked(losses, b["ids"][:, 1:] > 0, jnp.sum(b["ids"][:, count:] > 0))
+def ctc(p: Any, b: Any, of_rows: bool = False) -> Any:
+    logits, pads = logits_of(p, b["x"]), b["pad"][:, 1:4]
+    no_pads = jnp.zeros(logits.shape[:2])
+    losses = optax.ctc_loss(logits, no_pads, b["classes"][:, :3], pads)
+    return jnp.sum(losses), len(losses) if of_rows else jnp.sum(1 - pads)
 
 
-def denoised(p: Any, b: Any) -> Any:
-    return jnp.sum(nll(p, b) * b["hidden"] / b["t"])
+def listwise(p: Any, b: Any, count: str = "rows") -> Any:
+    """A softmax over the documents of a query."""
+    scores = jnp.where(b["mask"], logits_of(p, b["x"])[..., 0], -1e9)
+    target = jax.nn.softmax(jnp.where(b["mask"], b["y"], -1e9))
+    losses = -target * jax.nn.log_softmax(scores)
+    return of(lambda *_: losses, count=count)(p, b)
 
 
-def ignored(p: Any, b: Any) -> Any:
-    is_label = b["labels"] < CLASSES
-    labels = jnp.where(is_label, b["labels"], 0).astype(int)
-    return nll(p, b | {"labels": labels}), is_label
+def one_label(p: Any, b: Any) -> Any:
+    losses = cross_entropy(logits_of(p, b["x"]).mean(1), b["classes"][:, 0])
+    return jnp.sum(losses), len(losses)
 
 
-def shifted(p: Any, b: Any, losses: Any = nll) -> Any:
-    return masked(losses(p, b)[:, 1:], b["here"][:, 1:])
-
-
-def neighbors(p: Any, b: Any) -> Any:
-    return masked(nll(p, b)[:, 1:], b["here"][:, 1:] & b["here"][:, :-1])
-
-
-def packed_tokens(segments: Any) -> Any:
-    return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-
-
-def one_less(here: Any) -> Any:
-    """The tokens after the first of each row."""
-    return jnp.sum(jnp.maximum(here.sum(-1) - 1, 0))
-
-
-def unshifted(losses: Any) -> Loss:
-    return lambda p, b: (shifted(p, b, losses)[0], jnp.sum(b["here"]))
-
-
-def dropout_with_keys_of_rows(p: Any, b: Any) -> Any:
+def dropped(p: Any, b: Any) -> Any:
+    """Dropout with a key of each row."""
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (LENGTH, 1)))(b["keys"])
     return nll(p, b | {"x": b["x"] * keep})
 
 
-def rewarded(p: Any, b: Any) -> Any:
-    return masked(b["reward"] * nll(p, b) * b["here"], 1, b["here"].sum())
+def mean_of(losses: Any, mask: str = "mask") -> Any:
+    return lambda p, b: mean(of(losses, mask))(p, b)[0]
+
+
+def mean_of_rows(p: Any, b: Any) -> Any:
+    """Over the rows, times the tokens."""
+    return jnp.mean(squares(p, b)[:, 0]) * jnp.sum(b["mask"])
+
+
+def balance(p: Any, b: Any) -> Any:
+    gates = jax.nn.softmax(logits_of(p, b["x"])) * b["mask"][..., None]
+    n = jnp.sum(b["mask"])
+    return jnp.sum((jnp.sum(gates, (0, 1)) / n) ** 2) * n
+
+
+# A loss of a batch, and what is given to the check: mask, and perhaps per.
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "a mask": (of(nll), "mask"),
+    "prompts are context": (of_labels, "labels"),
+    "packed rows": (packed, "segments"),
+    "means of sequences": (sequences, "mask", "sequence"),
+    "a mean times its count": (mean(of_labels, times_count=True), "['labels']"),
+    "of weights": (mean(of(squares, "weights"), times_count=True), "weights"),
+    "a mask of keys, too": (of(attended), "mask"),
+    "the last id is padding": (next_id, "ids"),
+    "1 is padding": (of(nll, "not pad"), "pad"),
+    "255 is padding": (of(nll, "not 255"), "bytes"),
+    "lengths": (of(nll, "to lengths"), "lengths"),
+    "weights": (of(squares, "weights"), "weights"),
+    "two masks": (of(nll, "both"), ["mask", "answer"]),
+    "shifted": (shifted, "mask"),
+    "attention, shifted": (partial(shifted, losses=attended), "mask"),
+    "focal loss over positives": (focal, None),
+    "a balance loss of tokens": (plus(lambda p, b: of(router)(p, b)[0]), "mask"),
+    "DPO": (dpo, None),
+    "class weights": (of(nll, "of classes"), "mask"),
+    "label smoothing": (partial(of_labels, label_smoothing=0.1), "labels"),
+    "scaled float16": (in_dtype(jnp.float16, 64.0), "mask"),
+    "bfloat16": (in_dtype(jnp.bfloat16), "mask"),
+    "a prior": (plus(lambda p, b: jnp.sum(p["in"] ** 2) * b["mask"].sum()), "mask"),
+    "diffusion": (denoised, "hidden"),
+    "diffusion, all counted": (partial(denoised, count="mask"), None),
+    "CTC": (ctc, None),
+    "CTC of sequences": (partial(ctc, of_rows=True), None, "sequence"),
+    "one label per row": (one_label, None),
+    "ranking": (listwise, "mask", "sequence"),
+    "keys of rows": (of(dropped), "mask"),
+    "packed sequences": (packed_sequences, "mask", "sequence"),
+    "sequences by name": (packed_sequences, "segments", "sequence"),
+    "sequences by lengths": (sequences_of_lengths, "lengths", "sequence"),
+    "not told that of sequences": (no_loss_in_the_longest, "mask"),
+    "DAPO": (partial(sequences, reduction="token-mean"), "mask"),
+}
+
+
+# Mistakes.
+
+DRAWS = itertools.count()
+
+
+def noise(*_: Any) -> Any:
+    def draw() -> np.float32:
+        return np.float32(1 + next(DRAWS) * 0.618 % 1)  # never twice the same in a row
+
+    return jax.pure_callback(draw, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+@jax.custom_vjp
+def clipped(p: Any) -> Any:
+    return p
+
+
+clipped.defvjp(lambda p: (p, None), lambda _, g: (optax.tree.clip(g, -0.1, 0.1),))
+
+
+@jax.custom_vjp
+def fused(logits: Any, labels: Any) -> Any:
+    """Losses that are 0 where a label is ignored, and gradients that are not."""
+    return cross_entropy(logits, labels)
+
+
+def fused_bwd(rest: Any, g: Any) -> Any:
+    logits, labels = rest
+    one_hot = jax.nn.one_hot(labels, CLASSES)
+    return (jax.nn.softmax(logits) - one_hot) * g[..., None], None
+
+
+fused.defvjp(lambda *args: (fused(*args), args), fused_bwd)
+
+
+def fused_sum(p: Any, b: Any) -> Any:
+    losses = fused(logits_of(p, b["x"]), b["labels"])
+    return jnp.sum(losses), jnp.sum(b["labels"] >= 0)
+
+
+def straight_through(p: Any, b: Any) -> Any:
+    """Losses of 0 where nothing counts, with a gradient."""
+    losses = nll(p, b)
+    return jnp.where(b["mask"], losses, losses - stop_gradient(losses))
+
+
+def gated(p: Any, b: Any) -> Any:
+    mask = b["mask"] * jax.nn.sigmoid(b["y"] * p["b"])
+    return jnp.sum(nll(p, b) * mask), jnp.sum(mask)
 
 
 def normalized(p: Any, b: Any) -> Any:
@@ -240,187 +344,66 @@ def normalized(p: Any, b: Any) -> Any:
     return nll(p, b | {"x": x})
 
 
-DRAWS = itertools.count()
+def info_nce(p: Any, b: Any) -> Any:
+    a, c = logits_of(p, b["x"][:, 0]), logits_of(p, b["x"][:, 1])
+    return -jnp.sum(jnp.diag(jax.nn.log_softmax(a @ c.T))), len(a)
 
 
-def noise(*_: Any) -> Any:
-    def draw() -> np.float32:
-        return np.float32(next(DRAWS) * 0.618 % 1)  # never twice the same in a row
-
-    return jax.pure_callback(draw, jax.ShapeDtypeStruct((), jnp.float32))
-
-
-def in_bfloat16(p: Any, b: Any) -> Any:
-    return nll(jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), b)
+def last_token(p: Any, b: Any) -> Any:
+    """The last token of each row, by an index that is -1 without tokens."""
+    last = jnp.sum(b["mask"], -1, keepdims=True) - 1
+    losses = jnp.take_along_axis(nll(p, b), last, 1)
+    return jnp.sum(losses), jnp.sum(b["mask"].any(-1))
 
 
-def of_labels(p: Any, b: Any) -> Any:
-    return softmax_cross_entropy_sum(logits_of(p, b), b["labels"], ignore_index=-100)
-
-
-def two_tasks(p: Any, b: Any) -> Any:
-    pairs = here(nll)(p, b), here(squares, "there")(p, b)
-    return [sum(x) for x in zip(*pairs, strict=True)]
-
-
-def auxiliary(p: Any, b: Any) -> Any:
-    return 1e-2 * jnp.sum(p["in"] ** 2) * jnp.sum(b["here"])
-
-
-NO_MASK, ROW = {"mask": None}, {"per": "sequence"}
-# A loss, its micro-batch, and what is given to the check.
-RIGHT: dict[str, tuple[Any, ...]] = {
-    "floats": (here(nll), FLOATS),
-    "integers, attention": (here(attended), INTEGERS),
-    "ids": (next_id, IDS),
-    "diffusion": (lambda p, b: (denoised(p, b), jnp.sum(b["hidden"])), DIFFUSION),
-    "of all tokens": (
-        lambda p, b: (denoised(p, b), b["t"].size * 8.0),
-        DIFFUSION,
-        NO_MASK,
-    ),
-    "of all that is there": (
-        lambda p, b: (
-            denoised(p, b | {"hidden": b["hidden"] & b["here"]}),
-            b["here"].sum(),
-        ),
-        DIFFUSION | {"here": HERE},
-    ),
-    "positives": (lambda p, b: (jnp.sum(bce(p, b)), jnp.sum(b["positive"])), BOXES),
-    "boxes": (
-        lambda p, b: (jnp.sum((p["b"] * b["x"] - 1) ** 2), jnp.sum(b["n"])),
-        NUMBERS,
-        NO_MASK,
-    ),
-    "weights": (here(squares, "w"), WEIGHTED),
-    "rows of padding": (here(squares, "valid"), VALID),
-    "one-hot": (
-        lambda p, b: (
-            -jnp.sum(b["target"] * jax.nn.log_softmax(logits_of(p, b))),
-            len(b["x"]),
-        ),
-        ONE_HOT,
-        NO_MASK,
-    ),
-    "255": (lambda p, b: masked(*ignored(p, b)), IGNORE),
-    "-100": (of_labels, SEGMENTATION),
-    "frames": (lambda p, b: masked(*frames(p, b)), FRAMES),
-    "CTC": (lambda p, b: (ctc(p, b), jnp.sum(1 - b["pad"])), CTC, NO_MASK),
-    "paddings": (lambda p, b: masked(nll(p, b), 1 - b["pad"]), PADS),
-    "a chain": (lambda p, b: (crf(p, b), jnp.sum(b["here"])), MASKED),
-    "ranking": (
-        lambda p, b: (jnp.sum(listwise(p, b)), jnp.sum(b["here"].any(-1))),
-        TWO,
-        ROW,
-    ),
-    "rewards of 0 and 1": (rewarded, REWARDS),
-    "advantages": (rewarded, ADVANTAGES),
-    "graph": (here(graph), NODES),
-    "two tasks": (two_tasks, TWO),
-    "keys of rows": (here(dropout_with_keys_of_rows), KEYS),
-    "bfloat16": (here(in_bfloat16), MASKED),
-    "shifted": (shifted, MASKED),
-    "neighbors": (neighbors, MASKED),
-    "packed rows": (
-        lambda p, b: masked(nll(p, b)[:, 1:], packed_tokens(b["segments"])),
-        SEGMENTS,
-        {"mask": "segments"},
-    ),
-    "auxiliary loss": (more(auxiliary), MASKED),
-    "segments": (
-        lambda p, b: masked(nll(p, b), b["segments"] > 0),
-        SEGMENTS,
-        {"mask": "segments"},
-    ),
-}
-SIZE = "change the loss alone. The count is the mask's size"
-IGNORES = "which the loss ignores"
-LESS = "count takes in what the loss leaves out"
-COUPLED = "depends on the other rows"
-NO_SUM = "not a sum over tokens"
-NO_ENTRIES = "the count is not a sum over ['here']'s entries"
+LEFT_OUT, ALONE = "count takes in what the loss leaves out", "change the count alone"
+TRAINS, MORE_LOSS = "leaves out: its gradient there is not 0", "change the loss alone"
+MEAN, SCALE = "already a mean", "the gradient depends on the size of the loss"
+COUPLED = "take coupled_value_and_grad"
+SEVERAL, SEQUENCES = "See several losses, docs/several_losses.md", 'give per="sequence"'
+# The same, and what a finding says.
 WRONG: dict[str, tuple[Any, ...]] = {
-    "swapped": (lambda p, b: here(nll)(p, b)[::-1], FLOATS, "swapped"),
-    "all counted": (of_all(nll), FLOATS, SIZE),
-    "mask ignored": (ignoring(nll), FLOATS, IGNORES),
-    "unshifted": (unshifted(nll), MASKED, "before their shift"),
-    "contrastive": (info_nce, MASKED, COUPLED),
-    "attention, all counted": (of_all(attended), INTEGERS, SIZE),
-    "attention, mask ignored": (ignoring(attended), INTEGERS, IGNORES),
-    "attention, unshifted": (unshifted(attended), INTEGERS, LESS),
-    "both ignored": (
-        lambda p, b: (jnp.sum(nll(p, b)), 1.0 * b["here"].size),
-        FLOATS,
-        "not checked",
-        {"mask": "here"},
-    ),
-    "counted by attention": (
-        lambda p, b: masked(attended(p, b), b["loss_mask"], jnp.sum(b["here"])),
-        ATTENDED,
-        IGNORES,
-    ),
-    "ids, unshifted": (lambda p, b: next_id(p, b, 0), IDS, LESS),
-    "some labels ignored": (
-        lambda p, b: masked(nll(p, b), b["here"] * (b["labels"] > 1), b["here"].sum()),
-        MASKED,
-        LESS,
-    ),
-    "a mean": (
-        lambda p, b: (denoised(p, b) / jnp.sum(b["hidden"]), jnp.sum(b["hidden"])),
-        DIFFUSION,
-        "already a mean",
-    ),
-    "weights ignored": (ignoring(squares, "w"), WEIGHTED, IGNORES),
-    "weights not counted": (of_all(squares, "w"), WEIGHTED, SIZE, {"mask": "w"}),
-    "rows of padding counted": (of_all(squares, "valid"), VALID, SIZE),
-    "no gradient": (
-        lambda p, b: here(squares, "w")(jax.lax.stop_gradient(p), b),
-        WEIGHTED,
-        "no parameter changes the loss",
-    ),
-    "255 as a class": (
-        lambda p, b: (jnp.sum(ignored(p, b)[0]), jnp.sum(ignored(p, b)[1])),
-        IGNORE,
-        IGNORES,
-    ),
-    "paddings counted": (
-        lambda p, b: masked(nll(p, b), 1 - b["pad"], 1.0 * b["pad"].size),
-        PADS,
-        SIZE,
-    ),
-    "ranking, by documents": (
-        lambda p, b: (jnp.sum(listwise(p, b)), jnp.sum(b["here"])),
-        TWO,
-        'give per="sequence"',
-    ),
-    "balance": (more(lambda p, b: balance(p, b) * b["here"].sum()), MASKED, COUPLED),
-    "batch statistics": (here(normalized), MASKED, COUPLED),
-    "one less in a row": (counted(lambda b: one_less(b["here"])), MASKED, NO_ENTRIES),
-    "neighbors, all counted": (
-        lambda p, b: (neighbors(p, b)[0], jnp.sum(b["here"])),
-        MASKED,
-        "the count is a sum over them. If the loss is a mean over sequences",
-    ),
-    "neighbors, one less": (
-        lambda p, b: (neighbors(p, b)[0], one_less(b["here"][:, 1:])),
-        MASKED,
-        "has entries whose losses depend on each other",
-    ),
-    "auxiliary mean": (more(lambda p, b: jnp.mean(router_z(p, b))), MASKED, NO_SUM),
-    "weight decay": (more(lambda p, b: jnp.sum(p["in"] ** 2)), MASKED, NO_SUM),
-    "constant count": (counted(lambda b: 128), MASKED, "the count is not a sum"),
-    "by rows": (counted(lambda b: len(b["x"])), MASKED, "one per sequence"),
-    "random": (more(noise), MASKED, "random"),
-    "weights of the model": (
-        lambda p, b: masked(nll(p, b), jax.nn.sigmoid(outputs(p, b["x"]))),
-        MASKED,
-        "parameters change the count",
-    ),
-    "8-bit cotangents": (
-        here(lambda p, b: nll(p, b | {"x": clipped(b["x"] * p["b"])})),
-        MASKED,
-        "depends on the size of the loss",
-    ),
+    "a mean": (mean(of(nll)), "mask", MEAN),
+    "padding counted": (of(nll, count="all"), "mask", LEFT_OUT),
+    "ignored labels counted": (counting("all", of_labels), "labels", LEFT_OUT),
+    "padding trained": (of(nll, "all", "mask"), "mask", TRAINS),
+    "padding trained backward": (fused_sum, "labels", TRAINS),
+    "before the shift": (partial(shifted, begin=0), "mask", "before their shift"),
+    "swapped": (lambda p, b: of(nll, "weights")(p, b)[::-1], "weights", "swapped"),
+    "stopped": (of(lambda p, b: nll(stop_gradient(p), b)), "mask", "no parameter"),
+    "a mask of neither": (of(nll), "answer", TRAINS),
+    "half a mask": (of(nll, "first half", "mask"), "mask", TRAINS),
+    "one of two masks trained": (of(nll, "mask", "both"), ["mask", "answer"], TRAINS),
+    "one of two counted": (of(nll, "both", "mask"), ["mask", "answer"], LEFT_OUT),
+    "clipped cotangents": (of(lambda p, b: nll(clipped(p), b)), "mask", SCALE),
+    "batch norm": (of(normalized), "mask", COUPLED),
+    "contrastive": (info_nce, None, COUPLED),
+    "a random count": (of(nll, count="random"), "mask", "the count is random"),
+    "a random loss": (of(nll, "random", "mask"), "mask", "the loss is random"),
+    "a count of parameters": (gated, "mask", "parameters change the count"),
+    "a trained mask": (of(straight_through, "all", "mask"), "mask", TRAINS),
+    "a bad backward's mean": (mean(fused_sum, times_count=True), "labels", TRAINS),
+    "prompts counted": (of(nll, "of labels", "mask"), "mask", ALONE),
+    "attention, unshifted": (partial(shifted, begin=0, losses=attended), "mask", ALONE),
+    "segments, all counted": (partial(packed, all_counted=True), "segments", ALONE),
+    "ids, unshifted": (partial(next_id, begin=0), "ids", ALONE),
+    "one less in a row": (of(nll, count="but the first"), "mask", MORE_LOSS),
+    "at least 1": (of(nll, count="at least 1"), "mask", "maximum(n, 1)"),
+    "a constant count": (of(nll, count="128"), "mask", "not a sum over rows"),
+    "positives are no mask": (focal, "box", TRAINS),
+    "balance": (plus(balance), "mask", COUPLED),
+    "batch norm, no mask": (of(normalized, "all"), None, COUPLED),
+    "a mean term": (plus(mean_of(router)), "mask", SEVERAL),
+    "a mean over boxes": (plus(mean_of(squares, "box")), "mask", SEVERAL),
+    "a mean over rows": (plus(mean_of_rows), "mask", SEVERAL),
+    "weight decay": (plus(lambda p, _: jnp.sum(p["in"] ** 2)), "mask", SEVERAL),
+    "a bfloat16 mean": (mean(in_dtype(jnp.bfloat16)), "mask", MEAN),
+    "sequences, by tokens": (counting("mask", sequences), "mask", SEQUENCES),
+    "tokens, by sequences": (of(nll, count="rows"), "mask", SEQUENCES),
+    "documents": (partial(listwise, count="mask"), "mask", ALONE),
+    "long rows": (counting("long rows", sequences), "mask", MORE_LOSS, "sequence"),
+    "tokens": (of(nll), "mask", "not one of sequences", "sequence"),
+    "a last token": (last_token, "mask", TRAINS, "sequence"),
 }
 LATER = 5  # of each table, those from here on are slow
 
@@ -429,238 +412,98 @@ def cases(table: dict[str, Any]) -> list[Any]:
     return [*[*table][:LATER], *map(slow, [*table][LATER:])]
 
 
+def check(loss_fn: Any, mask: Any, per: Any = "token", batches: Any = (BATCH,)) -> Any:
+    return check_loss_fn(loss_fn, PARAMS, batches, mask=mask, per=per)
+
+
 @pytest.mark.parametrize("name", cases(RIGHT))
 def test_right_losses_pass(name: str):
-    loss_fn, batch, *options = RIGHT[name]
-    report = check_loss_fn(loss_fn, PARAMS, [batch], **dict(*options))
+    report = check(*RIGHT[name])
     report.assert_exact()
-    assert str(report).startswith("OK")
-    assert (report.count_checked is None) == (options == [NO_MASK])
+    assert str(report).startswith("OK. Checked: gradients, rows")
+    assert ("which tokens count" in str(report)) == (RIGHT[name][1] is None)
 
 
 @pytest.mark.parametrize("name", cases(WRONG))
 def test_wrong_losses_are_named(name: str):
-    loss_fn, batch, says, *options = WRONG[name]
-    report = check_loss_fn(loss_fn, PARAMS, [batch], **dict(*options))
-    assert not report.passed
-    text = " ".join(str(report).split())
-    assert says in text, str(report)
-    assert (NO_SUM in text) == (says == NO_SUM)  # coupled rows have another text
-    assert ('give per="sequence"' in text) == ("sequence" in says)
+    loss_fn, mask, says, *per = WRONG[name]
+    report = check(loss_fn, mask, *per)
+    assert not report.passed and any(says in x for x in report.findings), str(report)
+    has_two = name == "a mask of neither" or isinstance(mask, list)
+    assert len(report.findings) == 1 + has_two, str(report)
     assert max(map(len, str(report).splitlines())) <= 80
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="WRONG: "):
         report.assert_exact()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [k for k, x in RIGHT.items() if x[2:] == (NO_MASK,)])
-def test_what_may_be_right_is_never_called_wrong(name: str):
-    """The same without the hint: not passed, and told how to say that it is right."""
-    loss_fn, batch, _ = RIGHT[name]
-    report = check_loss_fn(loss_fn, PARAMS, [batch])
-    assert report.findings == () and not report.passed
-    assert "mask=None if there is none" in report.note
+def of_graphs(p: Any, b: Any) -> Any:
+    """A layer of messages over the edges of all graphs, and losses of nodes."""
+    (senders, receivers), x = b["edges"].T, b["nodes"]
+    x = x + jax.ops.segment_sum(x[senders], receivers, len(x))
+    return of(nll, "known")(p, b | {"x": x})
 
 
-W = {"w": jnp.float32(0.5)}
-BATCH = {"x": jnp.ones((4, 3)), "mask": jnp.tri(4, 3) > 0}
+GRAPHS = {"nodes": normal(9, WIDTH), "edges": RANDOM.integers(0, 9, (20, 2))}
+GRAPHS |= {"n_node": np.array([4, 5]), "classes": IDS.ravel()[:9], "scale": 1.0}
+GRAPHS |= {"known": np.arange(9) % 3 > 0}
+ONE_ROW = jax.tree.map(lambda x: x[:1], BATCH)
 
 
-def squares_of(count: Callable[[Any], Any]) -> Loss:
-    def loss_fn(params: Any, batch: Any) -> Any:
-        loss = jnp.sum(batch["mask"] * (params["w"] * batch["x"] - 1) ** 2)
-        return loss, count(batch["mask"])
-
-    return loss_fn
-
-
-@pytest.mark.parametrize("each", [-1, 1])
-def test_a_count_that_is_off_in_every_row_is_named(each: int):
-    loss_fn = squares_of(lambda mask: mask.sum() + each * len(mask))
-    (finding,) = check_loss_fn(loss_fn, W, [BATCH]).findings
-    assert finding.startswith(f"the count is {4 * each} without any entry of ['mask']")
-
-
-def test_a_count_that_is_at_least_1_is_not_condemned():
-    loss_fn = squares_of(lambda mask: jnp.maximum(mask.sum(), 1))
-    check_loss_fn(loss_fn, W, [BATCH]).assert_exact()
-
-
-def test_a_count_of_1_without_a_mask_may_be_that_of_another():
-    one = np.zeros((4, 2), bool)
-    one[0, 0] = True
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        losses = (params["w"] * batch["x"] - 1) ** 2
-        n = batch["mask"].sum() + batch["one"].sum()
-        return jnp.sum(losses * batch["mask"] + losses * batch["one"]), n
-
-    batch = {"x": normal(4, 2), "mask": np.ones((4, 2), bool), "one": one}
-    check_loss_fn(loss_fn, W, [batch]).assert_exact()
-    first = batch | {"mask": np.array([[True, False]] * 4)}  # of one half alone
-    loss_fn = squares_of(lambda mask: jnp.maximum(mask.sum(), 1))
-    check_loss_fn(loss_fn, W, [first]).assert_exact()
-
-
-def test_a_loss_may_be_nan_at_parameters_of_zero():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        loss_sum, n = squares_of(jnp.sum)(params, batch)
-        return loss_sum * (params["w"] / params["w"]), n
-
-    check_loss_fn(loss_fn, W, [BATCH]).assert_exact()
-
-
-def test_a_loss_that_counts_nothing_or_is_not_finite_is_named():
-    report = check_loss_fn(squares_of(lambda mask: 0), W, [BATCH])
-    assert "9 of 9 entries of ['mask'] change the loss alone" in report.findings[0]
-    report = check_loss_fn(lambda p, b: (jnp.nan * p["w"], len(b)), W, [BATCH["x"]])
-    assert report.findings == ("loss and count must be finite: got nan and 4.0.",)
-
-
-def test_what_cannot_be_checked_says_so():
-    def loss_fn(params: Any, batch: Any) -> Any:
-        return jnp.sum((params["w"] * batch - 1) ** 2), batch.size
-
-    report = check_loss_fn(loss_fn, W, [jnp.arange(6.0)])
-    assert not report.passed and report.count_checked is None
-    assert str(report).startswith("UNSURE: ")
-    assert "was not checked: it is the same without any leaf. Name the leaf" in (
-        " ".join(str(report).split())
-    )
-    with pytest.raises(AssertionError, match="mask=None if there is none"):
-        report.assert_exact()
-    report = check_loss_fn(loss_fn, W, [jnp.arange(6.0)], mask=None)
+@pytest.mark.parametrize(
+    ("loss_fn", "batch", "mask"),
+    [(of_graphs, GRAPHS, "known"), (of(attended), ONE_ROW, "mask")],
+    ids=["graphs", "one row"],
+)
+def test_without_rows_the_rest_is_checked(loss_fn: Loss, batch: Any, mask: str):
+    report = check(loss_fn, mask, batches=[batch])
     report.assert_exact()
-    assert str(report).endswith("The count was not checked: there is no mask.")
-    report = check_loss_fn(squares_of(lambda x: x.sum()), W, [BATCH], mask="x")
-    assert not report.passed and report.count_checked is None
-    assert report.note.startswith("it is the same without x. Name the leaf")
-    with pytest.raises(ValueError, match=r"mask must be one of .*\['mask'\]"):
-        check_loss_fn(squares_of(lambda x: 1), W, [BATCH], mask="labels")
-    report = check_loss_fn(lambda p, b: (jnp.mean(b), 1), W, [jnp.arange(6.0)])
-    assert "was not checked: correct the above first" in str(report)
-    for error, message, given, batch in (
-        (ValueError, "at least two rows", loss_fn, jnp.ones(1)),
-        (ValueError, "leading axis", loss_fn, jnp.ones(())),
-        (TypeError, "loss_fn must be a function", None, jnp.ones(2)),
+    assert report.checked == (f"['{mask}']",) and "Not checked: rows" in str(report)
+    for wrong, says in (
+        (lambda p, b: (loss_fn(p, b)[0], 9.0), LEFT_OUT),
+        (
+            lambda p, b: (loss_fn(p, b | {mask: b[mask] | True})[0], b[mask].sum()),
+            TRAINS,
+        ),
+        (mean(of(nll) if batch is ONE_ROW else loss_fn), "is a mean over entries"),
+        (lambda p, b: loss_fn(stop_gradient(p), b), "no parameter"),
     ):
-        with pytest.raises(error, match=message):
-            check_loss_fn(given, W, [batch])
+        assert says in str(check(wrong, mask, batches=[batch]).findings)
 
 
-# `per="sequence"`: means over sequences, and their counts.
+def with_rows(length: int | None = None) -> dict[str, Any]:
+    """The micro-batch with a mask of floats, so that 0/0 is NaN in the gradient."""
+    mask = np.float32(PLACE < (LENGTHS if length is None else length))
+    return BATCH | {"mask": np.broadcast_to(mask, TOKENS)}
 
 
-def sequences(packed: bool) -> dict[str, np.ndarray]:
-    """Rows of random lengths, the last without tokens."""
-    rng = np.random.default_rng(0)
-    lengths = np.array([*rng.integers(3, 9 + 1, 6 - 1), 0])
-    there = np.arange(9) < lengths[:, None]
-    ids = 1 + (np.arange(9) >= lengths[:, None] // 2)
-    batch = {
-        "x": rng.normal(size=(6, 9)).astype(np.float32),
-        "mask": there & (rng.uniform(size=there.shape) < 0.8) | (there & (ids == 2)),
-    }
-    return batch | ({"segment_ids": np.where(there, ids, 0)} if packed else {})
+def test_a_fuller_micro_batch_hides_nothing():
+    ragged, full, empty = with_rows(), with_rows(8), with_rows(0)
+    nans = ragged | {"x": np.where(HERE[..., None], BATCH["x"], np.nan)}  # padding
+    right = mean(of(nll), times_count=True)
+    selected = of(lambda p, b: jnp.where(b["mask"] > 0, nll(p, b), 0))
+    for others in ([], [full], [empty, full]):
+        check(right, "mask", batches=[ragged, *others]).assert_exact()
+        (finding,) = check(selected, "mask", batches=[nans, *others]).findings
+        assert "must be finite: got (count, norm) [(29.0, nan)]" in finding
+    (finding,) = check(right, "mask", batches=[empty]).findings
+    assert "no parameter changes the loss" in finding
+    with_prompts = of(nll, "of labels", "mask")
+    full = BATCH | {"mask": HERE | True, "labels": IDS}
+    check(with_prompts, "mask", batches=[full]).assert_exact()
+    assert ALONE in str(check(with_prompts, "mask", batches=[full, BATCH]).findings)
 
 
-def reduced(reduction: str, **options: Any) -> Any:
-    def loss_fn(params: Any, batch: Any) -> Any:
-        ids = batch.get("segment_ids")
-        losses = (params["w"] * batch["x"] - 1) ** 2
-        return reduce_loss(losses, batch["mask"], reduction, segment_ids=ids, **options)
-
-    return loss_fn
+def test_sequences_of_one_token_pass():
+    batch = BATCH | {"mask": HERE & (LENGTHS != 3)}  # and a row without tokens
+    batch["segments"] = np.where(LENGTHS == 8, PLACE + 1, BATCH["segments"])
+    check(packed_sequences, "mask", "sequence", [batch]).assert_exact()
 
 
-MEAN, SUM = reduced("seq-mean-token-mean"), reduced("seq-mean-token-sum")
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "packed"),
-    [
-        slow(MEAN, False),
-        (MEAN, True),
-        slow(reduced("seq-mean-token-sum-norm", max_length=9), False),
-    ],
-    ids=["mean", "packed", "norm"],
-)
-def test_means_over_sequences_pass(loss_fn: Any, packed: bool):
-    report = check_loss_fn(loss_fn, W, [sequences(packed)], per="sequence")
-    assert report.passed, str(report)
-    assert report.count_checked == "row by row of ['mask']"
-
-
-@pytest.mark.slow
-def test_sequences_of_one_token_are_not_condemned():
-    # Without either of its tokens, such a row of two sequences has another count.
-    batch = sequences(True)
-    batch["mask"][0] = np.arange(9) < 2
-    batch["segment_ids"][0] = np.arange(9) + 1
-    report = check_loss_fn(MEAN, W, [batch], per="sequence")
-    assert report.passed, str(report)
-    assert report.count_checked == "row by row of ['mask']"
-
-
-def tokens(params: Any, batch: Any, loss_fn: Any = SUM) -> Any:
-    loss_sum, _ = loss_fn(params, batch)
-    return loss_sum, jnp.sum(batch["mask"])
-
-
-def unmasked(params: Any, batch: Any) -> Any:
-    """The mean over all of a row, with padding; rows without tokens do not count."""
-    losses = jnp.mean((params["w"] * batch["x"] - 1) ** 2, axis=1)
-    return jnp.sum(losses), jnp.sum(jnp.any(batch["mask"], axis=1))
-
-
-def test_a_mean_over_sequences_that_is_counted_in_tokens_is_told_to_ask_again():
-    loss_fn = functools.partial(tokens, loss_fn=MEAN)
-    for given in (loss_fn, MEAN, SUM):
-        report = check_loss_fn(given, W, [sequences(False)])
-        assert 'give per="sequence"' in report.findings[-1]
-    # No such doubt where tokens add up.
-    token_mean = reduced("token-mean")
-    report = check_loss_fn(token_mean, W, [sequences(False)])
-    assert report.passed and str(report).endswith("entry by entry of ['mask'].")
-
-
-def long_sequences(params: Any, batch: Any) -> Any:
-    loss_sum, _ = SUM(params, batch)
-    return loss_sum, jnp.sum(jnp.sum(batch["mask"], -1) > 4)
-
-
-def mean_of_sequences(params: Any, batch: Any) -> Any:
-    loss_sum, n = MEAN(params, batch)
-    return loss_sum / jnp.maximum(n, 1), n
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "finding"),
-    [
-        (tokens, "changes with every entry of"),
-        (long_sequences, "sequences that the count leaves out"),
-        (unmasked, "1 of 6 rows have a loss and a count of 0"),
-        (mean_of_sequences, "already a mean"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_mistakes_are_named(loss_fn: Any, finding: str):
-    batch = sequences(False)
-    report = check_loss_fn(loss_fn, W, [batch], per="sequence")
-    assert any(finding in x for x in report.findings), str(report)
-
-
-@pytest.mark.slow
-def test_a_count_of_all_rows_is_neither_condemned_nor_called_right():
-    """Rows of padding count too, which may be meant."""
-
-    def all_rows(params: Any, batch: Any) -> Any:
-        return MEAN(params, batch)[0], len(batch["mask"])
-
-    report = check_loss_fn(all_rows, W, [sequences(False)], per="sequence")
-    assert not report.findings and not report.passed
-    assert report.count_checked is None
-    # `count_empty` counts the sequences that segment ids name.
-    loss_fn = reduced("seq-mean-token-mean", count_empty=True)
-    report = check_loss_fn(loss_fn, W, [sequences(True)], per="sequence")
-    assert report.count_checked == "row by row of ['segment_ids']"
+def test_bad_arguments():
+    for mask in ("nothing", ["mask", "nothing"], BATCH["mask"]):
+        with pytest.raises(ValueError, match=r"mask must be one of \[.*got .{,42}\.$"):
+            check(of(nll), mask)
+    with pytest.raises(TypeError, match="loss_fn must be a function: got a dict.$"):
+        check_loss_fn(PARAMS, of(nll), [BATCH], mask=None)
+    negative = of(nll, count="y")
+    assert "must be finite" in check(negative, None).findings[0]

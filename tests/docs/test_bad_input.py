@@ -209,9 +209,9 @@ ERRORS = """
     TypeError: loss_fn must be a function
       make_train_step(sgd, loss_fn, 2)
       audit(print, None, params, [batch])
-      check_loss_fn(None, params, [batch])
+      check_loss_fn(None, params, [batch], mask=None)
       audit(print, params, loss_fn, [batch])
-      check_loss_fn(params, loss_fn, [batch])
+      check_loss_fn(params, loss_fn, [batch], mask=None)
     TypeError: value_and_grad_fn must return ((value, num_tokens), grads), as
       accumulate_over_window(jax.grad(loss_fn, has_aux=True))(params, window)
     TypeError: should_skip_update_fn must be a function
@@ -277,7 +277,8 @@ ERRORS = """
       train(lambda params, x: (jnp.sum(x), None))
       train(lambda params, x: (jnp.sum(x), (8, {})))
       train_window(lambda params, x: (jnp.sum(x), 8, {}))
-      check_loss_fn(lambda params, x: (jnp.sum(x), (8, {})), params, [batch])
+      check_loss_fn(lambda params, x: (jnp.sum(x), (8, {})), params, [batch],
+        mask=None)
     ValueError: With has_aux=False, loss_fn must return (loss_sum, num_tokens)
       train_window(lambda params, x: (x, 8))
     TypeError: With has_aux=True, loss_fn must return (loss_sum, (num_tokens,
@@ -306,7 +307,7 @@ ERRORS = """
     ValueError: count_empty needs segment_ids, and a mean over sequences
       reduce_loss(losses, mask, count_empty=True, segment_ids=mask.astype(int))
     ValueError: per must be 'token' or 'sequence'
-      check_loss_fn(loss_fn, params, [batch], per="row")
+      check_loss_fn(loss_fn, params, [batch], mask=None, per="row")
     ValueError: rtol must be between 0 and 1, or None
       audit(print, loss_fn, params, [batch], rtol=1)
     TypeError: run must be a function
@@ -328,10 +329,6 @@ ERRORS = """
       audit(print, loss_fn, [np.arange(1000)], [batch])
     ValueError: mask must be one of ['the root']
       check_loss_fn(loss_fn, params, [batch], mask="labels")
-    ValueError: A micro-batch must have at least two rows
-      check_loss_fn(loss_fn, params, [batch[:1]])
-    ValueError: The leaves of a micro-batch must share a leading axis of at least
-      check_loss_fn(loss_fn, params, [jnp.ones(())])
     ValueError: A sequence must have a leaf with an axis, its tokens
       pad([[1, 2, 3], [4, 5, 6]])
     ValueError: The leaves of a sequence must have one length
