@@ -193,3 +193,24 @@ def test_a_resumed_run_continues_exactly(tmp_path: Path):
     resumed.train(micro_batches)
     assert (resumed.train_steps, resumed.iter_steps) == (2, 2 * K)
     chex.assert_trees_all_equal(trained(resumed), trained(straight))
+
+
+def test_a_run_resumed_after_a_partial_window_trains_every_micro_batch(tmp_path: Path):
+    """Ten micro-batches in windows of four; then the same data, and eight more."""
+    seen: list[Any] = []
+
+    class Recording(TokenTrainer):
+        def _post_process_train_step(self, aux: Any) -> None:
+            seen.append(self.iter_steps)
+            super()._post_process_train_step(aux)
+
+    batches = [b for seed in range(5) for b in window(seed)[1]]
+    options = {"checkpoint_root_directory": str(tmp_path)}
+    first = new(Recording, Tiny(), **options)
+    first.train(batches[:10])
+    assert (first.train_steps, len(seen)) == (3, 10)
+    resumed = new(Recording, Tiny(), **options)
+    assert resumed.train_steps == 3
+    resumed.train(batches[:18])
+    assert len(seen) == 18  # the eleventh and the twelfth, too
+    assert resumed.train_steps == 5

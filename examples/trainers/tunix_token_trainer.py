@@ -1,6 +1,7 @@
 """Token means in the SFT trainer of Tunix 0.1.7: see docs/trainers.md#tunix."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +27,19 @@ class TokenTrainer(PeftTrainer):
         config = dataclasses.replace(training_config, gradient_accumulation_steps=None)
         super().__init__(model, token_accumulation(optimizer, k), config, **kwargs)
         self.config = training_config
-        self._iter_steps = self._train_steps * k  # where a resumed run starts
+        # A resumed run begins with a window, and Tunix leaves out as many micro-batches
+        # as all windows would have. If the last one was partial, it had fewer.
+        self._iter_steps = self._train_steps * k
+        saved = self._restored_custom_metadata or {}
+        self._missing = self._iter_steps - saved.get("seen", self._iter_steps)
         self.with_loss_fn(token_loss)
+
+    def custom_checkpoint_metadata(self):
+        return {"seen": self._iter_steps - self._missing}
+
+    def train(self, train_ds, *args, **kwargs):
+        missing = itertools.repeat(None, self._missing)
+        super().train(itertools.chain(missing, train_ds), *args, **kwargs)
 
     def _train_step(self, model, optimizer, inputs):
         step = make_train_step(lambda model, inputs: self.loss_fn(model, **inputs))
@@ -55,4 +67,13 @@ class TokenTrainer(PeftTrainer):
             norms.append(metrics.grad_norm)
             self._train_steps += 1
             self._write_train_metrics()
+            # Tunix's own last checkpoint has no metadata.
+            self.checkpoint_manager.save(
+                self._train_steps,
+                self.model,
+                self.optimizer,
+                save_only_lora_params=self._lora_enabled,
+                force=True,
+                custom_metadata=self.custom_checkpoint_metadata(),
+            )
         super().close()
