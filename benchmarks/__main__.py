@@ -12,9 +12,10 @@ the folder are kept. `benchmarks.report` puts results into the tables of pages.
 import argparse
 from pathlib import Path
 
-from benchmarks import ahead, chips, ragged, report, speed
+from benchmarks import ahead, chips, ragged, report, speed, tracing
 
 SUITES = {"speed": speed.run, "ragged": ragged.run, "ahead": ahead.run}
+SUITES |= {"trace": tracing.run}
 
 
 def main() -> None:
