@@ -1,6 +1,5 @@
 """What every way into the library shares: add a micro-batch, close, divide once."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -18,7 +17,6 @@ from optax_tokenaccum._backward import (
     add_gradients,
     at_most_once,
     can_overwrite,
-    emptied,
     report,
     zero_perturbations,
 )
@@ -49,7 +47,6 @@ from optax_tokenaccum._trees import (
     as_num_tokens,
     as_real_scalar,
     zero_unless,
-    zeros_after,
 )
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
@@ -285,81 +282,46 @@ class Accumulation:
         self,
         state: TokenAccumulationState,
         closes: TracedBool,
-        like: Gradients,
-        update: Callable[..., tuple[T, OptState]],
-        otherwise: T,
-        *,
-        reduce_over_devices: Callable[[Gradients], Gradients] = lambda sums: sums,
-    ) -> tuple[T, TokenAccumulationState]:
+        run: Callable[[TokenAccumulationState, T], tuple[Gradients, T, OptState]],
+        carried: T,
+        loop: Callable[..., Any] = at_most_once,
+    ) -> tuple[TokenAccumulationState, T]:
         """If `closes`, ends the window, with an update if it holds any token.
 
-        `update(gradient, norm, otherwise, inner_opt_state)` runs the inner optimizer on
-        a gradient with the dtypes of `like`, whose global norm is `norm()`. It returns
-        a result and the optimizer's state. `reduce_over_devices` adds up the sums of
-        all devices. Returns the result, `otherwise` without an update, and the new
-        state.
+        `run(state, carried)` makes the update. It returns what takes the memory of the
+        sums (zeros, or updates), new values of `carried`, and the inner optimizer's
+        state. Without an update, sums and `carried` are returned as they are: a window
+        without tokens may hold sums, of losses that are real.
         """
         due = closes if closes is False else closes & (state.acc_tokens > 0)
-        in_place = can_overwrite(state.grad_sums)
 
-        def run(sums: Gradients, carried: tuple[T, OptState]) -> tuple[T, OptState]:
-            whole = state._replace(grad_sums=reduce_over_devices(sums))
-            if in_place and trees.are_wide(sums):
-                # A TPU would store gradients that are narrower than their sums, unless
-                # it casts them where the update reads them.
-                quotients = self._quotients(whole)
-                known = norm_of(quotients, state.acc_value.dtype)
-                quotients, known = jax.lax.optimization_barrier((quotients, known))
-                gradient, norm = trees.cast_like(quotients, like), lambda: known
-            else:
-                gradient = self.window_gradient(whole, like)
-                norm = functools.partial(self._norm, whole)
-            result, inner_opt_state = update(gradient, norm, *carried)
-            return result, trees.cast_like(inner_opt_state, state.inner_opt_state)
-
-        def run_and_empty(carry: tuple[Gradients, Tree]) -> tuple[Gradients, Tree]:
-            carried = run(*carry)
-            # Until the update has ended, their memory is free for what it computes.
-            return zeros_after(carry[0], carried), carried
-
-        sums, carried = state.grad_sums, (otherwise, state.inner_opt_state)
-        if in_place:
-            sums, carried = at_most_once(due, run_and_empty, (sums, carried))
-            # A window without tokens may hold sums: of losses that are real.
-            sums = emptied(closes & jnp.logical_not(due), sums)
-        else:  # a conditional would copy the sums
-            carried = in_conditional(due, functools.partial(run, sums), carried)
-            sums = emptied(closes, sums)
-        result, inner_opt_state = carried
-        return result, self.closed(state, closes, due, sums, inner_opt_state)
-
-    def closed(
-        self,
-        state: TokenAccumulationState,
-        closes: TracedBool,
-        due: TracedBool,
-        sums: Gradients,
-        inner_opt_state: OptState,
-    ) -> TokenAccumulationState:
-        """The state after a window that closed if `closes`, with an update if `due`."""
+        def run_on(carry: tuple[Gradients, T, OptState]) -> tuple[Any, ...]:
+            sums, carried, old = carry
+            whole = state._replace(grad_sums=sums, inner_opt_state=old)
+            kept, carried, new = run(whole, carried)
+            return kept, carried, trees.cast_like(new, old)
 
         def zero_if_closed(x: jax.Array) -> jax.Array:
             return jnp.where(closes, jnp.zeros_like(x), x)
 
+        run_if = loop if can_overwrite(state.grad_sums) else in_conditional
+        carry = state.grad_sums, carried, state.inner_opt_state
+        kept, carried, inner_opt_state = run_if(due, run_on, carry)
         skip_state = state.skip_state
         if isinstance(skip_state, SkipState):
             rejected = zero_if_closed(skip_state.rejected)
             skip_state = SkipState(skip_state.of_function, rejected)
-        return state._replace(
+        closed = state._replace(
             mini_step=zero_if_closed(state.mini_step),
             gradient_step=state.gradient_step + jnp.asarray(due, jnp.int32),
             inner_opt_state=inner_opt_state,
-            grad_sums=sums,
+            grad_sums=kept,
             acc_tokens=zero_if_closed(state.acc_tokens),
             acc_value=zero_if_closed(state.acc_value),
             has_updated=jnp.asarray(due),
             skip_state=skip_state,
         )
+        return closed, carried
 
     def window_so_far(
         self, state: TokenAccumulationState
@@ -385,13 +347,30 @@ class Accumulation:
     def window_gradient_in_place(
         self, state: TokenAccumulationState, like: Gradients
     ) -> Gradients:
-        """The same, zeros without tokens, in the memory of the sums.
+        """The same, in the memory of the sums.
 
         In sums that are narrower than float32 the quotient would be rounded twice.
         """
         if CAN_ADD_IN_PLACE and trees.are_wide(state.grad_sums):
             return trees.cast_like(self._quotients(state), like)
         return self.window_gradient(state, like)
+
+    def gradient_and_norm(
+        self, state: TokenAccumulationState, like: Gradients
+    ) -> tuple[Gradients, jax.Array]:
+        """The gradient of a window, and its global norm, for an update."""
+        dtype = state.acc_value.dtype
+        if can_overwrite(state.grad_sums) and trees.are_wide(state.grad_sums):
+            # A TPU would store gradients that are narrower than their sums, unless it
+            # casts them where the update reads them.
+            quotients = self._quotients(state)
+            norm = norm_of(quotients, dtype)
+            quotients, norm = jax.lax.optimization_barrier((quotients, norm))
+            return trees.cast_like(quotients, like), norm
+        # Divided after the norm: where the divided gradient has a second reader, XLA
+        # stores all of it.
+        norm = self._mean(norm_of(state.grad_sums, dtype), state)
+        return self.window_gradient(state, like), norm
 
     def _quotients(self, state: TokenAccumulationState) -> Gradients:
         """The gradient of a window in the dtypes and memory of the sums."""
@@ -400,14 +379,6 @@ class Accumulation:
             return self.window_gradient(state._replace(grad_sums=acc), like=acc)
 
         return at_most_once(state.mini_step > 0, divide, state.grad_sums)
-
-    def _norm(self, state: TokenAccumulationState) -> jax.Array:
-        """Global norm of the gradient of a window with tokens.
-
-        Divided after the norm: where the divided gradient has a second reader, XLA
-        stores all of it.
-        """
-        return self._mean(norm_of(state.grad_sums, state.acc_value.dtype), state)
 
     def _mean(self, x: jax.Array, state: TokenAccumulationState) -> jax.Array:
         return trees.token_mean(x, state.acc_tokens) if self.token_mean else x
