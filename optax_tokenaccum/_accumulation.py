@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from optax_tokenaccum import _trees as trees
 from optax_tokenaccum._backward import (
     CAN_ADD_IN_PLACE,
-    PerturbedLoss,
     add,
     add_gradients,
     at_most_once,
@@ -26,7 +25,7 @@ from optax_tokenaccum._checks import (
     check_function,
     check_params,
 )
-from optax_tokenaccum._perturbations import counted
+from optax_tokenaccum._perturbations import PerturbedLoss, counted
 from optax_tokenaccum._schedule import Schedule
 from optax_tokenaccum._state import (
     SkipState,

@@ -12,25 +12,18 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._jaxprs import TRANSPOSE
-from optax_tokenaccum._perturbations import (
-    IN_LOOP,
-    Perturbations,
-    as_array,
-    traced_with_consumers,
-)
+from optax_tokenaccum._perturbations import IN_LOOP, Perturbations, PerturbedLoss
 from optax_tokenaccum._trees import (
     Aux,
     DType,
     Gradients,
-    Leaf,
     Params,
     T,
     TracedBool,
@@ -44,9 +37,6 @@ from optax_tokenaccum._trees import (
     zero_unless,
     zeros_after,
 )
-
-# A loss of the perturbations of parameters -> loss_sum, (num_tokens, aux).
-PerturbedLoss = Callable[[Perturbations], tuple[jax.Array, tuple[jax.Array, Aux]]]
 
 # Below jax 0.11, two gradients of a scan can be swapped when they are added to mutable
 # arrays, without an error (fixed in jax commit 5991d42590).
@@ -65,25 +55,6 @@ def zero_perturbations(sums: list[jax.Array], params: list[jax.Array]) -> Pertur
     ]
 
 
-class LossTrace(NamedTuple):
-    """A trace of a loss of perturbations, without the values that the loss closes over.
-
-    These are arguments of its methods, because a `custom_vmap` maps nothing but
-    arguments, and because jax keeps in its caches what a traced function holds.
-    """
-
-    jaxpr: Jaxpr
-    shapes: Tree  # of what the loss returns
-
-    def loss(self, consts: list[Leaf]) -> PerturbedLoss:
-        def loss(perturbations: Perturbations) -> Any:
-            inputs = jax.tree.leaves(perturbations)
-            outputs = jax.core.eval_jaxpr(self.jaxpr, consts, *inputs)
-            return jax.tree.unflatten(jax.tree.structure(self.shapes), outputs)
-
-        return loss
-
-
 def add_gradients(
     loss: PerturbedLoss, sums: list[jax.Array], params: Params, is_spread: list[bool]
 ) -> AddedGradients:
@@ -93,11 +64,7 @@ def add_gradients(
     is spread over devices (`is_spread`) would gather it.
     """
     perturbations = zero_perturbations(sums, jax.tree.leaves(params))
-    closed, shapes, consumers = traced_with_consumers(loss, perturbations)
-    jaxpr, consts = closed.jaxpr, [*map(as_array, closed.consts)]
-    if hasattr(jaxpr, "with_consts"):  # newer jax, where it holds them
-        jaxpr = jaxpr.with_consts([None] * len(consts))
-    trace = LossTrace(jaxpr, shapes)
+    evaluate, args, consumers = loss
     leaves = [i for i, x in enumerate(perturbations) if x is not None]
     layered = {i for i in leaves if 0 in consumers[i]}
     # Why gradients are returned, and added after the backward pass.
@@ -113,29 +80,30 @@ def add_gradients(
     report(params, why)
     within = {i for i in leaves if not consumers[i].isdisjoint({0, IN_LOOP})}
     if why_all or not within - {*materialized}:
-        return _add_after(trace, consts, sums, perturbations)
-    # The functions must not hold values: see `LossTrace`.
+        return _add_after(evaluate, args, sums, perturbations)
+    # The functions must not hold values: see `PerturbedLoss`.
     like = jax.eval_shape(lambda: params)
 
     def add_mapped(
-        consts: list[Leaf], sums: list[jax.Array], perturbations: Perturbations
+        args: Tree, sums: list[jax.Array], perturbations: Perturbations
     ) -> AddedGradients:
         report(like, dict.fromkeys(leaves, "jax.vmap cannot map mutable arrays"))
-        return _add_after(trace, consts, sums, perturbations)
+        return _add_after(evaluate, args, sums, perturbations)
 
     dtypes = {i: jax.tree.leaves(like)[i].dtype for i in materialized}
-    add_within = functools.partial(_add_within, trace, dtypes)
-    return _unless_mapped(add_within, add_mapped)(consts, sums, perturbations)
+    add_within = functools.partial(_add_within, evaluate, dtypes)
+    return _unless_mapped(add_within, add_mapped)(args, sums, perturbations)
 
 
 def _add_after(
-    trace: LossTrace,
-    consts: list[Leaf],
+    evaluate: Callable[..., Any],
+    args: Tree,
     sums: list[jax.Array],
     perturbations: Perturbations,
 ) -> AddedGradients:
     """After a backward pass that returns materialized gradients."""
-    differentiate = jax.value_and_grad(trace.loss(consts), has_aux=True)
+    loss = functools.partial(evaluate, args)
+    differentiate = jax.value_and_grad(loss, has_aux=True)
     (value, rest), gradients = differentiate(perturbations)
     pairs = zip(sums, gradients, strict=True)
     added = [x if g is None else add(x, g) for x, g in pairs]
@@ -143,9 +111,9 @@ def _add_after(
 
 
 def _add_within(
-    trace: LossTrace,
+    evaluate: Callable[..., Any],
     materialized: dict[int, DType],
-    consts: list[Leaf],
+    args: Tree,
     sums: list[jax.Array],
     perturbations: Perturbations,
 ) -> AddedGradients:
@@ -155,8 +123,9 @@ def _add_within(
     """
     floats = [i for i, x in enumerate(perturbations) if x is not None]
     refs = {i: jax.new_ref(sums[i]) for i in floats if i not in materialized}
+    loss = functools.partial(evaluate, args)
     # Its type does not know with_refs.
-    differentiated: Any = jax.vjp(trace.loss(consts), perturbations, has_aux=True)
+    differentiated: Any = jax.vjp(loss, perturbations, has_aux=True)
     value, vjp, rest = differentiated
     to = [x if x is None else refs.get(i, False) for i, x in enumerate(perturbations)]
     [gradients] = vjp.with_refs(to)(jnp.ones_like(value))
@@ -269,6 +238,7 @@ def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
     return jax.lax.while_loop(lambda x: x[0], trip, so_far)[1]
 
 
+@jax.jit
 def add(so_far: jax.Array, x: ArrayLike) -> jax.Array:
     """The sum of both, rounded once to the dtype of `so_far`."""
     wide = at_least_float32(so_far.dtype)

@@ -19,6 +19,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
 
+from optax_tokenaccum._trees import Leaf
+
 Atom = Var | Literal
 Trace = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
@@ -120,18 +122,38 @@ def aval(x: Atom) -> Any:
     return x.aval
 
 
-def evaluated(jaxpr: Jaxpr, eqn: JaxprEqn, given: Sequence[Any]) -> list[ArrayLike]:
-    """The outputs of one operation of `jaxpr`."""
-    pairs = zip(eqn.invars, given, strict=True)
-    values = {x: value for x, value in pairs if not isinstance(x, Literal)}
-    alone = jaxpr.replace(
+def without_consts(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Leaf]]:
+    """A trace that holds no values, and its constants."""
+    jaxpr, consts = closed.jaxpr, [*map(as_array, closed.consts)]
+    if hasattr(jaxpr, "with_consts"):  # newer jax, where it holds them
+        jaxpr = jaxpr.with_consts([None] * len(consts))
+    return jaxpr, consts
+
+
+def as_array(constant: Leaf) -> Leaf:
+    """A constant of a trace as an array of JAX, which traced numbers can index."""
+    if isinstance(constant, jax.Array) or not hasattr(constant, "__array__"):
+        return constant
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(constant)
+
+
+def evaluate_some(
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], read: Callable[[Atom], Leaf]
+) -> dict[Atom, Leaf]:
+    """The outputs of some operations of `jaxpr`, which `read` what is given to them."""
+    outvars = [x for eqn in eqns for x in eqn.outvars]
+    invars = {x: None for eqn in eqns for x in eqn.invars if isinstance(x, Var)}
+    given = [x for x in invars if x not in {*outvars}]
+    part = jaxpr.replace(
         constvars=[],
-        invars=[*values],
-        outvars=eqn.outvars,
-        eqns=[eqn],
-        effects=eqn.effects,
+        invars=given,
+        outvars=outvars,
+        eqns=[*eqns],
+        effects={x for eqn in eqns for x in eqn.effects},
     )
-    return [*jax.core.eval_jaxpr(alone, (), *values.values())]
+    outputs = jax.core.eval_jaxpr(part, (), *map(read, given))
+    return dict(zip(outvars, outputs, strict=True))
 
 
 def passes_on(eqn: JaxprEqn) -> bool:
@@ -251,7 +273,7 @@ def _sources_of_scan(eqn: JaxprEqn, given: list[int | None]) -> list[int | None]
     return [given[x] if x is not None and is_kept else None for x, is_kept in pairs]
 
 
-class Alone(NamedTuple):
+class Pruned(NamedTuple):
     """One output of a traced function, by dead-code elimination."""
 
     jaxpr: Jaxpr
@@ -275,37 +297,37 @@ class Alone(NamedTuple):
 
 def inputs_of(jaxpr: Jaxpr, output: int) -> list[bool]:
     """Which inputs an output, or a derivative of it, may depend on."""
-    return _alone(jaxpr, output)[1]
+    return _pruned(jaxpr, output)[1]
 
 
-def output_alone(
+def pruned(
     jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[ArrayLike], output: int
-) -> Alone:
-    alone, needed = _alone(jaxpr, output)
+) -> Pruned:
+    kept, needed = _pruned(jaxpr, output)
     if any(needed):
-        alone, needed = _alone(_without_rules(jaxpr), output)
+        kept, needed = _pruned(_without_rules(jaxpr), output)
     args = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-    return Alone(alone, consts, args, needed)
+    return Pruned(kept, consts, args, needed)
 
 
-def _alone(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
+def _pruned(jaxpr: Jaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
     """Without effects, except on mutable arrays of its own that the output needs."""
     own = {x for eqn in jaxpr.eqns for x in eqn.outvars}
     refs: set[Var] = set()
     while True:
         # Dead-code elimination would keep a print.
         eqns = [
-            x.replace(effects=set()) if _refs(x).isdisjoint(refs) else x
+            x.replace(effects=set()) if x.effects and _refs(x).isdisjoint(refs) else x
             for x in jaxpr.eqns
         ]
         effects = {x for eqn in eqns for x in eqn.effects}
-        alone, needed = dce_jaxpr(
+        kept, needed = dce_jaxpr(
             jaxpr.replace(eqns=eqns, effects=effects),
             [i == output for i in range(len(jaxpr.outvars))],
         )
-        found = {x for eqn in alone.eqns for x in _refs(eqn)} & own
+        found = {x for eqn in kept.eqns for x in _refs(eqn)} & own
         if found <= refs:
-            return alone, needed
+            return kept, needed
         refs |= found
 
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._accumulation import Accumulation, Added
+from optax_tokenaccum._backward import zero_perturbations
 from optax_tokenaccum._checks import check_trains
 from optax_tokenaccum._devices import Devices, Shardings
 from optax_tokenaccum._jaxprs import Trace, collectives
 from optax_tokenaccum._per_device_loss import per_device_loss
-from optax_tokenaccum._perturbations import Perturbations, Traced
+from optax_tokenaccum._perturbations import LossJaxpr
 from optax_tokenaccum._shard_batch import Inputs, MicroBatch
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
@@ -105,23 +106,19 @@ def add_micro_batch(
         loss_sum, (num_tokens, rest) = loss(params, inputs)
         return loss_sum, (as_num_tokens(num_tokens, dtype), rest)
 
-    if devices.device_axis:
-        perturbed_loss = per_device_loss(
-            of_rows, devices, params, micro_batch, model_state
-        )
-    else:
-        traced = Traced(of_rows, params, micro_batch.inputs(model_state))
-        check_own_map(traced.closed, params)
-        check_trains(params, traced.reads(0))
-        n = traced.alone(1).value()
-
-        def perturbed_loss(perturbations: Perturbations) -> Any:
-            loss_sum, (_, rest) = traced.perturbed(perturbations, n)
-            return loss_sum, (n, rest)
-
     flat, are_spread, stack = devices.flatten_device_axis(
         opt_state.grad_sums, params, shardings
     )
+    if devices.device_axis:
+        perturbations = zero_perturbations(*map(jax.tree.leaves, (flat, params)))
+        perturbed_loss = per_device_loss(
+            of_rows, devices, params, micro_batch, model_state, perturbations
+        )
+    else:
+        traced = LossJaxpr(of_rows, params, micro_batch.inputs(model_state))
+        check_own_map(traced.closed, params)
+        check_trains(params, traced.reads(0))
+        perturbed_loss = traced.perturbed(traced.pruned(1).value())
     added = setup.accumulation.add_loss(
         perturbed_loss,
         opt_state._replace(grad_sums=flat),

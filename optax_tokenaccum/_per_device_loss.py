@@ -7,6 +7,7 @@ sees a scalar loss and a tree of arrays.
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,15 @@ from jax.sharding import PartitionSpec as P
 from optax_tokenaccum._checks import check_trains
 from optax_tokenaccum._devices import Devices, entry_of, over_devices
 from optax_tokenaccum._jaxprs import asks_for_device, collectives, has_rules
-from optax_tokenaccum._perturbations import Perturbations, Traced, counted, perturbed
+from optax_tokenaccum._perturbations import (
+    Consumers,
+    LossJaxpr,
+    Perturbations,
+    PerturbedLoss,
+    as_perturbed_loss,
+    counted,
+    perturbed,
+)
 from optax_tokenaccum._shard_batch import Inputs, MicroBatch
 from optax_tokenaccum._trees import (
     Leaf,
@@ -41,13 +50,15 @@ def per_device_loss(
     params: Params,
     micro_batch: MicroBatch,
     model_state: ModelState,
-) -> Callable[[Perturbations], Any]:
+    perturbations: Perturbations,
+) -> PerturbedLoss:
     """The loss of all rows, as a function of the perturbations of each device's copy.
 
     It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`.
     """
     names = devices.names
     differ = micro_batch.differ(model_state)
+    consumers: Consumers = defaultdict(set)
 
     def of_device(perturbations: Perturbations, params: Params, inputs: Inputs) -> Any:
         place = jax.lax.axis_index(names)
@@ -57,7 +68,8 @@ def per_device_loss(
         if rng is not None:
             rng = fold_key(rng, place)
         inputs = inputs._replace(model_state=model_state, rng=rng)
-        traced = Traced(loss, params, inputs)
+        traced = LossJaxpr(loss, params, inputs)
+        consumers.update(traced.consumers)
         check_trains(params, traced.reads(0))
         own = [
             x if x is None else x.reshape(p.shape)
@@ -66,8 +78,8 @@ def per_device_loss(
         _check_names(traced, own, names)
         if devices.size > 1:
             _check_sums(traced, differ, devices.size, params, inputs)
-        n = traced.alone(1).value()
-        loss_sum, (_, (aux, changed)) = traced.perturbed(own, n)
+        n = traced.pruned(1).value()
+        loss_sum, (_, (aux, changed)) = traced.perturbed(n)(own)
         # Only its value: a gradient may be finite where the loss is not.
         value = counted(jax.lax.stop_gradient(loss_sum), n)
         loss_sum = perturbed(loss_sum.dtype, value, loss_sum, None)
@@ -87,9 +99,11 @@ def per_device_loss(
     in_specs = own, P(), micro_batch.specs()
     out_specs = P(), (P(), (own, P()))
     mapped = over_devices(of_device, devices.mesh, names, in_specs, out_specs)
-    return lambda perturbations: mapped(
-        perturbations, params, micro_batch.inputs(model_state)
-    )
+
+    def of_rows(perturbations: Perturbations) -> Any:
+        return mapped(perturbations, params, micro_batch.inputs(model_state))
+
+    return as_perturbed_loss(of_rows, perturbations, consumers)
 
 
 def _own_key(place: jax.Array, x: Leaf) -> Leaf:
@@ -110,12 +124,12 @@ def _unified(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def _check_names(
-    traced: Traced, perturbations: Perturbations, names: tuple[str, ...]
+    traced: LossJaxpr, perturbations: Perturbations, names: tuple[str, ...]
 ) -> None:
     """Raises `ValueError` if devices exchange values along the data axes."""
     passes = {"": traced.closed}
     if has_rules(traced.closed) and jax.tree.leaves(perturbations):
-        gradient = jax.grad(lambda perturbations: traced.perturbed(perturbations)[0])
+        gradient = jax.grad(traced.perturbed(), has_aux=True)
         passes[" in its backward pass"] = jax.make_jaxpr(gradient)(perturbations)
     for where, one in passes.items():
         for name, along in collectives(one):
@@ -128,7 +142,7 @@ def _check_names(
 
 
 def _check_sums(
-    traced: Traced, differ: Inputs, size: int, params: Params, inputs: Inputs
+    traced: LossJaxpr, differ: Inputs, size: int, params: Params, inputs: Inputs
 ) -> None:
     """Raises `ValueError` unless counts can be added up, and states be unified.
 
@@ -137,10 +151,10 @@ def _check_sums(
     own = [*(False for _ in jax.tree.leaves(params)), *jax.tree.leaves(differ)]
 
     def needs(output: int) -> set[bool]:
-        alone = traced.alone(output)
-        pairs = zip(own, alone.needed, strict=True)
+        pruned = traced.pruned(output)
+        pairs = zip(own, pruned.needed, strict=True)
         found = {is_own for is_own, is_needed in pairs if is_needed}
-        return found | {True} if asks_for_device(alone.jaxpr) else found
+        return found | {True} if asks_for_device(pruned.jaxpr) else found
 
     if needs(1) == {False}:
         raise ValueError(

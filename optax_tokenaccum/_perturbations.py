@@ -28,40 +28,51 @@ perturbation of `w`, and `n` the number of tokens:
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from optax_tokenaccum._jaxprs import (
-    Alone,
     Atom,
+    Pruned,
     Trace,
+    as_array,
     as_jaxpr,
     carry_of,
     changed,
-    evaluated,
+    evaluate_some,
     inputs_of,
     is_call,
     is_remat,
     is_scan,
     moved,
     operation,
-    output_alone,
     passes_on,
+    pruned,
     remat_options,
     scan_options,
     sources_of,
     subjaxprs,
+    without_consts,
 )
-from optax_tokenaccum._trees import DType, Leaf, Params, Tree, is_concrete, zeros_after
+from optax_tokenaccum._trees import (
+    DType,
+    Leaf,
+    Params,
+    Tree,
+    is_concrete,
+    is_float,
+    zero_after,
+)
 
 # A perturbation for each parameter; `None` for one that cannot be differentiated.
 Perturbations = list[jax.Array | None]
@@ -75,8 +86,13 @@ def counted(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """
     if is_concrete(num_tokens) and num_tokens > 0:
         return x
+    return _contribution(x, num_tokens)
+
+
+@jax.jit
+def _contribution(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
     keeps = (num_tokens > 0) | ((num_tokens == 0) & jnp.isfinite(x))
-    return jnp.where(keeps, x, zeros_after(jnp.zeros((), x.dtype), num_tokens))
+    return jnp.where(keeps, x, zero_after(x.dtype, num_tokens))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -136,12 +152,16 @@ class LayerPerturbations(NamedTuple):
         if x.leaf in self.layered:
             array = _row_by_row_p.bind(_rounded(array))
         else:
-            # Multiply by 1: JAX sees an operation, XLA removes it. Without it,
-            # `with_refs` would add the gradient of a lookup to rows of the sum: to
-            # wrong rows if a negative index was clamped. Over devices, it would also
-            # gather the sum.
-            array = array * jnp.ones((), array.dtype)
+            return _perturbed_whole(x.value, array, self.num_tokens)
         return perturbed(array.dtype, x.value, array, self.num_tokens)
+
+
+@jax.jit
+def _perturbed_whole(value: Leaf, array: jax.Array, n: jax.Array | None) -> jax.Array:
+    # Multiply by 1: JAX sees an operation, XLA removes it. Without it, `with_refs`
+    # would add the gradient of a lookup to rows of the sum: to wrong rows if a negative
+    # index was clamped. Over devices, it would also gather the sum.
+    return perturbed(array.dtype, value, array * np.ones((), array.dtype), n)
 
 
 # A perturbation, and so its cotangent, lies in memory row by row. XLA might choose
@@ -180,7 +200,7 @@ def _rounded(x: jax.Array) -> jax.Array:
     gradients alone).
     """
     if jnp.iscomplexobj(x):
-        return x * jnp.ones((), x.dtype)
+        return x * np.ones((), x.dtype)
     dtype = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)
 
@@ -194,30 +214,52 @@ GIVEN_ALL = "a loop that is given all of it"
 # The elements from which on a parameter that a loop is given whole adds its gradient in
 # every iteration. In smaller ones, the memory is not worth the time of the additions.
 LARGE = 2**20
-# Where `Traced.perturbed` tells what reads the parameters.
-_collected: ContextVar[Consumers | None] = ContextVar("collected", default=None)
 
 
-def traced_with_consumers(
-    loss: Callable[[Perturbations], Any], perturbations: Perturbations
-) -> tuple[ClosedJaxpr, Tree, Consumers]:
-    """The trace of a loss that calls `Traced.perturbed`, its shapes, its consumers."""
-    consumers: Consumers = defaultdict(set)
-    token = _collected.set(consumers)
-    try:
-        closed, shapes = jax.make_jaxpr(loss, return_shape=True)(perturbations)
-    finally:
-        _collected.reset(token)
-    return closed, shapes, consumers
+class PerturbedLoss(NamedTuple):
+    """A loss as a function of perturbations.
+
+    `evaluate(args, perturbations)` returns `loss_sum, (num_tokens, rest)`. It must not
+    hold values of a trace, because a `custom_vmap` maps nothing but arguments, and
+    because jax keeps in its caches what a traced function holds.
+    """
+
+    evaluate: Callable[[Tree, Perturbations], tuple[jax.Array, tuple[jax.Array, Tree]]]
+    args: Tree
+    consumers: Consumers
+
+    def __call__(self, perturbations: Perturbations) -> Any:
+        return self.evaluate(self.args, perturbations)
 
 
-class Traced:
-    """The trace of `f(params, *args)`, to be evaluated with perturbed parameters."""
+def as_perturbed_loss(
+    loss: Callable[[Perturbations], Any],
+    perturbations: Perturbations,
+    consumers: Consumers,
+) -> PerturbedLoss:
+    """Of a loss that holds values, and that fills `consumers` when it is traced."""
+    closed, shapes = jax.make_jaxpr(loss, return_shape=True)(perturbations)
+    jaxpr, consts = without_consts(closed)
+    structure = jax.tree.structure(shapes)
 
-    def __init__(self, f: Callable[..., Any], params: Params, *args: Any):
-        self.closed, shapes = jax.make_jaxpr(f, return_shape=True)(params, *args)
+    def evaluate(consts: list[Leaf], perturbations: Perturbations) -> Any:
+        outputs = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(perturbations))
+        return structure.unflatten(outputs)
+
+    return PerturbedLoss(evaluate, consts, consumers)
+
+
+class LossJaxpr:
+    """The trace of `loss(params, *args)`, to be evaluated with perturbed parameters.
+
+    The loss returns `loss_sum, (num_tokens, rest)`.
+    """
+
+    def __init__(self, loss: Callable[..., Any], params: Params, *args: Any):
+        self.closed, shapes = jax.make_jaxpr(loss, return_shape=True)(params, *args)
         self.structure = jax.tree.structure(shapes)
         self.inputs = jax.tree.leaves((params, *args))
+        self.num_params = len(jax.tree.leaves(params))
 
     def numbers(self) -> Tree:
         """The number of each output, in the place of it."""
@@ -231,47 +273,53 @@ class Traced:
         """Whether an output may depend on each input."""
         return inputs_of(self.closed.jaxpr, output)
 
-    def alone(self, output: int) -> Alone:
+    def pruned(self, output: int) -> Pruned:
         closed = self.closed
-        return output_alone(closed.jaxpr, closed.consts, self.inputs, output)
+        return pruned(closed.jaxpr, closed.consts, self.inputs, output)
 
-    def _with_perturbations(
-        self, perturbations: Sequence[Leaf | None]
-    ) -> list[Leaf | Parameter]:
-        inputs = [*self.inputs]
-        for i, x in enumerate(perturbations):
-            if x is not None:
-                inputs[i] = Parameter(inputs[i], i, tuple(range(jnp.ndim(x))))
-        return inputs
+    @functools.cached_property
+    def consumers(self) -> Consumers:
+        """What reads each parameter that can be differentiated."""
+        params = enumerate(self.inputs[: self.num_params])
+        known = [_parameter(i, x) if is_float(x) else None for i, x in params]
+        rest = [None] * (len(self.inputs) - self.num_params)
+        return _consumers_of(self.closed, [*known, *rest])[0]
 
-    def axes_of_layers(self, params: Params) -> dict[int, int]:
+    def axes_of_layers(self) -> dict[int, int]:
         """The axes of parameters, by their leaves, along which scans take layers."""
-        inputs = self._with_perturbations(jax.tree.leaves(params))
-        consumers, _ = _consumers_of(self.closed, inputs)
-        axes = {i: [x for x in by if isinstance(x, int)] for i, by in consumers.items()}
+        read = self.consumers.items()
+        axes = {i: [x for x in by if isinstance(x, int)] for i, by in read}
         return {i: min(found) for i, found in axes.items() if found}
 
-    def perturbed(
-        self, perturbations: Perturbations, num_tokens: jax.Array | None = None
-    ) -> Any:
-        """What `f` returned, as a function of perturbations, `None` where none is."""
-        inputs = self._with_perturbations(perturbations)
-        consumers, _ = _consumers_of(self.closed, inputs)
-        if (collected := _collected.get()) is not None:
-            collected.update(consumers)
-        arrays = {i: x for i, x in enumerate(perturbations) if x is not None}
+    def perturbed(self, num_tokens: jax.Array | None = None) -> PerturbedLoss:
+        """The loss as a function of perturbations, `None` where none is.
+
+        `num_tokens` is the count, if it is known.
+        """
+        jaxpr, consts = without_consts(self.closed)
+        structure, consumers = self.structure, self.consumers
         layered = {leaf for leaf, found in consumers.items() if 0 in found}
-        given = LayerPerturbations(arrays, layered, num_tokens)
-        outputs = _evaluate(self.closed, self.closed.consts, inputs, given)
-        return self.structure.unflatten(map(given.perturbed, outputs))
+        # A number that is known stays known.
+        known = num_tokens if is_concrete(num_tokens) else None
+
+        def evaluate(args: Tree, perturbations: Perturbations) -> Any:
+            consts, inputs, n = args
+            n = n if known is None else known
+            inputs, arrays = [*inputs], dict[int, jax.Array]()
+            for i, x in enumerate(perturbations):
+                if x is not None:
+                    inputs[i], arrays[i] = _parameter(i, inputs[i]), x
+            given = LayerPerturbations(arrays, layered, n)
+            outputs = _evaluate(jaxpr, consts, inputs, given)
+            loss_sum, (own, rest) = structure.unflatten(map(given.perturbed, outputs))
+            return loss_sum, (own if n is None else n, rest)
+
+        args = consts, self.inputs, num_tokens if known is None else None
+        return PerturbedLoss(evaluate, args, consumers)
 
 
-def as_array(constant: Leaf) -> Leaf:
-    """A constant of a trace as an array of JAX, which traced numbers can index."""
-    if isinstance(constant, jax.Array) or not hasattr(constant, "__array__"):
-        return constant
-    with jax.ensure_compile_time_eval():
-        return jax.device_put(constant)
+def _parameter(leaf: int, value: Leaf) -> Parameter:
+    return Parameter(value, leaf, tuple(range(jnp.ndim(value))))
 
 
 def _evaluate(
@@ -286,27 +334,34 @@ def _evaluate(
     values: dict[Atom, Leaf] = dict(constants)
     values |= zip(jaxpr.invars, inputs, strict=True)
     differentiable: dict[Atom, Leaf] = {}
+    waiting: list[JaxprEqn] = []  # for what needs their outputs
 
     def read(x: Atom) -> Leaf | Parameter:
         return x.val if isinstance(x, Literal) else values[x]
 
+    def is_parameter(x: Atom) -> bool:
+        return not isinstance(x, Literal) and isinstance(values.get(x), Parameter)
+
     def array(x: Atom) -> Leaf:
-        if not isinstance(read(x), Parameter):
+        if not is_parameter(x):
             return read(x)
         if x not in differentiable:
             differentiable[x] = perturbations.perturbed(values[x])
         return differentiable[x]
 
+    def evaluate_waiting() -> None:
+        values.update(evaluate_some(jaxpr, waiting, array))
+        waiting.clear()
+
     for eqn in jaxpr.eqns:
+        if not _is_entered(eqn, [*map(is_parameter, eqn.invars)]):
+            waiting.append(eqn)
+            continue
+        if subjaxprs(eqn):
+            evaluate_waiting()
         given = [*map(read, eqn.invars)]
-        is_perturbed = any(isinstance(x, Parameter) for x in given)
-        is_perturbed = is_perturbed and (is_scan(eqn) or passes_on(eqn))
-        if not is_perturbed:  # outside of the operation's context: it may have a mesh
-            given = [*map(array, eqn.invars)]
         with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
-            if not is_perturbed:
-                outputs = evaluated(jaxpr, eqn, given)
-            elif is_scan(eqn):
+            if is_scan(eqn):
                 outputs = _scan(eqn, given, array, perturbations)
             elif is_remat(eqn):
                 outputs = _remat(eqn, given, perturbations)
@@ -318,7 +373,29 @@ def _evaluate(
                 [x] = given
                 outputs = [replace(_moved(eqn, x), value=changed(eqn, x.value))]
         values.update(zip(eqn.outvars, outputs, strict=True))
+    evaluate_waiting()
     return [*map(read, jaxpr.outvars)]
+
+
+def _is_entered(eqn: JaxprEqn, are_parameters: list[bool]) -> bool:
+    """Whether perturbations are handed on to what an operation does inside.
+
+    A call in which nothing changes a parameter or goes over its layers is an operation
+    like others: JAX then differentiates equal calls once.
+    """
+    if not any(are_parameters) or not (is_scan(eqn) or passes_on(eqn)):
+        return False
+    if not is_call(eqn):
+        return True
+    [called] = map(as_jaxpr, subjaxprs(eqn))
+    inside = [*itertools.compress(called.invars, are_parameters)]
+
+    def are_inside(variables: Sequence[Atom]) -> list[bool]:
+        return [any(x is y for y in inside) for x in variables]
+
+    return any(are_inside(called.outvars)) or any(
+        _is_entered(inner, are_inside(inner.invars)) for inner in called.eqns
+    )
 
 
 def _moved(eqn: JaxprEqn, x: Parameter) -> Parameter:

@@ -89,16 +89,28 @@ def zeros_after(like: T, made: Tree = ()) -> T:
     the zeros that a loop of the backward pass begins with, and store these for as long
     (`token_accumulation` on an H200: 1.16 of the memory of `optax.MultiSteps`, not 1).
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), like)
+    zeros = jax.tree.map(lambda x: np.zeros((), x.dtype), like)
     zeros, _ = jax.lax.optimization_barrier((zeros, made))
-    return jax.tree.map(lambda x, zero: jnp.zeros_like(x) + zero, like, zeros)
+    return jax.tree.map(_filled, like, zeros)
+
+
+# Called for each leaf, and traced and lowered once for each shape.
+@jax.jit
+def _filled(like: jax.Array, value: jax.Array) -> jax.Array:
+    return jnp.zeros_like(like) + value
+
+
+def zero_after(dtype: DType, made: Tree) -> jax.Array:
+    """One such zero, a scalar."""
+    zero, _ = jax.lax.optimization_barrier((np.zeros((), dtype), made))
+    return zero
 
 
 def zero_unless(keeps: TracedBool, x: jax.Array) -> jax.Array:
     """`x` if `keeps`, else zeros. Selected, not multiplied: 0 x NaN is NaN."""
     if is_concrete(keeps):
         return x if keeps else jnp.zeros_like(x)
-    return jnp.where(keeps, x, zeros_after(jnp.zeros((), x.dtype), keeps))
+    return jnp.where(keeps, x, zero_after(x.dtype, keeps))
 
 
 def common_dtype(*dtypes: DType) -> DType:
@@ -125,10 +137,11 @@ def divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
     return x.astype(dtype) / divisor.astype(dtype)
 
 
+@jax.jit
 def token_mean(x: jax.Array, tokens: jax.Array) -> jax.Array:
     """`x / tokens`, divided as in `divide`; zeros without tokens, whatever `x`."""
-    quotient = divide(x, jnp.where(tokens > 0, tokens, 1))
-    return jnp.where(tokens > 0, quotient, jnp.zeros_like(quotient))
+    has_tokens = tokens > 0
+    return jnp.where(has_tokens, divide(x, jnp.where(has_tokens, tokens, 1)), 0)
 
 
 def cast_like(tree: Tree, like: T) -> T:

@@ -24,7 +24,7 @@ from optax_tokenaccum._micro_batch import (
     check_own_map,
     unpack,
 )
-from optax_tokenaccum._perturbations import Traced
+from optax_tokenaccum._perturbations import LossJaxpr
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._shard_batch import Inputs, MicroBatch, as_micro_batch
 from optax_tokenaccum._trees import (
@@ -263,7 +263,7 @@ def moves_of_layers(
 
     def look(params: Params, inputs: Inputs) -> None:
         ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
-        axes = Traced(setup.loss, params, inputs).axes_of_layers(params)
+        axes = LossJaxpr(setup.loss, params, inputs).axes_of_layers()
         moves.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
 
     if devices.device_axis:  # where the loss may ask for the device's place
