@@ -53,7 +53,7 @@ def loop_of(optimizer: Any, batches: str, passes_count: bool = False) -> Method:
 
     @partial(jax.jit, donate_argnums=0)
     def step(state: StepState, batch: Batch) -> tuple[StepState, Any]:
-        params, opt_state = state
+        params, opt_state = state.params, state.opt_state
         value_and_grad = jax.value_and_grad(mean_loss_fn, has_aux=True)
         (loss, n), grads = value_and_grad(params, batch)
         count = {"num_tokens": n} if passes_count else {}

@@ -77,12 +77,17 @@ class Accumulation:
     ) -> TokenAccumulationState:
         """The state of a run. `sums` are zeros like the parameters, unless given."""
         check_params(params)
+        inner_opt_state = self.init_inner(params)
+        sums = self.zeros(params) if sums is None else sums
+        return self.empty_window(params, sums, inner_opt_state)
+
+    def init_inner(self, params: Params) -> OptState:
+        """The state of the inner optimizer, which must not accumulate too."""
         inner_opt_state = self.inner.init(params)
         accumulates = TokenAccumulationState, optax.MultiStepsState
         if trees.nodes_of(accumulates, inner_opt_state):
             raise ValueError(ACCUMULATES)
-        sums = self.zeros(params) if sums is None else sums
-        return self.empty_window(params, sums, inner_opt_state)
+        return inner_opt_state
 
     def empty_window(
         self, params: Params, sums: Gradients, inner_opt_state: OptState = ()
@@ -91,8 +96,7 @@ class Accumulation:
         dtype = trees.common_dtype(jnp.float32, *dtypes)
         zero, gradient_step = jnp.zeros((), dtype).real, jnp.zeros((), jnp.int32)
         skip_state: SkipState | tuple[()] = ()
-        has_sums = not (isinstance(sums, tuple) and sums == ())
-        if self.should_skip_update_fn is not None and has_sums:
+        if self.should_skip_update_fn is not None:
             zeros = jax.tree.map(jnp.zeros_like, params)
             _, of_function = self._asked(zeros, gradient_step, params)
             skip_state = SkipState(of_function, jnp.zeros((), jnp.int32))

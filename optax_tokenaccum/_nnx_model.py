@@ -13,7 +13,11 @@ from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import put
 from optax_tokenaccum._jaxprs import changed_paths
 from optax_tokenaccum._micro_batch import LossFn
-from optax_tokenaccum._state import ModelStepState, strong_and_unaliased
+from optax_tokenaccum._state import (
+    StepState,
+    TokenAccumulationState,
+    strong_and_unaliased,
+)
 from optax_tokenaccum._step import Step, shapes_of
 from optax_tokenaccum._trees import (
     Batch,
@@ -76,12 +80,12 @@ class Opened(NamedTuple):
 
     model: nnx.Module
     static: Static
-    variables: ModelStepState  # in place of each array; or `None`, or an array
+    variables: StepState  # in place of each array; or `None`, or an array
 
-    def state(self) -> ModelStepState:
+    def state(self) -> StepState:
         return _values(self.variables)
 
-    def write(self, state: ModelStepState) -> None:
+    def write(self, state: StepState) -> None:
         places, structure = jax.tree.flatten(self.variables, is_leaf=_is_place)
         for place, x in zip(places, structure.flatten_up_to(state), strict=True):
             if isinstance(place, nnx.Variable) and place.get_raw_value() is not x:
@@ -106,7 +110,7 @@ def open_model(
         raise ValueError(f"wrt must match variables of the model: got none, {wrt!r}.")
     static = Static(graphdef, jax.tree.structure(states), wrt)
     variables = ModelVariables(rest, static)
-    return Opened(model, static, ModelStepState(params, opt_state, variables))
+    return Opened(model, static, StepState(params, opt_state, variables))
 
 
 def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> LossFn:
@@ -164,7 +168,7 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
     return of_parts
 
 
-def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepState:
+def laid_out(step: Step, state: StepState, taken: set[int]) -> StepState:
     """Moves the state's arrays to the shardings that `step.init` would give.
 
     With a mesh, this moves the arrays that are not on it yet. Without one, it moves
@@ -173,8 +177,6 @@ def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepSta
     state = state._replace(params=step.devices.place(state.params))
     opt_state = state.opt_state
     like = step.init(*shapes_of((state.params, state.model_state)))
-    kept = map(lambda x, y: None if x is None else y, opt_state, like.opt_state)
-    like = like._replace(opt_state=like.opt_state._make(kept))
 
     def sum_of(x: Leaf, like: jax.ShapeDtypeStruct) -> Leaf:
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -192,8 +194,9 @@ def laid_out(step: Step, state: ModelStepState, taken: set[int]) -> ModelStepSta
         )  # before it moves: `device_put` may share its buffer
         return put(x, new) if is_free and new is not None else x
 
-    sums = jax.tree.map(sum_of, opt_state.grad_sums, like.opt_state.grad_sums)
-    state = state._replace(opt_state=opt_state._replace(grad_sums=sums))
+    if isinstance(opt_state, TokenAccumulationState):
+        sums = jax.tree.map(sum_of, opt_state.grad_sums, like.opt_state.grad_sums)
+        state = state._replace(opt_state=opt_state._replace(grad_sums=sums))
     rule = (
         "The optimizer must be of this model, nnx.Optimizer(model, tx, wrt=...), and "
         "its open window laid out for the devices of this step (call close_window of "

@@ -16,11 +16,12 @@ from optax_tokenaccum._micro_batch import Loss
 from optax_tokenaccum._multi_steps import transformation_of
 from optax_tokenaccum._nnx_model import Opened, laid_out, open_model
 from optax_tokenaccum._state import (
-    ModelStepState,
     StepMetrics,
+    StepState,
     TokenAccumulationState,
-    key_array,
+    WindowOptState,
     strong_and_unaliased,
+    tag,
 )
 from optax_tokenaccum._step import MEMO, Lowered, Step
 from optax_tokenaccum._trees import OptState, Tree, is_concrete, nodes_of
@@ -76,7 +77,7 @@ class ModelStep(abc.ABC):
         optimizer: nnx.Optimizer,
         *given: Tree,
         is_new: bool = False,
-    ) -> tuple[Step, Opened, ModelStepState]:
+    ) -> tuple[Step, Opened, StepState]:
         """The core's step for this optimizer, the variables, and the state in them.
 
         If they are new, they are laid out. Arrays may be donated, except what is
@@ -102,7 +103,7 @@ class ModelStep(abc.ABC):
                 "checkpoint, nnx.update((model, optimizer), checkpoint). donate=False "
                 "keeps old arrays."
             )
-        key = key_array(state)
+        key = tag(state)
         is_array = isinstance(key, jax.Array) and is_concrete(key)
         # Arrays that are there twice, or in no variable, are copied.
         taken = {*map(id, [*jax.tree.leaves(given), *opened.loose_arrays()])}
@@ -204,7 +205,5 @@ class WindowStep(ModelStep):
         return dataclasses.replace(self._accumulation, inner=inner)
 
     def _opt_state(self, optimizer: nnx.Optimizer) -> OptState:
-        """With the only number that the optimizer keeps, that of its updates."""
         step: Any = optimizer.step
-        no: Any = None
-        return TokenAccumulationState(no, step, optimizer.opt_state, (), no, no, no)
+        return WindowOptState(step, optimizer.opt_state)

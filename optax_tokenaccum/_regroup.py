@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     Leaf,
     T,
@@ -62,6 +63,12 @@ def regroup_sums(state: Tree, like: T) -> T:
     for name in wanted.keys() - saved.keys():
         if "skip_state" in name:  # in 0.5, it was what the function returned
             saved[name] = saved.pop(tuple(x for x in name if x != "of_function"), 0)
+    if not any("grad_sums" in name for name in wanted):
+        # In 0.5, a window step kept the numbers of an open window, too.
+        of_window = {*TokenAccumulationState._fields}
+        gone = [x for x in saved if x not in wanted and x[-1] in of_window]
+        for name in gone:
+            del saved[name]
     for name in saved.keys() & wanted.keys():
         if "grad_sums" in name:
             saved[name] = _regrouped(saved[name], wanted[name])

@@ -22,7 +22,6 @@ from optax_tokenaccum._trees import (
 )
 
 P = TypeVar("P")  # the tree of parameters
-M = TypeVar("M")  # the tree of a model's state
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +42,7 @@ class SkipState:
 
 
 class TokenAccumulationState(NamedTuple):
-    """State of `token_accumulation`, and of every step as `opt_state`.
+    """State of `token_accumulation`, and of every train step as `opt_state`.
 
     Shapes, dtypes, weak types and placement never change after `init`, so the state
     passes through `jax.lax.scan` and a donating `jax.jit` without a second trace. One
@@ -59,7 +58,7 @@ class TokenAccumulationState(NamedTuple):
       inner_opt_state: the state of the inner optimizer.
       grad_sums: sum of the window's gradients, with the tree and shapes of the
         parameters. Where each device keeps a separate sum, a leading axis of devices
-        is added. In a window step, which has no open window between calls, `()`.
+        is added.
       acc_tokens: sum of the window's `num_tokens`.
       acc_value: sum of the window's losses; 0 if no `value` was given.
       has_updated: whether the last call closed its window with an update.
@@ -94,14 +93,23 @@ class TokenAccumulationState(NamedTuple):
         )
 
 
+class WindowOptState(NamedTuple):
+    """The `opt_state` of a window step, which has no open window between calls."""
+
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    inner_opt_state: OptState
+
+
 class StepState(NamedTuple, Generic[P]):
-    """The state that a train step carries from call to call; save all of it.
+    """The state that a step carries from call to call; save all of it.
 
     Attributes:
       params: the parameters.
-      opt_state: the open window, the number of updates, and the inner optimizer's
-        state, `opt_state.inner_opt_state`. In a window step, which has no open window
-        between calls, `grad_sums` is `()`.
+      opt_state: of a train step the `TokenAccumulationState`: the open window, the
+        number of updates, `gradient_step`, and the inner optimizer's state,
+        `inner_opt_state`. Of a window step only these two.
+      model_state: with `has_model_state=True`, as the last micro-batch left it; else
+        `None`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -115,19 +123,8 @@ class StepState(NamedTuple, Generic[P]):
     """
 
     params: P
-    opt_state: TokenAccumulationState
-
-
-class ModelStepState(NamedTuple, Generic[P, M]):
-    """The state of a step with `has_model_state=True`; save all of it."""
-
-    params: P
-    opt_state: TokenAccumulationState
-    model_state: M  # as the last micro-batch left it
-
-
-AnyStepState = StepState | ModelStepState
-S = TypeVar("S", bound=AnyStepState)
+    opt_state: Any  # `TokenAccumulationState` or `WindowOptState`
+    model_state: ModelState = None
 
 
 class StepMetrics(NamedTuple):
@@ -180,51 +177,38 @@ def micro_batches_seen(opt_state: TokenAccumulationState) -> jax.Array:
     return opt_state.mini_step
 
 
-def has_sums(opt_state: TokenAccumulationState) -> bool:
-    """Whether a window may be open: not in a window step."""
-    return not isinstance(opt_state.grad_sums, tuple) or opt_state.grad_sums != ()
-
-
-def model_state_of(state: AnyStepState) -> ModelState:
-    return state.model_state if isinstance(state, ModelStepState) else None
-
-
-def with_parts(
-    state: S, opt_state: TokenAccumulationState, model_state: ModelState
-) -> S:
-    """The state of the same parameters; `model_state` is dropped if it has none."""
-    if isinstance(state, ModelStepState):
-        return state._replace(opt_state=opt_state, model_state=model_state)
-    return state._replace(opt_state=opt_state)
-
-
-def key_array(state: AnyStepState) -> Leaf:
-    """The array whose identity is the key to what the host knows about a state."""
-    if has_sums(state.opt_state):
+def tag(state: StepState) -> Leaf:
+    """The array by whose identity the host finds what it knows about a state."""
+    if isinstance(state.opt_state, TokenAccumulationState):
         return state.opt_state.mini_step
     return next(iter(jax.tree.leaves(state.params)), None)
 
 
 def require_step_state(
-    state: Tree, *, accumulates: bool, has_model_state: bool
+    state: Tree, opt_state_type: type, *, has_model_state: bool
 ) -> None:
     """Raises if a step cannot take the state."""
-    kind = ModelStepState if has_model_state else StepState
-    if not isinstance(state, kind):
+    if not isinstance(state, StepState):
         raise TypeError(
-            f"The state must be the {kind.__name__} that step.init or the last call "
+            "The state must be the StepState that step.init or the last call "
             f"returned: got a {type(state).__name__}. Write state, metrics = step("
             "state, batch); take a checkpoint that was restored without a target over "
             "with regroup_sums(state, step.init(params))."
         )
-    if has_sums(state.opt_state) != accumulates and jax.tree.leaves(state.params):
-        raise ValueError(
-            "The state must be of the same kind of step: a train step has sums, and a "
-            "window step none. Between windows, take gradient_step and inner_opt_state "
-            "over into step.init(params).opt_state."
+    if (state.model_state is not None) != has_model_state:
+        raise TypeError(
+            f"The state must be of a step with has_model_state={has_model_state}: got "
+            "the state of another. Take its parts over into step.init(...)."
         )
-    key = key_array(state)  # a call donates all arrays, so checking one is enough
-    if isinstance(key, jax.Array) and is_concrete(key) and key.is_deleted():
+    if not isinstance(state.opt_state, opt_state_type):
+        raise TypeError(
+            f"The opt_state must be a {opt_state_type.__name__}, because a train step "
+            f"has sums and a window step none: got a {type(state.opt_state).__name__}. "
+            "Between windows, take gradient_step and inner_opt_state over into "
+            "step.init(params).opt_state."
+        )
+    array = tag(state)  # a call donates all arrays, so checking one is enough
+    if isinstance(array, jax.Array) and is_concrete(array) and array.is_deleted():
         raise ValueError(
             "The state was given to an earlier call, which donated its buffers. Go on "
             "with the state that this call returned; if it failed while it ran, "

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,16 @@ from optax_tokenaccum._devices import (
 )
 from optax_tokenaccum._micro_batch import Setup
 from optax_tokenaccum._state import (
-    AnyStepState,
     ArrayMemo,
-    ModelStepState,
-    S,
     StepMetrics,
     StepState,
     TokenAccumulationState,
     canonicalize_state,
     copy_aliased,
     copy_for_donation,
-    key_array,
-    model_state_of,
     require_step_state,
     scalar_sharding,
+    tag,
 )
 from optax_tokenaccum._trees import (
     Gradients,
@@ -53,7 +49,6 @@ from optax_tokenaccum._trees import (
 
 StepT = TypeVar("StepT", bound="Step")
 ParamsT = TypeVar("ParamsT")  # the tree of parameters
-ModelT = TypeVar("ModelT")  # the tree of a model's state
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,59 +111,64 @@ class Program(abc.ABC, Generic[StepT]):
         of the parameters.
         """
 
-    def describe(self, state: S) -> tuple[Tree, Tree, Callable[[Tree], S]]:
-        """Returns `(donated, kept, rebuild)`: the parts of a state that are needed.
+    def partition(
+        self, state: StepState
+    ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
+        """Returns `(donated, kept, combine)`: the parts of a state that are needed.
 
-        `rebuild(donated)` is the state with new values of what was donated.
+        `combine(donated)` is the state with new values of what was donated.
         """
-        return state, (), lambda new: new
+        parts = state.params, state.opt_state, state.model_state
+        return parts, (), lambda new: StepState(*new)
 
     @abc.abstractmethod
     def after(self, known: Known) -> Known:
         """What is known of the new state, from what was known of the old one."""
 
-    def __call__(self, state: S, *args: Tree, **kwargs: Tree) -> tuple[S, StepMetrics]:
+    def __call__(
+        self, state: StepState, *args: Tree, **kwargs: Tree
+    ) -> tuple[StepState, StepMetrics]:
         return self._call(None, state, *args, **kwargs)
 
     def _call(
-        self, compiled: Any, state: S, *args: Tree, **kwargs: Tree
-    ) -> tuple[S, StepMetrics]:
+        self, compiled: Any, state: StepState, *args: Tree, **kwargs: Tree
+    ) -> tuple[StepState, StepMetrics]:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
         return self.run(state, self.step.known_of(state), traced, compiled)[:2]
 
     def run(
         self,
-        state: S,
+        state: StepState,
         known: Known,
         traced: tuple[Tree, ...],
         compiled: jax.stages.Compiled | None = None,
-    ) -> tuple[S, StepMetrics, Known]:
+    ) -> tuple[StepState, StepMetrics, Known]:
         """Runs the program with a state and arguments that are checked."""
-        donated, kept, rebuild = self.describe(state)
+        donated, kept, combine = self.partition(state)
         if self.step.donate:
             donated, traced = copy_aliased(donated, traced)
         run = self._at(known.layout) if compiled is None else compiled
         donated, metrics = run(donated, kept, *traced)
-        new, known = rebuild(donated), self.after(known)
-        MEMO.remember(key_array(new), known)
+        new, known = combine(donated), self.after(known)
+        MEMO.remember(tag(new), known)
         return new, metrics, known
 
-    def lower(self, state: AnyStepState, *args: Tree, **kwargs: Tree) -> "Lowered":
+    def lower(self, state: StepState, *args: Tree, **kwargs: Tree) -> "Lowered":
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
         lowered = self._lower(state, self.step.layout_of(state), traced)
         return Lowered(lowered, self._call)
 
-    def make_ready(self, state: AnyStepState, layout: Layout) -> None:
+    def make_ready(self, state: StepState, layout: Layout) -> None:
         """Compiles a program without other arguments, unless it is compiled."""
         if layout.is_concrete:
             self._lower(state, layout, ()).compile()
 
     def _lower(
-        self, state: AnyStepState, layout: Layout, traced: tuple[Tree, ...]
+        self, state: StepState, layout: Layout, traced: tuple[Tree, ...]
     ) -> jax.stages.Lowered:
-        donated, kept, _ = self.describe(state)
+        donated, kept, _ = self.partition(state)
         return self._at(layout).lower(donated, kept, *traced)
 
     def _at(self, layout: Layout) -> jax.stages.Wrapped:
@@ -185,9 +185,9 @@ class Program(abc.ABC, Generic[StepT]):
         # must come back where it was.
         if layout.shardings is not None:
             leaves = [x or UNKNOWN for x in layout.shardings]
-            known: AnyStepState = layout.structure.unflatten(leaves)
+            known: StepState = layout.structure.unflatten(leaves)
             of_params = tuple(map(_or_none, jax.tree.leaves(known.params)))
-            out = jax.tree.map(_or_none, self.describe(known)[0])
+            out = jax.tree.map(_or_none, self.partition(known)[0])
         unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
         # Metrics are scalars on every device, except `aux`, which may have rows.
         metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
@@ -242,7 +242,7 @@ class Step(Setup, abc.ABC):
 
     donate: bool
     _warned = False
-    accumulates: ClassVar[bool]  # whether a window may be open between calls
+    opt_state_type: ClassVar[type]  # of its states
     _layouts: dict[Hashable, Layout] = dataclasses.field(
         init=False, default_factory=dict
     )
@@ -254,13 +254,9 @@ class Step(Setup, abc.ABC):
     def __getstate__(self) -> dict[str, Tree]:
         return self.__dict__ | {"_layouts": {}}
 
-    @overload
-    def init(self, params: ParamsT, model_state: None = None) -> StepState[ParamsT]: ...
-    @overload
     def init(
-        self, params: ParamsT, model_state: ModelT
-    ) -> ModelStepState[ParamsT, ModelT]: ...
-    def init(self, params: Params, model_state: ModelState = None) -> AnyStepState:
+        self, params: ParamsT, model_state: ModelState = None
+    ) -> StepState[ParamsT]:
         """Returns a state with copies of the arrays: the caller's are never donated.
 
         To restore a checkpoint, use `jax.eval_shape(step.init, params)` as the target;
@@ -277,7 +273,7 @@ class Step(Setup, abc.ABC):
             the loss changes; placed like `params`.
 
         Returns:
-          A `StepState`, or with `has_model_state=True` a `ModelStepState`.
+          A `StepState`.
 
         Raises:
           TypeError: a leaf is not an array; or `params` is an NNX model, and a variable
@@ -299,22 +295,19 @@ class Step(Setup, abc.ABC):
             self._warned = warn_of_whole_sums(self.devices, params)
         # Its own, because an optimizer may return an array that it keeps.
         opt_state = own(self.devices.init(init, params))
-        state: AnyStepState = StepState(params, opt_state)
-        if has_model_state:
+        if model_state is not None:
             model_state = self.devices.place(
                 canonicalize_state(params, own(model_state))
             )
-            state = ModelStepState(params, opt_state, model_state)
-        MEMO.remember(key_array(state), Known(self.layout_of(state), count=0))
+        state = StepState(params, opt_state, model_state)
+        MEMO.remember(tag(state), Known(self.layout_of(state), count=0))
         return state
 
-    def _init(self, params: Params) -> TokenAccumulationState:
-        sums: Gradients = ()
-        if self.accumulates:
-            sums = self.devices.zeros(params, self.accumulation.dtypes(params))
-        return self.accumulation.init(params, sums)
+    @abc.abstractmethod
+    def _init(self, params: Params) -> OptState:
+        """The `opt_state` of new parameters."""
 
-    def _of_shapes(self, params: Params) -> TokenAccumulationState:
+    def _of_shapes(self, params: Params) -> OptState:
         """On a mesh, `init` is traced on an Explicit one, whose types tell where."""
         place = scalar_sharding(params)
         if not isinstance(place, NamedSharding):
@@ -334,30 +327,28 @@ class Step(Setup, abc.ABC):
             made = jax.eval_shape(self._init, like)
         return jax.tree.map(functools.partial(on, mesh), made)
 
-    def _require(self, state: AnyStepState) -> None:
+    def _require(self, state: StepState) -> None:
         """Raises if this step cannot take the state."""
         has_model_state = self.loss.has_model_state
-        require_step_state(
-            state, accumulates=self.accumulates, has_model_state=has_model_state
-        )
+        require_step_state(state, self.opt_state_type, has_model_state=has_model_state)
 
-    def known_of(self, state: AnyStepState) -> Known:
+    def known_of(self, state: StepState) -> Known:
         """What is known of the state of a call, also if another step returned it."""
-        known = MEMO.get(key_array(state))
+        known = MEMO.get(tag(state))
         if known is None:
             return Known(self.layout_of(state))
         # The static part of a model, such as `train()`, may have changed.
-        model = jax.tree.structure(model_state_of(state))
+        model = jax.tree.structure(state.model_state)
         if known.layout.step is not self or known.layout.model != model:
             return known._replace(layout=self.layout_of(state))
         return known
 
-    def layout_of(self, state: AnyStepState) -> Layout:
+    def layout_of(self, state: StepState) -> Layout:
         leaves, structure = jax.tree.flatten(state)
         found = tuple(map(sharding_of, leaves))
         shardings = found if any(x is not None for x in found) else None
         key = structure, shardings, all(map(is_concrete, leaves))
-        model = jax.tree.structure(model_state_of(state))
+        model = jax.tree.structure(state.model_state)
         return self._layouts.setdefault(key, Layout(self, *key, model))
 
     def _check_sums(self, sums: Gradients, params: Params) -> None:

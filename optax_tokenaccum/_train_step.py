@@ -12,13 +12,11 @@ from optax_tokenaccum._micro_batch import Loss, LossFn, add_micro_batch
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._state import (
-    S,
     StepMetrics,
+    StepState,
     TokenAccumulationState,
     merged,
     micro_batches_seen,
-    model_state_of,
-    with_parts,
 )
 from optax_tokenaccum._step import Known, Program, Step
 from optax_tokenaccum._trees import (
@@ -43,16 +41,18 @@ class Accumulate(Program["TrainStep"]):
     ) -> tuple[MicroBatch]:
         return (self.step._micro_batch(batch, rng, loss_kwargs),)
 
-    def describe(self, state: S) -> tuple[Tree, Params, Callable[[Tree], S]]:
+    def partition(
+        self, state: StepState
+    ) -> tuple[Tree, Params, Callable[[Tree], StepState]]:
         inner = state.opt_state.inner_opt_state
 
-        def rebuild(donated: Tree) -> S:
+        def combine(donated: Tree) -> StepState:
             opt_state, model_state = donated
             opt_state = opt_state._replace(inner_opt_state=inner)
-            return with_parts(state, opt_state, model_state)
+            return state._replace(opt_state=opt_state, model_state=model_state)
 
         opt_state = state.opt_state._replace(inner_opt_state=())
-        return (opt_state, model_state_of(state)), state.params, rebuild
+        return (opt_state, state.model_state), state.params, combine
 
     def body(
         self,
@@ -80,12 +80,14 @@ class Close(Program["TrainStep"]):
     def arguments(self) -> tuple[()]:
         return ()
 
-    def describe(self, state: S) -> tuple[Tree, Tree, Callable[[Tree], S]]:
-        def rebuild(donated: Tree) -> S:
+    def partition(
+        self, state: StepState
+    ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
+        def combine(donated: Tree) -> StepState:
             params, opt_state = donated
             return state._replace(params=params, opt_state=opt_state)
 
-        return (state.params, state.opt_state), (), rebuild
+        return (state.params, state.opt_state), (), combine
 
     def body(
         self, shardings: Shardings, donated: Tree, kept: Tree
@@ -107,21 +109,17 @@ class AccumulateAndClose(Program["TrainStep"]):
     arguments = Accumulate.arguments
 
     def body(
-        self, shardings: Shardings, donated: S, kept: Tree, micro_batch: MicroBatch
-    ) -> tuple[S, StepMetrics]:
-        step, params = self.step, donated.params
-        model_state = model_state_of(donated)
-        added = step._add(
-            shardings, donated.opt_state, model_state, params, micro_batch
-        )
+        self, shardings: Shardings, donated: Tree, kept: Tree, micro_batch: MicroBatch
+    ) -> tuple[Tree, StepMetrics]:
+        step, (params, opt_state, model_state) = self.step, donated
+        added = step._add(shardings, opt_state, model_state, params, micro_batch)
         opt_state = added.opt_state
         closes = step.accumulation.schedule.closes(
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
         params, opt_state, metrics = step._update(shardings, closes, params, opt_state)
-        state = with_parts(donated, opt_state, added.model_state)
         metrics = merged(metrics, added.skipped, added.aux)
-        return state._replace(params=params), metrics
+        return (params, opt_state, added.model_state), metrics
 
     def after(self, known: Known) -> Known:
         return known._replace(count=None)
@@ -153,13 +151,17 @@ class TrainStep(Step):
       -9.2
     """
 
-    accumulates = True
+    opt_state_type = TokenAccumulationState
 
     def __post_init__(self) -> None:
         self.accumulate = Accumulate(self)
         self.close_window = Close(self)
         self._accumulate_and_close = AccumulateAndClose(self)
         self.lower = self._accumulate_and_close.lower
+
+    def _init(self, params: Params) -> TokenAccumulationState:
+        sums = self.devices.zeros(params, self.accumulation.dtypes(params))
+        return self.accumulation.init(params, sums)
 
     def _micro_batch(
         self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
@@ -187,12 +189,12 @@ class TrainStep(Step):
 
     def __call__(
         self,
-        state: S,
+        state: StepState,
         batch: Batch,
         *,
         rng: jax.Array | None = None,
         **loss_kwargs: Tree,
-    ) -> tuple[S, StepMetrics]:
+    ) -> tuple[StepState, StepMetrics]:
         """Adds a micro-batch; if this closes the window, applies the update.
 
         Args:
@@ -295,7 +297,7 @@ def make_train_step(
         one before it left; a rejected one leaves no trace. Over devices, floating
         values are averaged, and typed keys (`jax.random.key`) folded; integers must not
         depend on the rows, and no value may have an axis of rows, unless `loss_fn` sees
-        all of them. `init` and the step take and return a `ModelStepState`.
+        all of them.
       should_skip_update_fn: rejects micro-batches, see `token_accumulation`.
       accumulator_dtype: dtype of the sums, see `token_accumulation`.
       mesh: the mesh of devices, see `data_axes`.

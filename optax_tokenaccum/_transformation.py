@@ -20,7 +20,7 @@ from optax_tokenaccum._accumulation import (
 from optax_tokenaccum._backward import at_most_once
 from optax_tokenaccum._checks import check_num_tokens
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
-from optax_tokenaccum._state import TokenAccumulationState, has_sums
+from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     DType,
     Gradients,
@@ -224,8 +224,6 @@ def window_gradient(state: Tree, params: Params = None) -> Gradients:
       3.0
     """
     found = _accumulation_in(state, "window_gradient")
-    if not has_sums(found):
-        raise ValueError("A window step keeps no sums between calls: no gradient.")
     # In an `nnx.Optimizer`, each is a variable.
     [counter], [tokens] = map(jax.tree.leaves, (found.mini_step, found.acc_tokens))
     _check_is_one(counter, "window_gradient")

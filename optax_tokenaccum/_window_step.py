@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
@@ -12,14 +13,14 @@ from optax_tokenaccum._micro_batch import Loss, LossFn
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._state import (
-    S,
     StepMetrics,
+    StepState,
+    WindowOptState,
+    canonicalize_state,
     merged,
-    model_state_of,
-    with_parts,
 )
 from optax_tokenaccum._step import Known, Program, Step
-from optax_tokenaccum._trees import Batch, DType, Tree
+from optax_tokenaccum._trees import Batch, DType, Params, Tree
 from optax_tokenaccum._window import Bound, check_micro_batches, explained, run_window
 
 
@@ -46,31 +47,27 @@ class RunWindow(Program["WindowStep"]):
     def body(
         self,
         shardings: Shardings,
-        donated: S,
+        donated: Tree,
         kept: Tree,
         micro_batches: MicroBatch,
         num_micro_batches: Bound,
-    ) -> tuple[S, StepMetrics]:
-        step, params, old = self.step, donated.params, donated.opt_state
-        gradient_step = old.gradient_step.astype("int32")
+    ) -> tuple[Tree, StepMetrics]:
+        step, (params, old, model_state) = self.step, donated
         window, skipped, aux, model_state = run_window(
             step,
             micro_batches,
             params,
-            model_state_of(donated),
+            model_state,
             num_micro_batches,
-            gradient_step,
+            old.gradient_step.astype("int32"),
             shardings,
         )
         window = window._replace(inner_opt_state=old.inner_opt_state)
         params, new, metrics = step._update(shardings, True, params, window)
-        opt_state = old._replace(
-            gradient_step=new.gradient_step.astype(old.gradient_step.dtype),
-            inner_opt_state=new.inner_opt_state,
-            has_updated=new.has_updated,
+        opt_state = WindowOptState(
+            new.gradient_step.astype(old.gradient_step.dtype), new.inner_opt_state
         )
-        state = with_parts(donated, opt_state, model_state)
-        return state._replace(params=params), merged(metrics, skipped, aux)
+        return (params, opt_state, model_state), merged(metrics, skipped, aux)
 
     def after(self, known: Known) -> Known:
         return known
@@ -93,21 +90,26 @@ class WindowStep(Step):
       -5.0 4.0
     """
 
-    accumulates = False
+    opt_state_type = WindowOptState
 
     def __post_init__(self) -> None:
         self._run = RunWindow(self)
         self.lower = self._run.lower
 
+    def _init(self, params: Params) -> WindowOptState:
+        gradient_step = jnp.zeros((), jnp.int32)
+        opt_state = WindowOptState(gradient_step, self.accumulation.init_inner(params))
+        return canonicalize_state(params, opt_state)
+
     def __call__(
         self,
-        state: S,
+        state: StepState,
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
         num_micro_batches: Bound = None,
         **loss_kwargs: Tree,
-    ) -> tuple[S, StepMetrics]:
+    ) -> tuple[StepState, StepMetrics]:
         """Runs a window and applies its update, unless the window has no tokens.
 
         Args:
@@ -145,7 +147,7 @@ def make_window_step(
 
     The step is `window_value_and_grad` followed by one update of `optimizer`. Between
     windows it keeps only the parameters, the optimizer's own state, which is
-    `state.opt_state.inner_opt_state`, and some numbers; no sums of gradients.
+    `state.opt_state.inner_opt_state`, and the number of updates; no sums of gradients.
 
     The window closes after its last micro-batch. The `StepMetrics` describe the window:
     `skipped` tells whether any micro-batch was rejected, `aux` is stacked `[k, ...]`,

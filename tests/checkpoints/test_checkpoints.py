@@ -6,13 +6,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import platforms
+import problems
 import pytest
 from checkpoints.kinds import KINDS, SAVED, STEPS, after, in_plain_jax
 from helpers import slow
 
-from optax_tokenaccum import regroup_sums
+from optax_tokenaccum import make_train_step, regroup_sums
 
 VERSIONS = sorted(Path(__file__).parent.glob("v*"))
 
@@ -60,3 +62,24 @@ def test_the_window_goes_on_without_the_devices_that_began_it(version: Path):
     state = regroup_sums(saved["state"], kind.init())
     resumed = kind.weights(after(kind, state, range(SAVED, STEPS)))
     np.testing.assert_allclose(resumed, saved["end"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("model_state", [None, np.zeros(2)], ids=["without", "with"])
+def test_a_state_is_restored_with_a_target_or_without_as_one_of_0_5(
+    model_state: Any, tmp_path: Path
+):
+    has_state = model_state is not None
+    step = make_train_step(
+        problems.linear_loss, optax.adam(0.1), 2, has_model_state=has_state
+    )
+    state = step.init(problems.PARAMS, model_state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "state", state)
+        as_dictionary = checkpointer.restore(tmp_path / "state")
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    if not has_state:  # of which 0.5 had no part
+        as_dictionary.pop("model_state")
+    found = regroup_sums(as_dictionary, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)

@@ -283,7 +283,7 @@ ERRORS = """
       train_window(lambda params, x: (x, 8))
     TypeError: With has_aux=True, loss_fn must return (loss_sum, (num_tokens,
       train(loss_fn, has_aux=True)
-    ValueError: The state must be of the same kind of step
+    TypeError: The opt_state must be a WindowOptState
       window_step(train_state, window)
     TypeError: has_model_state=True
       stateful(loss_fn).init(params)
