@@ -25,7 +25,7 @@ from optax_tokenaccum._checks import (
     check_function,
     check_params,
 )
-from optax_tokenaccum._perturbations import PerturbedLoss, counted
+from optax_tokenaccum._perturbations import PerturbedLoss, contribution
 from optax_tokenaccum._schedule import Schedule
 from optax_tokenaccum._state import (
     SkipState,
@@ -158,7 +158,7 @@ class Accumulation:
             if trees.is_float0(x):
                 return so_far
             wide = jnp.asarray(x).astype(trees.at_least_float32(so_far.dtype))
-            x = counted(self._weighted(wide, n), n)
+            x = contribution(self._weighted(wide, n), n)
             return add(so_far, zero_unless(~skipped, x))
 
         sums = jax.tree.map(add_leaf, state.grad_sums, gradients)
@@ -275,7 +275,7 @@ class Accumulation:
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
             grad_sums=sums,
             acc_tokens=add_number(state.acc_tokens, jnp.maximum(num_tokens, 0)),
-            acc_value=add_number(state.acc_value, counted(value, num_tokens)),
+            acc_value=add_number(state.acc_value, contribution(value, num_tokens)),
             has_updated=jnp.zeros_like(state.has_updated),
             skip_state=skip_state,
         )

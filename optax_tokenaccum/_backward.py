@@ -205,7 +205,7 @@ def _unless_mapped(
     return mapped
 
 
-def emptied(empties: TracedBool, sums: T) -> T:
+def zero_if(empties: TracedBool, sums: T) -> T:
     """Zeros if `empties`, in the memory of the sums, else the sums."""
     if is_concrete(empties):
         return zeros_after(sums) if empties else sums

@@ -156,7 +156,7 @@ def of_model_state(
         rows = micro_batches, weights
         given = as_micro_batch(rows, rng, kwargs, setup.devices, axis=1)
         window = _window.run_window(
-            setup, given, params, model_state, num_micro_batches
+            setup, params, model_state, given, num_micro_batches
         )
         grads = trees.cast_like(window.opt_state.grad_sums, params)
         return (values, window.model_state), grads

@@ -19,8 +19,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._trees import Leaf
-
 Atom = Var | Literal
 Trace = Jaxpr | ClosedJaxpr
 T = TypeVar("T")
@@ -122,7 +120,7 @@ def aval(x: Atom) -> Any:
     return x.aval
 
 
-def without_consts(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Leaf]]:
+def without_consts(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     """A trace that holds no values, and its constants."""
     jaxpr, consts = closed.jaxpr, [*map(as_array, closed.consts)]
     if hasattr(jaxpr, "with_consts"):  # newer jax, where it holds them
@@ -130,7 +128,7 @@ def without_consts(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Leaf]]:
     return jaxpr, consts
 
 
-def as_array(constant: Leaf) -> Leaf:
+def as_array(constant: Any) -> Any:
     """A constant of a trace as an array of JAX, which traced numbers can index."""
     if isinstance(constant, jax.Array) or not hasattr(constant, "__array__"):
         return constant
@@ -139,8 +137,8 @@ def as_array(constant: Leaf) -> Leaf:
 
 
 def evaluate_some(
-    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], read: Callable[[Atom], Leaf]
-) -> dict[Atom, Leaf]:
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], read: Callable[[Atom], Any]
+) -> dict[Atom, Any]:
     """The outputs of some operations of `jaxpr`, which `read` what is given to them."""
     outvars = [x for eqn in eqns for x in eqn.outvars]
     invars = {x: None for eqn in eqns for x in eqn.invars if isinstance(x, Var)}

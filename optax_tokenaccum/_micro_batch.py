@@ -15,7 +15,7 @@ from optax_tokenaccum._devices import Devices, Shardings
 from optax_tokenaccum._jaxprs import Trace, collectives
 from optax_tokenaccum._per_device_loss import per_device_loss
 from optax_tokenaccum._perturbations import LossJaxpr
-from optax_tokenaccum._shard_batch import Inputs, MicroBatch
+from optax_tokenaccum._shard_batch import MicroBatch
 from optax_tokenaccum._state import TokenAccumulationState
 from optax_tokenaccum._trees import (
     Aux,
@@ -55,14 +55,14 @@ class Loss:
     has_model_state: bool = False
 
     def __call__(
-        self, params: Params, inputs: Inputs
+        self, params: Params, model_state: ModelState, micro_batch: MicroBatch
     ) -> tuple[jax.Array, tuple[ArrayLike, tuple[Aux, Changes]]]:
         """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
-        model_state, batch, rng, loss_kwargs = inputs
-        key = {} if rng is None else {"rng": rng}
+        key = {} if micro_batch.rng is None else {"rng": micro_batch.rng}
+        keywords = micro_batch.loss_kwargs.build() | key
         # A loss may assign to the containers that it is given.
         own = (jax.tree.map(lambda x: x, model_state),) * self.has_model_state
-        returned = self.loss_fn(params, *own, batch, **loss_kwargs.build(), **key)
+        returned = self.loss_fn(params, *own, micro_batch.batch, **keywords)
         changes: Changes = {}
         if self.has_model_state:
             match returned:
@@ -88,10 +88,10 @@ class Setup:
 
 def add_micro_batch(
     setup: Setup,
-    opt_state: TokenAccumulationState,
-    micro_batch: MicroBatch,
     params: Params,
     model_state: ModelState,
+    opt_state: TokenAccumulationState,
+    micro_batch: MicroBatch,
     shardings: Shardings = None,
 ) -> Added:
     """Differentiates the loss of a micro-batch, and adds it to the open window.
@@ -102,8 +102,8 @@ def add_micro_batch(
     dtype = opt_state.acc_tokens.dtype
     loss, devices = setup.loss, setup.devices
 
-    def of_rows(params: Params, inputs: Inputs) -> Any:
-        loss_sum, (num_tokens, rest) = loss(params, inputs)
+    def of_rows(params: Params, *given: Any) -> Any:
+        loss_sum, (num_tokens, rest) = loss(params, *given)
         return loss_sum, (as_num_tokens(num_tokens, dtype), rest)
 
     flat, are_spread, stack = devices.flatten_device_axis(
@@ -112,10 +112,10 @@ def add_micro_batch(
     if devices.device_axis:
         perturbations = zero_perturbations(*map(jax.tree.leaves, (flat, params)))
         perturbed_loss = per_device_loss(
-            of_rows, devices, params, micro_batch, model_state, perturbations
+            of_rows, devices, params, model_state, micro_batch, perturbations
         )
     else:
-        traced = LossJaxpr(of_rows, params, micro_batch.inputs(model_state))
+        traced = LossJaxpr(of_rows, params, model_state, micro_batch)
         check_own_map(traced.closed, params)
         check_trains(params, traced.reads(0))
         perturbed_loss = traced.perturbed(traced.pruned(1).value())

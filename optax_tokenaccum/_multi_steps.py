@@ -6,10 +6,14 @@ from typing import Any, Literal
 import jax
 import optax
 
-from optax_tokenaccum._accumulation import SkipFn, make_accumulation
+from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._state import TokenAccumulationState
-from optax_tokenaccum._transformation import Transformation, has_updated
+from optax_tokenaccum._transformation import (
+    Transformation,
+    as_transformation,
+    has_updated,
+)
 from optax_tokenaccum._trees import DType, OptState, Params, cast_like, check_same_tree
 
 
@@ -75,12 +79,13 @@ class MultiSteps:
             accumulator_dtype,
             token_mean=use_grad_mean,
         )
-        self._tx = Transformation(accumulation)
+        self.accumulation = accumulation
+        self._tx = as_transformation(accumulation)
         self.inner_opt = optax.with_extra_args_support(opt)
 
     def init(self, params: Params) -> TokenAccumulationState:
         """The state before the first micro-batch."""
-        return self._tx.init(params)
+        return self.accumulation.init(params)
 
     def update(
         self,
@@ -90,7 +95,8 @@ class MultiSteps:
         **extra_args: Any,
     ) -> tuple[Params, TokenAccumulationState]:
         """Adds a micro-batch; `num_tokens` is required. See `token_accumulation`."""
-        return self._tx.update(updates, state, params, **extra_args)
+        update: Any = self._tx.update
+        return update(updates, state, params, **extra_args)
 
     def has_updated(self, state: OptState) -> jax.Array:
         """Whether the last call closed its window with an update."""
@@ -101,16 +107,13 @@ class MultiSteps:
 
         A chain around the class itself would drop `num_tokens`.
         """
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
+        return self._tx
 
 
-def transformation_of(tx: Any) -> Transformation | None:
-    """What `token_accumulation(...)` or a `MultiSteps` was made of, else `None`."""
-    # An optax transformation is a pair of functions, with no room for more. Ours are
-    # bound methods. Where `update` is another function, callers raise an error.
-    owner = getattr(getattr(tx, "update", None), "__self__", None)
-    owner = owner._tx if isinstance(owner, MultiSteps) else owner
-    return owner if isinstance(owner, Transformation) else None
+def accumulation_of(tx: Any) -> Accumulation | None:
+    """That of what `token_accumulation(...)` or `MultiSteps` made, else `None`."""
+    is_ours = isinstance(tx, Transformation | MultiSteps)
+    return getattr(tx, "accumulation", None) if is_ours else None
 
 
 def from_multi_steps_state(

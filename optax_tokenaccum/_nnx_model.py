@@ -75,7 +75,7 @@ class ModelVariables:
         return {i - first for i in found}
 
 
-class Opened(NamedTuple):
+class SplitModel(NamedTuple):
     """A model, and its optimizer if there is one, as the state of a step."""
 
     model: nnx.Module
@@ -100,9 +100,9 @@ class Opened(NamedTuple):
         return [x for x in leaves if not _is_place(x)]
 
 
-def open_model(
+def split_model(
     model: nnx.Module, wrt: nnx.filterlib.Filter, opt_state: OptState = ()
-) -> Opened:
+) -> SplitModel:
     """Splits the model, whose structure may change from call to call."""
     graphdef, *states = nnx.split(model, wrt, ...)
     params, rest = states
@@ -110,7 +110,7 @@ def open_model(
         raise ValueError(f"wrt must match variables of the model: got none, {wrt!r}.")
     static = Static(graphdef, jax.tree.structure(states), wrt)
     variables = ModelVariables(rest, static)
-    return Opened(model, static, StepState(params, opt_state, variables))
+    return SplitModel(model, static, StepState(params, opt_state, variables))
 
 
 def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> LossFn:
@@ -168,13 +168,13 @@ def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> Loss
     return of_parts
 
 
-def laid_out(step: Step, state: StepState, taken: set[int]) -> StepState:
+def place_state(step: Step, state: StepState, taken: set[int]) -> StepState:
     """Moves the state's arrays to the shardings that `step.init` would give.
 
     With a mesh, this moves the arrays that are not on it yet. Without one, it moves
     those that were never placed. Arrays with an id in `taken` are copied.
     """
-    state = state._replace(params=step.devices.place(state.params))
+    state = state._replace(params=step.setup.devices.place(state.params))
     opt_state = state.opt_state
     like = step.init(*shapes_of((state.params, state.model_state)))
 

@@ -12,9 +12,9 @@ from optax_tokenaccum import _train_step, _window_step
 from optax_tokenaccum._accumulation import Accumulation
 from optax_tokenaccum._checks import as_inner_optimizer
 from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._micro_batch import Loss
-from optax_tokenaccum._multi_steps import transformation_of
-from optax_tokenaccum._nnx_model import Opened, laid_out, open_model
+from optax_tokenaccum._micro_batch import Loss, Setup
+from optax_tokenaccum._multi_steps import accumulation_of
+from optax_tokenaccum._nnx_model import SplitModel, place_state, split_model
 from optax_tokenaccum._state import (
     StepMetrics,
     StepState,
@@ -25,6 +25,11 @@ from optax_tokenaccum._state import (
 )
 from optax_tokenaccum._step import MEMO, Lowered, Step
 from optax_tokenaccum._trees import OptState, Tree, is_concrete, nodes_of
+
+WHERE_WINDOWS_LIVE = (
+    "An open window lives in the optimizer, so a train step takes one that accumulates "
+    "and a window step, which ends its windows, a plain one."
+)
 
 
 class ModelStep(abc.ABC):
@@ -55,13 +60,13 @@ class ModelStep(abc.ABC):
           ValueError: a window is open whose sums are laid out for other devices; or as
             for the `init` of the core; or an array is gone.
         """
-        self._prepared(model, optimizer, is_new=True)
+        self._lookup(model, optimizer, is_new=True)
 
     def __call__(
         self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
     ) -> StepMetrics:
         """Runs the core's step, and updates the model and the optimizer in place."""
-        return Part(self, "__call__")(model, optimizer, *args, **kwargs)
+        return BoundMethod(self, "__call__")(model, optimizer, *args, **kwargs)
 
     @abc.abstractmethod
     def _accumulation_of(self, optimizer: nnx.Optimizer) -> Accumulation:
@@ -71,13 +76,13 @@ class ModelStep(abc.ABC):
         """The variables of the optimizer, as the `opt_state` of the core's step."""
         return optimizer.opt_state
 
-    def _prepared(
+    def _lookup(
         self,
         model: nnx.Module,
         optimizer: nnx.Optimizer,
         *given: Tree,
         is_new: bool = False,
-    ) -> tuple[Step, Opened, StepState]:
+    ) -> tuple[Step, SplitModel, StepState]:
         """The core's step for this optimizer, the variables, and the state in them.
 
         If they are new, they are laid out. Arrays may be donated, except what is
@@ -91,10 +96,10 @@ class ModelStep(abc.ABC):
         step = self._steps.get(optimizer.tx)
         if step is None:
             accumulation = self._accumulation_of(optimizer)
-            step = self._core(self._loss, accumulation, self._devices, self._donate)
-            self._steps[optimizer.tx] = step
-        opened = open_model(model, optimizer.wrt, self._opt_state(optimizer))
-        state = opened.state()
+            setup = Setup(self._loss, accumulation, self._devices)
+            self._steps[optimizer.tx] = step = self._core(setup, self._donate)
+        split = split_model(model, optimizer.wrt, self._opt_state(optimizer))
+        state = split.state()
         arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
         if any(is_concrete(x) and x.is_deleted() for x in arrays):
             raise ValueError(
@@ -106,20 +111,22 @@ class ModelStep(abc.ABC):
         key = tag(state)
         is_array = isinstance(key, jax.Array) and is_concrete(key)
         # Arrays that are there twice, or in no variable, are copied.
-        taken = {*map(id, [*jax.tree.leaves(given), *opened.loose_arrays()])}
+        taken = {*map(id, [*jax.tree.leaves(given), *split.loose_arrays()])}
         known = MEMO.get(key)
-        is_known = known is not None and known.layout.step.devices == step.devices
+        is_known = (
+            known is not None and known.layout.step.setup.devices == self._devices
+        )
         if is_new or (is_array and not is_known):
-            state = laid_out(step, state, {*taken})
-            opened.write(state)
+            state = place_state(step, state, {*taken})
+            split.write(state)
         if is_array and self._donate:
             leaves = jax.tree.leaves(state)
             if len({*map(id, leaves)} | taken) < len(leaves) + len(taken):
                 state = jax.tree.map(lambda x: strong_and_unaliased(x, taken), state)
-        return step, opened, state
+        return step, split, state
 
 
-class Part:
+class BoundMethod:
     """A method of the core's step, on a model; `lower` takes the same arguments."""
 
     def __init__(self, step: ModelStep, name: str):
@@ -140,10 +147,10 @@ class Part:
         **kwargs: Tree,
     ) -> StepMetrics:
         owner = self._step
-        step, opened, state = owner._prepared(model, optimizer, args, kwargs)
+        step, split, state = owner._lookup(model, optimizer, args, kwargs)
         run = getattr(step, self._name) if compiled is None else compiled
         state, metrics = run(state, *args, **kwargs)
-        opened.write(state)
+        split.write(state)
         if not isinstance(owner, WindowStep):  # whose state has the count
             count, updates = optimizer.step, metrics.gradient_step
             if not is_concrete(updates):  # a loop needs the dtype that it began with
@@ -154,7 +161,7 @@ class Part:
     def lower(
         self, model: nnx.Module, optimizer: nnx.Optimizer, *args: Tree, **kwargs: Tree
     ) -> Lowered:
-        step, _, state = self._step._prepared(model, optimizer)
+        step, _, state = self._step._lookup(model, optimizer)
         program: Any = step if self._name == "__call__" else getattr(step, self._name)
         return Lowered(program.lower(state, *args, **kwargs), self._call)
 
@@ -166,20 +173,19 @@ class TrainStep(ModelStep):
 
     def __init__(self, loss: Loss, devices: Devices, donate: bool):
         super().__init__(loss, devices, donate)
-        self.accumulate = Part(self, "accumulate")
-        self.close_window = Part(self, "close_window")
-        self.lower = Part(self, "__call__").lower
+        self.accumulate = BoundMethod(self, "accumulate")
+        self.close_window = BoundMethod(self, "close_window")
+        self.lower = BoundMethod(self, "__call__").lower
 
     def _accumulation_of(self, optimizer: nnx.Optimizer) -> Accumulation:
-        transformation = transformation_of(optimizer.tx)
-        if transformation is None or transformation.accumulation.gradients != "sum":
+        accumulation = accumulation_of(optimizer.tx)
+        if accumulation is None or accumulation.gradients != "sum":
             raise TypeError(
-                "An open window lives in the optimizer: give nnx.Optimizer(model, "
+                f"{WHERE_WINDOWS_LIVE} Here, give nnx.Optimizer(model, "
                 "token_accumulation(...)), with a chain inside of it, or "
-                "MultiSteps(..., gradients='sum'). A window step takes the plain "
-                "optimizer."
+                "MultiSteps(..., gradients='sum')."
             )
-        return transformation.accumulation
+        return accumulation
 
 
 class WindowStep(ModelStep):
@@ -192,14 +198,13 @@ class WindowStep(ModelStep):
     ):
         super().__init__(loss, devices, donate)
         self._accumulation = accumulation  # for any inner optimizer
-        self.lower = Part(self, "__call__").lower
+        self.lower = BoundMethod(self, "__call__").lower
 
     def _accumulation_of(self, optimizer: nnx.Optimizer) -> Accumulation:
         kinds = TokenAccumulationState, optax.MultiStepsState
-        if transformation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
-            raise ValueError(
-                "A call is a whole window: give nnx.Optimizer the plain optimizer. An "
-                "accumulation, in which a window may be open, is for make_train_step."
+        if accumulation_of(optimizer.tx) or nodes_of(kinds, optimizer.opt_state):
+            raise TypeError(
+                f"{WHERE_WINDOWS_LIVE} Here, give the plain optimizer alone."
             )
         inner = as_inner_optimizer(optimizer.tx)
         return dataclasses.replace(self._accumulation, inner=inner)

@@ -24,10 +24,10 @@ from optax_tokenaccum._perturbations import (
     Perturbations,
     PerturbedLoss,
     as_perturbed_loss,
-    counted,
+    contribution,
     perturbed,
 )
-from optax_tokenaccum._shard_batch import Inputs, MicroBatch
+from optax_tokenaccum._shard_batch import MicroBatch
 from optax_tokenaccum._trees import (
     Leaf,
     ModelState,
@@ -40,16 +40,19 @@ from optax_tokenaccum._trees import (
     named_leaves,
 )
 
-# `loss(params, inputs) -> (loss_sum, (num_tokens, (aux, changes of the model state)))`.
-LossOfRows = Callable[[Params, Inputs], tuple[jax.Array, tuple[jax.Array, Tree]]]
+# A loss of `params, model_state, micro_batch`, which returns `(loss_sum, (num_tokens,
+# (aux, changes of the model state)))`.
+LossOfRows = Callable[
+    [Params, ModelState, MicroBatch], tuple[jax.Array, tuple[jax.Array, Tree]]
+]
 
 
 def per_device_loss(
     loss: LossOfRows,
     devices: Devices,
     params: Params,
-    micro_batch: MicroBatch,
     model_state: ModelState,
+    micro_batch: MicroBatch,
     perturbations: Perturbations,
 ) -> PerturbedLoss:
     """The loss of all rows, as a function of the perturbations of each device's copy.
@@ -57,18 +60,19 @@ def per_device_loss(
     It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`.
     """
     names = devices.names
-    differ = micro_batch.differ(model_state)
+    varies = jax.tree.map(is_key, model_state), micro_batch.varies_by_device()
     consumers: Consumers = defaultdict(set)
 
-    def of_device(perturbations: Perturbations, params: Params, inputs: Inputs) -> Any:
+    def of_device(
+        perturbations: Perturbations,
+        params: Params,
+        model_state: ModelState,
+        micro_batch: MicroBatch,
+    ) -> Any:
         place = jax.lax.axis_index(names)
         own_key = functools.partial(_own_key, place)
-        model_state = jax.tree.map(own_key, inputs.model_state)
-        rng = inputs.rng
-        if rng is not None:
-            rng = fold_key(rng, place)
-        inputs = inputs._replace(model_state=model_state, rng=rng)
-        traced = LossJaxpr(loss, params, inputs)
+        model_state = jax.tree.map(own_key, model_state)
+        traced = LossJaxpr(loss, params, model_state, micro_batch.at(place))
         consumers.update(traced.consumers)
         check_trains(params, traced.reads(0))
         own = [
@@ -77,17 +81,17 @@ def per_device_loss(
         ]
         _check_names(traced, own, names)
         if devices.size > 1:
-            _check_sums(traced, differ, devices.size, params, inputs)
+            _check_sums(traced, varies, devices.size, model_state)
         n = traced.pruned(1).value()
         loss_sum, (_, (aux, changed)) = traced.perturbed(n)(own)
         # Only its value: a gradient may be finite where the loss is not.
-        value = counted(jax.lax.stop_gradient(loss_sum), n)
+        value = contribution(jax.lax.stop_gradient(loss_sum), n)
         loss_sum = perturbed(loss_sum.dtype, value, loss_sum, None)
         aux = jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux)
         # nnx.remat returns all that it is given as new values.
         sources, numbers = traced.sources(), traced.numbers()[1][1][1]
         changed = {
-            i: _unified(x, names)
+            i: _mean_over_devices(x, names)
             for i, x in changed.items()
             if sources[numbers[i]] != len(own) + i
         }
@@ -96,12 +100,12 @@ def per_device_loss(
         return loss_sum, (total, (aux, changed))
 
     own = P(entry_of(names))
-    in_specs = own, P(), micro_batch.specs()
+    in_specs = own, P(), P(), micro_batch.specs()
     out_specs = P(), (P(), (own, P()))
     mapped = over_devices(of_device, devices.mesh, names, in_specs, out_specs)
 
     def of_rows(perturbations: Perturbations) -> Any:
-        return mapped(perturbations, params, micro_batch.inputs(model_state))
+        return mapped(perturbations, params, model_state, micro_batch)
 
     return as_perturbed_loss(of_rows, perturbations, consumers)
 
@@ -114,7 +118,7 @@ def _own_key(place: jax.Array, x: Leaf) -> Leaf:
     return keys.reshape(x.shape)
 
 
-def _unified(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _mean_over_devices(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The mean of floating values; the first device's keys; others are the same."""
     if not is_key(x):
         return jax.lax.pmean(x, names) if is_float(x) else x
@@ -142,13 +146,14 @@ def _check_names(
 
 
 def _check_sums(
-    traced: LossJaxpr, differ: Inputs, size: int, params: Params, inputs: Inputs
+    traced: LossJaxpr, varies: Tree, size: int, model_state: ModelState
 ) -> None:
     """Raises `ValueError` unless counts can be added up, and states be unified.
 
-    `differ` tells of each leaf of the inputs whether devices have different values.
+    `varies` tells of each leaf of the model state and of the micro-batch whether
+    devices have different values.
     """
-    own = [*(False for _ in jax.tree.leaves(params)), *jax.tree.leaves(differ)]
+    own = [*[False] * traced.num_params, *jax.tree.leaves(varies)]
 
     def needs(output: int) -> set[bool]:
         pruned = traced.pruned(output)
@@ -163,7 +168,7 @@ def _check_sums(
             f"{size} times. Sum their mask."
         )
     _, (_, (_, changed)) = traced.numbers()
-    names = [path.removeprefix(".") for path, _ in named_leaves(inputs.model_state)]
+    names = [path.removeprefix(".") for path, _ in named_leaves(model_state)]
     for i, output in changed.items():
         kind = traced.closed.out_avals[output].dtype
         cannot_mean = jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_

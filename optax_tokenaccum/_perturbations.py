@@ -78,7 +78,7 @@ from optax_tokenaccum._trees import (
 Perturbations = list[jax.Array | None]
 
 
-def counted(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
+def contribution(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """What `x`, a gradient or a loss, adds to a sum; `num_tokens` is its count.
 
     Without tokens that is what is finite: 0/0 adds nothing, and a loss that is real
@@ -102,7 +102,7 @@ def perturbed(
     perturbation: jax.Array,
     num_tokens: jax.Array | None,
 ) -> jax.Array:
-    """`value`, as a function of `perturbation`; its gradient is `counted`."""
+    """`value`, as a function of `perturbation`; its gradient is `contribution`."""
     return value
 
 
@@ -120,7 +120,7 @@ def _perturbed_backward(
 ) -> tuple[None, jax.Array, None]:
     cotangent = cotangent.astype(dtype)
     if num_tokens is not None:
-        cotangent = counted(cotangent, num_tokens)
+        cotangent = contribution(cotangent, num_tokens)
     return None, cotangent, None
 
 

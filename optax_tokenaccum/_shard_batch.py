@@ -1,7 +1,7 @@
 """What a loss is given, and where it is on a mesh."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,76 +10,55 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._devices import Devices, Entry, entry_of, is_placed, put, used
-from optax_tokenaccum._keywords import Keywords, as_keywords
+from optax_tokenaccum._keywords import as_keywords
 from optax_tokenaccum._trees import (
     Batch,
     Leaf,
-    ModelState,
     Tree,
     check_arrays,
     fold_key,
     is_concrete,
-    is_key,
     named_leaves,
     sharding_of,
 )
 
 
+def _static() -> Any:
+    return dataclasses.field(metadata={"static": True}, kw_only=True)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False)
-class Rows:
-    """A batch on the devices of a step.
+class MicroBatch:
+    """What a call gives to a loss besides the parameters and the model's state.
 
-    On a mesh, `is_whole` tells for each leaf whether every device has all of it: inside
-    `jit`, arrays on a mesh with Auto axes no longer tell how they are placed. `axis` is
-    the axis of the rows in the other leaves, spread over the data axes of `entry`.
+    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`. On a
+    mesh, `is_replicated` tells of each leaf of the batch whether every device has all
+    of it: inside `jit`, arrays on a mesh with Auto axes no longer tell how they are
+    placed. `axis` is the axis of the rows in the other leaves, spread over the data
+    axes of `entry`.
     """
 
     batch: Batch
-    is_whole: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
-    axis: int = dataclasses.field(metadata={"static": True})
-    entry: Entry = dataclasses.field(metadata={"static": True})
-
-    def specs(self) -> Batch:
-        rows = P(*[None] * self.axis, self.entry)
-        specs = [P() if is_whole else rows for is_whole in self.is_whole]
-        return jax.tree.unflatten(jax.tree.structure(self.batch), specs)
-
-
-class Inputs(NamedTuple):
-    """What a loss is given besides the parameters, or a tree that tells of each."""
-
-    model_state: ModelState
-    batch: Batch
-    rng: Tree
+    rng: Leaf  # one key for all devices, if there is one
     loss_kwargs: Any  # `Keywords`, or a tree that tells of them
+    is_replicated: tuple[bool, ...] = _static()
+    axis: int = _static()
+    entry: Entry = _static()
 
+    def specs(self) -> "MicroBatch":
+        """How it is spread over the data axes; a prefix of its tree."""
+        rows = P(*[None] * self.axis, self.entry)
+        specs = [P() if everywhere else rows for everywhere in self.is_replicated]
+        batch = jax.tree.structure(self.batch).unflatten(specs)
+        return dataclasses.replace(self, batch=batch, rng=P(), loss_kwargs=P())
 
-class MicroBatch(NamedTuple):
-    """What a call gives to a loss.
-
-    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`.
-    """
-
-    rows: Rows
-    rng: jax.Array | None  # one key for all devices, if there is one
-    loss_kwargs: Keywords
-
-    def inputs(self, model_state: ModelState) -> Inputs:
-        return Inputs(model_state, self.rows.batch, self.rng, self.loss_kwargs)
-
-    def specs(self) -> Inputs:
-        """How the inputs are spread over the data axes, as prefixes of their trees."""
-        everywhere = Inputs(*[P()] * len(Inputs._fields))
-        return everywhere._replace(batch=self.rows.specs())
-
-    def differ(self, model_state: ModelState) -> Inputs:
-        """Of each leaf of the inputs, whether devices get different values."""
-        is_whole = jax.tree.structure(self.rows.batch).unflatten(self.rows.is_whole)
-        same = jax.tree.map(lambda _: False, self.inputs(model_state))
-        return same._replace(
-            model_state=jax.tree.map(is_key, model_state),
-            batch=jax.tree.map(lambda whole: not whole, is_whole),
+    def varies_by_device(self) -> "MicroBatch":
+        """Of each leaf, whether devices get different values."""
+        varies = [not everywhere for everywhere in self.is_replicated]
+        return dataclasses.replace(
+            jax.tree.map(lambda _: False, self),
+            batch=jax.tree.structure(self.batch).unflatten(varies),
             rng=jax.tree.map(lambda _: True, self.rng),
         )
 
@@ -87,7 +66,7 @@ class MicroBatch(NamedTuple):
         """With the key of the micro-batch at `position` in a run or a window."""
         if self.rng is None:
             return self
-        return self._replace(rng=fold_key(self.rng, *position))
+        return dataclasses.replace(self, rng=fold_key(self.rng, *position))
 
 
 def as_micro_batch(
@@ -97,41 +76,44 @@ def as_micro_batch(
     devices: Devices,
     axis: int = 0,
 ) -> MicroBatch:
-    """What a call is given, on the devices of a step; `axis` is that of the rows."""
+    """What a call is given, on the devices of a step; `axis` is that of the rows.
+
+    Rows are spread over the devices; arrays that are on a mesh are not moved.
+    """
     check_arrays(batch, "A batch")
-    rest = devices.replicate((rng, as_keywords(loss_kwargs)))
-    return MicroBatch(shard_rows(batch, devices, axis), *rest)
-
-
-def shard_rows(batch: Batch, devices: Devices, axis: int = 0) -> Rows:
-    """Spreads the rows of a batch; arrays that are on a mesh are not moved."""
-    mesh = devices.mesh
+    keywords = as_keywords(loss_kwargs)
+    leaves, mesh = jax.tree.leaves(batch), devices.mesh
     if mesh is None:
-        return Rows(batch, (), axis, None)
-    leaves = jax.tree.leaves(batch)
+        own = rng, keywords
+        return MicroBatch(batch, *own, is_replicated=(), axis=axis, entry=None)
     everywhere = NamedSharding(mesh, P())
     arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) > axis]
-    copies = [i for i in arrays if _is_whole(leaves[i], devices.names)]
+    copies = [i for i in arrays if _is_replicated(leaves[i], devices.names)]
     rows = [i for i in arrays if i not in copies]
-    if not rows:  # the caller placed the whole batch on every device
+    if not rows:  # the caller placed all of the batch on every device
         rows, copies = copies, []
     if not everywhere.is_fully_addressable:
         _check_are_everywhere(leaves)
     if rows and devices.size > 1:
         _check_rows(batch, rows, copies, axis, devices)
-    is_whole = tuple(i not in rows for i in range(len(leaves)))
-    spread = Rows(batch, is_whole, axis, entry_of(devices.names))
+    given = MicroBatch(
+        batch,
+        *devices.replicate((rng, keywords)),
+        is_replicated=tuple(i not in rows for i in range(len(leaves))),
+        axis=axis,
+        entry=entry_of(devices.names),
+    )
 
-    def place(x: Leaf, spec: P) -> Leaf:
+    def put_in_place(x: Leaf, spec: P) -> Leaf:
         is_given = is_placed(x) or not is_concrete(x)
         return x if is_given else put(x, NamedSharding(mesh, spec))
 
-    placed = jax.tree.map(place, batch, spread.specs())
-    return dataclasses.replace(spread, batch=placed)
+    placed = jax.tree.map(put_in_place, batch, given.specs().batch)
+    return dataclasses.replace(given, batch=placed)
 
 
-def _is_whole(x: Leaf, names: tuple[str, ...]) -> bool:
-    """Whether `x` is known to be whole on every device of the data axes."""
+def _is_replicated(x: Leaf, names: tuple[str, ...]) -> bool:
+    """Whether every device of the data axes is known to have all of `x`."""
     sharding = sharding_of(x)
     if sharding is None:
         return False

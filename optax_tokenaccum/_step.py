@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef
 
-from optax_tokenaccum._backward import emptied
+from optax_tokenaccum._backward import zero_if
 from optax_tokenaccum._checks import check_params
 from optax_tokenaccum._devices import (
     Shardings,
@@ -71,7 +71,7 @@ class Layout:
     is_ready: bool = False
 
 
-class Known(NamedTuple):
+class HostInfo(NamedTuple):
     """What the host knows of a state that a step returned."""
 
     layout: Layout
@@ -79,7 +79,7 @@ class Known(NamedTuple):
 
 
 # Of all steps, because steps may take turns on one state.
-MEMO: ArrayMemo[Known] = ArrayMemo()
+MEMO: ArrayMemo[HostInfo] = ArrayMemo()
 
 
 class Program(abc.ABC, Generic[StepT]):
@@ -105,7 +105,7 @@ class Program(abc.ABC, Generic[StepT]):
 
     @abc.abstractmethod
     def body(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, StepMetrics]:
-        """The function to jit: `body(shardings, donated, kept, *traced)`.
+        """The function to jit: `body(donated, kept, *traced, shardings=...)`.
 
         It returns new values of what is donated, and metrics. The shardings are those
         of the parameters.
@@ -122,7 +122,7 @@ class Program(abc.ABC, Generic[StepT]):
         return parts, (), lambda new: StepState(*new)
 
     @abc.abstractmethod
-    def after(self, known: Known) -> Known:
+    def next_info(self, known: HostInfo) -> HostInfo:
         """What is known of the new state, from what was known of the old one."""
 
     def __call__(
@@ -135,22 +135,22 @@ class Program(abc.ABC, Generic[StepT]):
     ) -> tuple[StepState, StepMetrics]:
         self.step._require(state)
         traced = self.arguments(*args, **kwargs)
-        return self.run(state, self.step.known_of(state), traced, compiled)[:2]
+        return self.run(state, self.step.lookup(state), traced, compiled)[:2]
 
     def run(
         self,
         state: StepState,
-        known: Known,
+        known: HostInfo,
         traced: tuple[Tree, ...],
         compiled: jax.stages.Compiled | None = None,
-    ) -> tuple[StepState, StepMetrics, Known]:
+    ) -> tuple[StepState, StepMetrics, HostInfo]:
         """Runs the program with a state and arguments that are checked."""
         donated, kept, combine = self.partition(state)
         if self.step.donate:
             donated, traced = copy_aliased(donated, traced)
         run = self._at(known.layout) if compiled is None else compiled
         donated, metrics = run(donated, kept, *traced)
-        new, known = combine(donated), self.after(known)
+        new, known = combine(donated), self.next_info(known)
         MEMO.remember(tag(new), known)
         return new, metrics, known
 
@@ -178,7 +178,7 @@ class Program(abc.ABC, Generic[StepT]):
         return layout.jitted[self]
 
     def _make(self, layout: Layout) -> jax.stages.Wrapped:
-        devices, of_params, out = self.step.devices, None, None
+        devices, of_params, out = self.step.setup.devices, None, None
         # `shardings` are those of the whole state, leaf by leaf. Put in the places of
         # its leaves, they can be split as a state is: into those of the parameters,
         # which the body constrains gradients to, and those of what is donated, which
@@ -191,7 +191,7 @@ class Program(abc.ABC, Generic[StepT]):
         unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
         # Metrics are scalars on every device, except `aux`, which may have rows.
         metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
-        body = functools.partial(self.body, of_params)
+        body = functools.partial(self.body, shardings=of_params)
         # In an outer `jit`, the caller's program decides where arrays are.
         is_pinned = layout.shardings is not None and layout.is_concrete
         return jax.jit(
@@ -237,9 +237,10 @@ def _or_none(x: Leaf) -> NamedSharding | None:
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Step(Setup, abc.ABC):
+class Step(abc.ABC):
     """A step for a loss of parameters, for one micro-batch or for a whole window."""
 
+    setup: Setup
     donate: bool
     _warned = False
     opt_state_type: ClassVar[type]  # of its states
@@ -281,7 +282,7 @@ class Step(Setup, abc.ABC):
             without `has_model_state=True`, or the reverse.
           ValueError: an array is on a mesh other than the step's.
         """
-        has_model_state = self.loss.has_model_state
+        has_model_state = self.setup.loss.has_model_state
         if has_model_state != (model_state is not None):
             given = ", model_state" * has_model_state
             raise TypeError(f"has_model_state={has_model_state}: init(params{given}).")
@@ -289,18 +290,18 @@ class Step(Setup, abc.ABC):
         leaves = jax.tree.leaves((params, model_state))
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         own = shapes_of if is_abstract else copy_for_donation
-        params = self.devices.place(own(params))
+        params = self.setup.devices.place(own(params))
         init = self._of_shapes if is_abstract else self._init
         if not self._warned:
-            self._warned = warn_of_whole_sums(self.devices, params)
+            self._warned = warn_of_whole_sums(self.setup.devices, params)
         # Its own, because an optimizer may return an array that it keeps.
-        opt_state = own(self.devices.init(init, params))
+        opt_state = own(self.setup.devices.init(init, params))
         if model_state is not None:
-            model_state = self.devices.place(
+            model_state = self.setup.devices.place(
                 canonicalize_state(params, own(model_state))
             )
         state = StepState(params, opt_state, model_state)
-        MEMO.remember(tag(state), Known(self.layout_of(state), count=0))
+        MEMO.remember(tag(state), HostInfo(self.layout_of(state), count=0))
         return state
 
     @abc.abstractmethod
@@ -329,14 +330,14 @@ class Step(Setup, abc.ABC):
 
     def _require(self, state: StepState) -> None:
         """Raises if this step cannot take the state."""
-        has_model_state = self.loss.has_model_state
+        has_model_state = self.setup.loss.has_model_state
         require_step_state(state, self.opt_state_type, has_model_state=has_model_state)
 
-    def known_of(self, state: StepState) -> Known:
+    def lookup(self, state: StepState) -> HostInfo:
         """What is known of the state of a call, also if another step returned it."""
         known = MEMO.get(tag(state))
         if known is None:
-            return Known(self.layout_of(state))
+            return HostInfo(self.layout_of(state))
         # The static part of a model, such as `train()`, may have changed.
         model = jax.tree.structure(state.model_state)
         if known.layout.step is not self or known.layout.model != model:
@@ -355,7 +356,7 @@ class Step(Setup, abc.ABC):
         """Raises `ValueError` if the sums belong to a different number of devices."""
         leaves = jax.tree.leaves(params)
         for acc, p in zip(jax.tree.leaves(sums), leaves, strict=False):
-            expected = (*self.devices.device_axis, *p.shape)
+            expected = (*self.setup.devices.device_axis, *p.shape)
             if acc.shape != expected and p.shape in (acc.shape, acc.shape[1:]):
                 raise ValueError(
                     "The sums must be laid out for this step's devices: expected shape "
@@ -365,7 +366,7 @@ class Step(Setup, abc.ABC):
 
     def _metrics(self, opt_state: TokenAccumulationState) -> StepMetrics:
         """The metrics of an open window."""
-        loss, num_tokens = self.accumulation.window_so_far(opt_state)
+        loss, num_tokens = self.setup.accumulation.window_so_far(opt_state)
         return StepMetrics(
             loss=loss,
             num_tokens=num_tokens,
@@ -378,13 +379,13 @@ class Step(Setup, abc.ABC):
 
     def _update(
         self,
-        shardings: Shardings,
-        closes: TracedBool,
         params: Params,
         opt_state: TokenAccumulationState,
+        closes: TracedBool,
+        shardings: Shardings,
     ) -> tuple[Params, TokenAccumulationState, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
-        inner, devices = self.accumulation.inner, self.devices
+        accumulation, devices = self.setup.accumulation, self.setup.devices
         metrics = self._metrics(opt_state)
 
         def update(
@@ -392,9 +393,9 @@ class Step(Setup, abc.ABC):
         ) -> tuple[Gradients, tuple[Params, jax.Array], OptState]:
             sums = devices.reduce_over_devices(state.grad_sums, shardings)
             whole, params = state._replace(grad_sums=sums), held[0]
-            gradient, norm = self.accumulation.gradient_and_norm(whole, params)
+            gradient, norm = accumulation.gradient_and_norm(whole, params)
             extra = {"value": metrics.loss, "num_tokens": metrics.num_tokens}
-            updates, inner_state = inner.update(
+            updates, inner_state = accumulation.inner.update(
                 gradient, state.inner_opt_state, params, **extra
             )
             params = jax.tree.map(_applied, params, updates)
@@ -405,7 +406,7 @@ class Step(Setup, abc.ABC):
 
         params = devices.constrain(params, shardings, like_sums=True)
         try:
-            closed, (params, grad_norm) = self.accumulation.close(
+            closed, (params, grad_norm) = accumulation.close(
                 opt_state, closes, update, (params, metrics.grad_norm)
             )
         except TypeError as error:
@@ -415,7 +416,7 @@ class Step(Setup, abc.ABC):
             )
             raise
         is_empty = closes & jnp.logical_not(closed.has_updated)
-        closed = closed._replace(grad_sums=emptied(is_empty, closed.grad_sums))
+        closed = closed._replace(grad_sums=zero_if(is_empty, closed.grad_sums))
         # Gathered after the loop: 554 instead of 705 MB, and half the bytes.
         params = devices.constrain(params, shardings)
         metrics = metrics._replace(

@@ -8,7 +8,7 @@ import optax
 from optax_tokenaccum._accumulation import Added, SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._micro_batch import Loss, LossFn, add_micro_batch
+from optax_tokenaccum._micro_batch import Loss, LossFn, Setup, add_micro_batch
 from optax_tokenaccum._schedule import CountSchedule, make_schedule
 from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._state import (
@@ -18,7 +18,7 @@ from optax_tokenaccum._state import (
     merged,
     micro_batches_seen,
 )
-from optax_tokenaccum._step import Known, Program, Step
+from optax_tokenaccum._step import HostInfo, Program, Step
 from optax_tokenaccum._trees import (
     Batch,
     DType,
@@ -56,19 +56,20 @@ class Accumulate(Program["TrainStep"]):
 
     def body(
         self,
-        shardings: Shardings,
         donated: Tree,
         kept: Params,
         micro_batch: MicroBatch,
+        *,
+        shardings: Shardings,
     ) -> tuple[Tree, StepMetrics]:
         opt_state, model_state = donated
-        added = self.step._add(shardings, opt_state, model_state, kept, micro_batch)
+        added = self.step._add(kept, model_state, opt_state, micro_batch, shardings)
         metrics = self.step._metrics(added.opt_state)
         metrics = merged(metrics, added.skipped, added.aux)
         return (added.opt_state, added.model_state), metrics
 
-    def after(self, known: Known) -> Known:
-        keeps_count = self.step.accumulation.should_skip_update_fn is None
+    def next_info(self, known: HostInfo) -> HostInfo:
+        keeps_count = self.step.setup.accumulation.should_skip_update_fn is None
         if known.count is None or not keeps_count:
             return known._replace(count=None)
         return known._replace(count=known.count + 1)
@@ -90,16 +91,16 @@ class Close(Program["TrainStep"]):
         return (state.params, state.opt_state), (), combine
 
     def body(
-        self, shardings: Shardings, donated: Tree, kept: Tree
+        self, donated: Tree, kept: Tree, *, shardings: Shardings
     ) -> tuple[Tree, StepMetrics]:
         params, opt_state = donated
         self.step._check_sums(opt_state.grad_sums, params)
         params, opt_state, metrics = self.step._update(
-            shardings, True, params, opt_state
+            params, opt_state, True, shardings
         )
         return (params, opt_state), metrics
 
-    def after(self, known: Known) -> Known:
+    def next_info(self, known: HostInfo) -> HostInfo:
         return known._replace(count=0)
 
 
@@ -109,19 +110,24 @@ class AccumulateAndClose(Program["TrainStep"]):
     arguments = Accumulate.arguments
 
     def body(
-        self, shardings: Shardings, donated: Tree, kept: Tree, micro_batch: MicroBatch
+        self,
+        donated: Tree,
+        kept: Tree,
+        micro_batch: MicroBatch,
+        *,
+        shardings: Shardings,
     ) -> tuple[Tree, StepMetrics]:
         step, (params, opt_state, model_state) = self.step, donated
-        added = step._add(shardings, opt_state, model_state, params, micro_batch)
+        added = step._add(params, model_state, opt_state, micro_batch, shardings)
         opt_state = added.opt_state
-        closes = step.accumulation.schedule.closes(
+        closes = step.setup.accumulation.schedule.closes(
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
-        params, opt_state, metrics = step._update(shardings, closes, params, opt_state)
+        params, opt_state, metrics = step._update(params, opt_state, closes, shardings)
         metrics = merged(metrics, added.skipped, added.aux)
         return (params, opt_state, added.model_state), metrics
 
-    def after(self, known: Known) -> Known:
+    def next_info(self, known: HostInfo) -> HostInfo:
         return known._replace(count=None)
 
 
@@ -160,31 +166,28 @@ class TrainStep(Step):
         self.lower = self._accumulate_and_close.lower
 
     def _init(self, params: Params) -> TokenAccumulationState:
-        sums = self.devices.zeros(params, self.accumulation.dtypes(params))
-        return self.accumulation.init(params, sums)
+        sums = self.setup.devices.zeros(params, self.setup.accumulation.dtypes(params))
+        return self.setup.accumulation.init(params, sums)
 
     def _micro_batch(
         self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
     ) -> MicroBatch:
-        return as_micro_batch(batch, rng, loss_kwargs, self.devices)
+        return as_micro_batch(batch, rng, loss_kwargs, self.setup.devices)
 
     def _add(
         self,
-        shardings: Shardings,
-        opt_state: TokenAccumulationState,
-        model_state: ModelState,
         params: Params,
+        model_state: ModelState,
+        opt_state: TokenAccumulationState,
         micro_batch: MicroBatch,
+        shardings: Shardings,
     ) -> Added:
         """Adds a micro-batch to the open window."""
         self._check_sums(opt_state.grad_sums, params)
+        place = opt_state.gradient_step, micro_batches_seen(opt_state)
+        micro_batch = micro_batch.at(*place)
         return add_micro_batch(
-            self,
-            opt_state,
-            micro_batch.at(opt_state.gradient_step, micro_batches_seen(opt_state)),
-            params,
-            model_state,
-            shardings,
+            self.setup, params, model_state, opt_state, micro_batch, shardings
         )
 
     def __call__(
@@ -217,7 +220,7 @@ class TrainStep(Step):
             than `(loss_sum, num_tokens)`.
         """
         self._require(state)
-        schedule = self.accumulation.schedule
+        schedule = self.setup.accumulation.schedule
         if not schedule.is_set:
             raise ValueError(
                 "This step has no schedule that closes its windows. Give one to "
@@ -225,13 +228,13 @@ class TrainStep(Step):
                 "step.accumulate(state, batch) and step.close_window(state)."
             )
         counter = state.opt_state.mini_step
-        keeps_count = self.accumulation.should_skip_update_fn is None
+        keeps_count = self.setup.accumulation.should_skip_update_fn is None
         if not (
             isinstance(schedule.every_k, int) and keeps_count and is_concrete(counter)
         ):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
         traced = (self._micro_batch(batch, rng, loss_kwargs),)
-        known = self.known_of(state)
+        known = self.lookup(state)
         if known.count is None:  # the device is read once
             known = known._replace(count=int(jax.device_get(counter)))
         # Compile the close before `accumulate` donates the sums: after an error in the
@@ -349,6 +352,5 @@ def make_train_step(
         accumulator_dtype=accumulator_dtype,
     )
     devices = make_devices(mesh, data_axes, reduce_every)
-    return TrainStep(
-        Loss(loss_fn, has_aux, has_model_state), accumulation, devices, donate
-    )
+    loss = Loss(loss_fn, has_aux, has_model_state)
+    return TrainStep(Setup(loss, accumulation, devices), donate)

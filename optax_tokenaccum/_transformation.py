@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -125,44 +124,50 @@ def token_accumulation(
     accumulation = make_accumulation(
         inner, schedule, gradients, should_skip_update_fn, accumulator_dtype
     )
-    tx = Transformation(accumulation)
-    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return as_transformation(accumulation)
 
 
-@dataclass(frozen=True)
-class Transformation:
-    """An accumulation in the form of an optax transformation."""
+class Transformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that carries its accumulation."""
 
     accumulation: Accumulation
 
-    def init(self, params: optax.Params) -> TokenAccumulationState:
-        return self.accumulation.init(params)
 
-    def update(
-        self,
-        updates: optax.Updates,
-        state: Tree,
-        params: optax.Params | None = None,
-        *,
-        num_tokens: ArrayLike | None = None,
-        value: ArrayLike | None = None,
-        close_window: TracedBool | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, TokenAccumulationState]:
-        """See `token_accumulation`."""
-        accumulation = self.accumulation
-        num_tokens = check_num_tokens(num_tokens, updates, extra_args)
-        added = accumulation.add(updates, state, params, num_tokens, value)
-        state = added.opt_state
-        mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)
-        if value is not None:
-            if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating):
-                mean_value = mean_value.astype(value.dtype)
-            extra_args["value"] = mean_value
-        closes = accumulation.schedule.closes(
-            state.mini_step, state.acc_tokens, state.gradient_step, close_window
-        )
-        return _close(accumulation, state, closes, updates, params, extra_args)
+def as_transformation(accumulation: Accumulation) -> Transformation:
+    update: Any = functools.partial(_update, accumulation)
+    tx = Transformation(functools.partial(_init, accumulation), update)
+    tx.accumulation = accumulation
+    return tx
+
+
+def _init(accumulation: Accumulation, params: optax.Params) -> TokenAccumulationState:
+    return accumulation.init(params)
+
+
+def _update(
+    accumulation: Accumulation,
+    updates: optax.Updates,
+    state: Tree,
+    params: optax.Params | None = None,
+    *,
+    num_tokens: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    close_window: TracedBool | None = None,
+    **extra_args: Any,
+) -> tuple[optax.Updates, TokenAccumulationState]:
+    """See `token_accumulation`."""
+    num_tokens = check_num_tokens(num_tokens, updates, extra_args)
+    added = accumulation.add(updates, state, params, num_tokens, value)
+    state = added.opt_state
+    mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)
+    if value is not None:
+        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating):
+            mean_value = mean_value.astype(value.dtype)
+        extra_args["value"] = mean_value
+    closes = accumulation.schedule.closes(
+        state.mini_step, state.acc_tokens, state.gradient_step, close_window
+    )
+    return _close(accumulation, state, closes, updates, params, extra_args)
 
 
 def has_updated(state: optax.OptState) -> jax.Array:

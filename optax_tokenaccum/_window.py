@@ -26,7 +26,7 @@ from optax_tokenaccum._micro_batch import (
 )
 from optax_tokenaccum._perturbations import LossJaxpr
 from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._shard_batch import Inputs, MicroBatch, as_micro_batch
+from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._trees import (
     Aux,
     Batch,
@@ -41,9 +41,9 @@ from optax_tokenaccum._trees import (
 WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
 Bound = ArrayLike | None  # of the micro-batches that run
 Reduction = Literal["mean", "sum"]
-# Leaf index -> (source axis, destination axis), both negative: a sum that each device
-# has of its own has one more axis in front.
-Moves = dict[int, tuple[int, int]]
+# By the leaf of the parameters: the axis of the layers, and the first, both negative,
+# because a sum that each device has of its own has one more axis in front.
+LayerAxes = dict[int, tuple[int, int]]
 
 
 def window_value_and_grad(
@@ -146,7 +146,7 @@ def window_value_and_grad(
         check_micro_batches(micro_batches, num_micro_batches)
         given = as_micro_batch(micro_batches, rng, loss_kwargs, setup.devices, axis=1)
         state, _, aux, model_state = run_window(
-            setup, given, params, model_state, num_micro_batches
+            setup, params, model_state, given, num_micro_batches
         )
         loss, num_tokens = accumulation.window_so_far(state)
         if reduction == "sum":
@@ -186,9 +186,9 @@ def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_window(
     setup: Setup,
-    micro_batches: MicroBatch,
     params: Params,
     model_state: ModelState,
+    micro_batches: MicroBatch,
     num_micro_batches: Bound,
     gradient_step: ArrayLike | None = None,
     shardings: Shardings = None,
@@ -197,28 +197,28 @@ def run_window(
 
     Keys are folded with `gradient_step`, if it is known, and the micro-batch's index.
     """
-    rows, params = micro_batches.rows, jax.tree.map(jnp.asarray, params)
+    params, batches = jax.tree.map(jnp.asarray, params), micro_batches.batch
     accumulation = setup.accumulation
 
     def given(batch: Batch, i: ArrayLike) -> MicroBatch:
-        own = dataclasses.replace(rows, batch=batch, axis=0)
-        position = (i,) if gradient_step is None else (gradient_step, i)
-        return micro_batches._replace(rows=own).at(*position)
+        own = dataclasses.replace(micro_batches, batch=batch, axis=0)
+        return own.at(i) if gradient_step is None else own.at(gradient_step, i)
 
-    moves: Moves = {}
+    layer_axes: LayerAxes = {}
     has_layers = max(map(jnp.ndim, jax.tree.leaves(params)), default=0) > 2
     if has_layers and accumulation.should_skip_update_fn is None:
-        with explained(rows.batch):
-            first = given(taken(rows.batch, 0), 0)
-            moves = moves_of_layers(setup, params, model_state, first)
+        with explained(batches):
+            first = given(micro_batch_at(batches, 0), 0)
+            layer_axes = layer_axes_of(setup, params, model_state, first)
 
-    def of_turned(params: Params, *args: Tree, **kwargs: Tree) -> Any:
-        params = turned(params, moves, back=True)
+    def of_moved(params: Params, *args: Tree, **kwargs: Tree) -> Any:
+        params = move_layers_back(params, layer_axes)
         return setup.loss.loss_fn(params, *args, **kwargs)
 
-    loss_of_turned = dataclasses.replace(setup.loss, loss_fn=of_turned)
-    setup_of_turned = Setup(loss_of_turned, accumulation, setup.devices)
-    params, shardings = turned(params, moves), turned_shardings(shardings, moves)
+    loss_of_moved = dataclasses.replace(setup.loss, loss_fn=of_moved)
+    setup_of_moved = dataclasses.replace(setup, loss=loss_of_moved)
+    params = move_layers_first(params, layer_axes)
+    shardings = shardings_of_moved(shardings, layer_axes)
     sums = setup.devices.zeros(params, accumulation.dtypes(params))
     empty = accumulation.empty_window(params, sums)
     updates = 0 if gradient_step is None else gradient_step
@@ -227,66 +227,65 @@ def run_window(
     def add(i: ArrayLike, batch: Batch, carry: Tree) -> tuple[Tree, Aux]:
         state, model_state, any_skipped = carry
         added = add_micro_batch(
-            setup_of_turned,
-            state,
-            given(batch, i),
-            params,
-            model_state,
-            shardings,
+            setup_of_moved, params, model_state, state, given(batch, i), shardings
         )
         carry = added.opt_state, added.model_state, any_skipped | added.skipped
         return carry, added.aux
 
     carry = empty, model_state, jnp.zeros((), jnp.bool_)
     (state, model_state, skipped), aux = for_each(
-        add, carry, rows.batch, num_micro_batches, setup.loss.has_aux
+        add, carry, batches, num_micro_batches, setup.loss.has_aux
     )
-    sums = turned(state.grad_sums, moves, back=True)
+    sums = move_layers_back(state.grad_sums, layer_axes)
     state = state._replace(grad_sums=sums)
     return Added(state, skipped, aux, model_state)
 
 
 # Layers may be stacked along an axis that is not the first, such as MaxText's
 # `param_scan_axis=1`. They are transposed before the scan, and so is their gradient
-# after it, as a whole. During a window the sums are turned instead, once at its end.
+# after it, as a whole. During a window their axis is the first instead, in sums too.
 
 
-def moves_of_layers(
+def layer_axes_of(
     setup: Setup,
     params: Params,
     model_state: ModelState,
     micro_batch: MicroBatch,
-) -> Moves:
+) -> LayerAxes:
     """The axes along which scans take layers, where these are not the first."""
-    moves: Moves = {}
+    found: LayerAxes = {}
     devices, everywhere = setup.devices, PartitionSpec()
 
-    def look(params: Params, inputs: Inputs) -> None:
+    def look(params: Params, model_state: ModelState, micro_batch: MicroBatch) -> None:
         ranks = [*map(jnp.ndim, jax.tree.leaves(params))]
-        axes = LossJaxpr(setup.loss, params, inputs).axes_of_layers()
-        moves.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
+        axes = LossJaxpr(setup.loss, params, model_state, micro_batch).axes_of_layers()
+        found.update((i, (x - ranks[i], -ranks[i])) for i, x in axes.items() if x)
 
     if devices.device_axis:  # where the loss may ask for the device's place
-        specs = everywhere, micro_batch.specs()
+        specs = everywhere, everywhere, micro_batch.specs()
         look = over_devices(look, devices.mesh, devices.names, specs, everywhere)
-    jax.eval_shape(look, params, micro_batch.inputs(model_state))
-    return moves
+    jax.eval_shape(look, params, model_state, micro_batch)
+    return found
 
 
-def turned(tree: Params, moves: Moves, *, back: bool = False) -> Params:
-    """A tree like the parameters with these axes first; `back` is the inverse."""
+def move_layers_first(tree: Params, layer_axes: LayerAxes) -> Params:
+    """A tree like the parameters, or the sums, with these axes first."""
     leaves, structure = jax.tree.flatten(tree)
-    for i, (axis, first) in moves.items():
-        ends = (first, axis) if back else (axis, first)
-        leaves[i] = jnp.moveaxis(leaves[i], *ends)
+    for i, (axis, first) in layer_axes.items():
+        leaves[i] = jnp.moveaxis(leaves[i], axis, first)
     return structure.unflatten(leaves)
 
 
-def turned_shardings(shardings: Shardings, moves: Moves) -> Shardings:
+def move_layers_back(tree: Params, layer_axes: LayerAxes) -> Params:
+    inverse = {i: (first, axis) for i, (axis, first) in layer_axes.items()}
+    return move_layers_first(tree, inverse)
+
+
+def shardings_of_moved(shardings: Shardings, layer_axes: LayerAxes) -> Shardings:
     if shardings is None:
         return None
     leaves = [*shardings]
-    for i, (axis, first) in moves.items():
+    for i, (axis, first) in layer_axes.items():
         if (sharding := leaves[i]) is not None:
             spec = entries_of(sharding, -first)
             spec.insert(0, spec.pop(axis))
@@ -294,7 +293,7 @@ def turned_shardings(shardings: Shardings, moves: Moves) -> Shardings:
     return leaves
 
 
-def taken(micro_batches: Batch, i: ArrayLike) -> Batch:
+def micro_batch_at(micro_batches: Batch, i: ArrayLike) -> Batch:
     """The micro-batch at an index of a stacked window."""
 
     def take(x: jax.Array) -> jax.Array:
@@ -324,7 +323,7 @@ def for_each(
 
     def run(i: ArrayLike, carry: Tree) -> tuple[Tree, Aux]:
         with explained(micro_batches, name):
-            return add(i, taken(batches, i), carry)
+            return add(i, micro_batch_at(batches, i), carry)
 
     def body(i: ArrayLike, so_far: Tree) -> Tree:
         def put(xs: jax.Array, x: jax.Array) -> jax.Array:
@@ -468,7 +467,7 @@ def accumulate_over_window(
 
         with explained(micro_batches, "value_and_grad_fn"):
             trace = jax.make_jaxpr(call, return_shape=True)
-            traced, (values, like) = trace(0, taken(micro_batches, 0))
+            traced, (values, like) = trace(0, micro_batch_at(micro_batches, 0))
         types = traced.out_avals[len(jax.tree.leaves(values)) :]
         check_own_map(traced, types, is_loss=False)
         summed = without_float0(like)

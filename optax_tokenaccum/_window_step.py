@@ -9,7 +9,7 @@ import optax
 from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._checks import check_function
 from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._micro_batch import Loss, LossFn
+from optax_tokenaccum._micro_batch import Loss, LossFn, Setup
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._state import (
@@ -19,7 +19,7 @@ from optax_tokenaccum._state import (
     canonicalize_state,
     merged,
 )
-from optax_tokenaccum._step import Known, Program, Step
+from optax_tokenaccum._step import HostInfo, Program, Step
 from optax_tokenaccum._trees import Batch, DType, Params, Tree
 from optax_tokenaccum._window import Bound, check_micro_batches, explained, run_window
 
@@ -40,36 +40,37 @@ class RunWindow(Program["WindowStep"]):
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
             given = as_micro_batch(
-                micro_batches, rng, loss_kwargs, self.step.devices, axis=1
+                micro_batches, rng, loss_kwargs, self.step.setup.devices, axis=1
             )
         return given, num_micro_batches
 
     def body(
         self,
-        shardings: Shardings,
         donated: Tree,
         kept: Tree,
         micro_batches: MicroBatch,
         num_micro_batches: Bound,
+        *,
+        shardings: Shardings,
     ) -> tuple[Tree, StepMetrics]:
         step, (params, old, model_state) = self.step, donated
         window, skipped, aux, model_state = run_window(
-            step,
-            micro_batches,
+            step.setup,
             params,
             model_state,
+            micro_batches,
             num_micro_batches,
             old.gradient_step.astype("int32"),
             shardings,
         )
         window = window._replace(inner_opt_state=old.inner_opt_state)
-        params, new, metrics = step._update(shardings, True, params, window)
+        params, new, metrics = step._update(params, window, True, shardings)
         opt_state = WindowOptState(
             new.gradient_step.astype(old.gradient_step.dtype), new.inner_opt_state
         )
         return (params, opt_state, model_state), merged(metrics, skipped, aux)
 
-    def after(self, known: Known) -> Known:
+    def next_info(self, known: HostInfo) -> HostInfo:
         return known
 
 
@@ -98,7 +99,9 @@ class WindowStep(Step):
 
     def _init(self, params: Params) -> WindowOptState:
         gradient_step = jnp.zeros((), jnp.int32)
-        opt_state = WindowOptState(gradient_step, self.accumulation.init_inner(params))
+        opt_state = WindowOptState(
+            gradient_step, self.setup.accumulation.init_inner(params)
+        )
         return canonicalize_state(params, opt_state)
 
     def __call__(
@@ -191,4 +194,4 @@ def make_window_step(
     )
     devices = make_devices(mesh, data_axes, reduce_every)
     loss = Loss(loss_fn, has_aux, has_model_state)
-    return WindowStep(loss, accumulation, devices, donate)
+    return WindowStep(Setup(loss, accumulation, devices), donate)

@@ -16,7 +16,7 @@ from optax_tokenaccum._accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._coupled import of_model_state
 from optax_tokenaccum._devices import ReduceEvery, make_devices
 from optax_tokenaccum._micro_batch import Loss, LossFn
-from optax_tokenaccum._nnx_model import of_parts, open_model
+from optax_tokenaccum._nnx_model import of_parts, split_model
 from optax_tokenaccum._nnx_steps import TrainStep, WindowStep
 from optax_tokenaccum._schedule import make_schedule
 from optax_tokenaccum._trees import Aux, Batch, DType, Tree
@@ -262,10 +262,10 @@ def _of_model(f: Callable[..., Any], wrt: nnx.filterlib.Filter) -> Callable[...,
     def value_and_grad(
         model: nnx.Module, micro_batches: Batch, **kwargs: Any
     ) -> tuple[Any, nnx.State]:
-        opened = open_model(model, wrt)
-        params, _, rest = opened.state()
+        split = split_model(model, wrt)
+        params, _, rest = split.state()
         (values, rest), grads = f(params, rest, micro_batches, **kwargs)
-        opened.write(opened.state()._replace(model_state=rest))
-        return values, opened.static.states_of(grads, rest)[0]
+        split.write(split.state()._replace(model_state=rest))
+        return values, split.static.states_of(grads, rest)[0]
 
     return value_and_grad

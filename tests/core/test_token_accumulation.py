@@ -185,7 +185,7 @@ def test_window_gradient_of_states_without_an_open_window():
     for message, state in (
         ("got 0 in a", SGD.init(PARAMS)),
         ("in the function that is mapped over them", of_several),
-        ("A window step keeps no sums", of_window),
+        ("got 0 in a StepState", of_window),
         ("may be of each device", of_devices),  # whose sums are of each device
     ):
         with pytest.raises(ValueError, match=message):

@@ -391,7 +391,7 @@ ERRORS = """
     ValueError: wrt must match variables of the model
       of_steps.make_train_step(sum_and_rows).init(model, trained_by(ours,
         wrt=nnx.LoRAParam))
-    ValueError: A call is a whole window
+    TypeError: An open window lives in the optimizer
       of_steps.make_window_step(sum_and_rows)(model, trained_by(ours), window)
     ValueError: loss_fn must not assign parameters
       nnx_train(ours, clipping, **over)
