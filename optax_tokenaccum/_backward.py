@@ -43,6 +43,9 @@ from optax_tokenaccum._trees import (
 CAN_ADD_IN_PLACE = jax.__version_info__ >= (0, 11)
 
 
+# Asks `with_refs` for a gradient as a value.
+AS_VALUE: Any = jax.ad.GradValue() if hasattr(jax, "ad") else False
+
 # What a backward pass leaves behind: sums, loss_sum, (num_tokens, aux).
 AddedGradients = tuple[list[jax.Array], jax.Array, tuple[jax.Array, Aux]]
 
@@ -127,7 +130,9 @@ def _add_within(
     # Its type does not know with_refs.
     differentiated: Any = jax.vjp(loss, perturbations, has_aux=True)
     value, vjp, rest = differentiated
-    to = [x if x is None else refs.get(i, False) for i, x in enumerate(perturbations)]
+    to = [
+        x if x is None else refs.get(i, AS_VALUE) for i, x in enumerate(perturbations)
+    ]
     [gradients] = vjp.with_refs(to)(jnp.ones_like(value))
     added = [*sums]
     for i, dtype in materialized.items():

@@ -78,14 +78,20 @@ from optax_tokenaccum._trees import (
 Perturbations = list[jax.Array | None]
 
 
-def contribution(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
+def contribution(x: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
     """What `x`, a gradient or a loss, adds to a sum; `num_tokens` is its count.
+
+    `None` is a count that is known, while tracing, to be positive.
 
     Without tokens that is what is finite: 0/0 adds nothing, and a loss that is real
     while its count is 0 is added. A count of -1 is not usable, and adds nothing.
     """
-    if is_concrete(num_tokens) and num_tokens > 0:
-        return x
+    if num_tokens is None or (is_concrete(num_tokens) and num_tokens > 0):
+        # Where counts are traced, the check for finite values, a second reader, keeps
+        # XLA from moving the all-reduce of a gradient out of the loop over a window, to
+        # wrong sums (off by 0.8 of an embedding: jaxlib 0.10.1 to 0.11.2 on several
+        # GPUs, libtpu 0.0.48). Here this operation does.
+        return rounded(x)
     return _contribution(x, num_tokens)
 
 
@@ -118,10 +124,7 @@ def _perturbed_forward(
 def _perturbed_backward(
     dtype: DType, num_tokens: jax.Array | None, cotangent: jax.Array
 ) -> tuple[None, jax.Array, None]:
-    cotangent = cotangent.astype(dtype)
-    if num_tokens is not None:
-        cotangent = contribution(cotangent, num_tokens)
-    return None, cotangent, None
+    return None, contribution(cotangent.astype(dtype), num_tokens), None
 
 
 perturbed.defvjp(_perturbed_forward, _perturbed_backward)
@@ -150,7 +153,7 @@ class LayerPerturbations(NamedTuple):
             return x
         array = jnp.transpose(self.arrays[x.leaf], x.axes)
         if x.leaf in self.layered:
-            array = _row_by_row_p.bind(_rounded(array))
+            array = _row_by_row_p.bind(rounded(array))
         else:
             return _perturbed_whole(x.value, array, self.num_tokens)
         return perturbed(array.dtype, x.value, array, self.num_tokens)
@@ -189,7 +192,7 @@ def _lower_row_by_row(context: Any, x: Any) -> Any:
 mlir.register_lowering(_row_by_row_p, _lower_row_by_row)
 
 
-def _rounded(x: jax.Array) -> jax.Array:
+def rounded(x: jax.Array) -> jax.Array:
     """`x`, rounded to its own dtype, which changes nothing.
 
     XLA's while-loop-all-reduce-code-motion would keep two more buffers of the
@@ -299,8 +302,9 @@ class LossJaxpr:
         jaxpr, consts = without_consts(self.closed)
         structure, consumers = self.structure, self.consumers
         layered = {leaf for leaf, found in consumers.items() if 0 in found}
-        # A number that is known stays known.
+        # A number that is known stays known, because no trace holds it.
         known = num_tokens if is_concrete(num_tokens) else None
+        is_positive = known is not None and bool(known > 0)
 
         def evaluate(args: Tree, perturbations: Perturbations) -> Any:
             consts, inputs, n = args
@@ -309,7 +313,7 @@ class LossJaxpr:
             for i, x in enumerate(perturbations):
                 if x is not None:
                     inputs[i], arrays[i] = _parameter(i, inputs[i]), x
-            given = LayerPerturbations(arrays, layered, n)
+            given = LayerPerturbations(arrays, layered, None if is_positive else n)
             outputs = _evaluate(jaxpr, consts, inputs, given)
             loss_sum, (own, rest) = structure.unflatten(map(given.perturbed, outputs))
             return loss_sum, (own if n is None else n, rest)
