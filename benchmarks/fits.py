@@ -33,7 +33,8 @@ from benchmarks.compiled_text import bytes_sent
 from benchmarks.measure import interleaved, ratios, say
 from benchmarks.ways import size_in_bytes
 from benchmarks.workloads import stacked_layers, window_of
-from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum.losses import softmax_cross_entropy_sum
 
 
 class Model(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import model as transformer
 import numpy as np
 
-from optax_tokenaccum import linear_cross_entropy_sum, softmax_cross_entropy_sum
+from optax_tokenaccum.losses import linear_cross_entropy_sum, softmax_cross_entropy_sum
 
 
 class Workload(NamedTuple):

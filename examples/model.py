@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from data import Batch
 
-from optax_tokenaccum import softmax_cross_entropy_sum
+from optax_tokenaccum.losses import softmax_cross_entropy_sum
 
 HEAD_DIM = 32
 ALPHA = 16.0

@@ -6,15 +6,21 @@ from typing import Any, Literal
 import jax
 import optax
 
-from optax_tokenaccum._accumulation import Accumulation, SkipFn, make_accumulation
-from optax_tokenaccum._schedule import CountSchedule, make_schedule
-from optax_tokenaccum._state import TokenAccumulationState
+from optax_tokenaccum._core.accumulation import Accumulation, SkipFn, make_accumulation
+from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import (
+    DType,
+    OptState,
+    Params,
+    cast_like,
+    check_same_tree,
+)
 from optax_tokenaccum._transformation import (
     Transformation,
     as_transformation,
     has_updated,
 )
-from optax_tokenaccum._trees import DType, OptState, Params, cast_like, check_same_tree
 
 
 class MultiSteps:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._checks import as_count
-from optax_tokenaccum._trees import Batch, is_key, leading_axis, named_leaves
+from optax_tokenaccum._core.checks import as_count
+from optax_tokenaccum._core.trees import Batch, is_key, leading_axis, named_leaves
 
 Leaf = jax.Array | np.ndarray
 # A number for all leaves of a tree, or a tree prefix of such numbers.

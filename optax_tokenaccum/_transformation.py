@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum import _trees as trees
-from optax_tokenaccum._accumulation import (
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.accumulation import (
     Accumulation,
     SkipFn,
     in_conditional,
     make_accumulation,
 )
-from optax_tokenaccum._backward import at_most_once
-from optax_tokenaccum._checks import check_num_tokens
-from optax_tokenaccum._schedule import CountSchedule, make_schedule
-from optax_tokenaccum._state import TokenAccumulationState
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.backward import at_most_once
+from optax_tokenaccum._core.checks import check_num_tokens
+from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import (
     DType,
     Gradients,
     Leaf,

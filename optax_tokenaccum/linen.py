@@ -8,10 +8,10 @@ import optax
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._checks import check_params
+from optax_tokenaccum._core.checks import check_params
+from optax_tokenaccum._core.trees import Params, TracedBool
 from optax_tokenaccum._multi_steps import MultiSteps
 from optax_tokenaccum._transformation import has_updated, with_num_tokens
-from optax_tokenaccum._trees import Params, TracedBool
 
 
 class TrainState(train_state.TrainState):

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._checks import as_count
+from optax_tokenaccum._core.checks import as_count
+from optax_tokenaccum._core.trees import Batch, Leaf
 from optax_tokenaccum._split_batch import PadValues, fitted, fitted_pad, with_pads
-from optax_tokenaccum._trees import Batch, Leaf
 
 __all__ = [
     "MicroBatchPlan",

@@ -16,11 +16,11 @@ from helpers import loss_mean_fn, loss_sum_fn
 
 from optax_tokenaccum import (
     MultiSteps,
-    Verdict,
     make_train_step,
     make_window_step,
     token_accumulation,
 )
+from optax_tokenaccum.debug import Verdict
 
 Run = Callable[[Any, Any, Any], Any]
 K = 8

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum.losses import softmax_cross_entropy_sum
 
 # Relative error of a gradient after one window, by the dtype of the computation.
 RTOL = {"float32": 2e-6, "float64": 1e-13, "bfloat16": 3e-2, "float16": 4e-3}

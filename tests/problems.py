@@ -23,7 +23,6 @@ from optax_tokenaccum import (
     MultiSteps,
     accumulate_over_window,
     coupled_value_and_grad,
-    linear_cross_entropy_sum,
     linen,
     make_train_step,
     make_window_step,
@@ -32,6 +31,7 @@ from optax_tokenaccum import (
     window_value_and_grad,
 )
 from optax_tokenaccum import nnx as nnx_steps
+from optax_tokenaccum.losses import linear_cross_entropy_sum
 
 ROWS, FEATURES, WIDTH, LAYERS, K, RATE = 8, 8, 40, 3, 3, 0.125
 KEY = np.asarray(jax.random.key_data(jax.random.key(7)))

@@ -8,7 +8,8 @@ import numpy as np
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.peft_trainer import PeftTrainer
 
-from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
+from optax_tokenaccum import token_accumulation
+from optax_tokenaccum.losses import softmax_cross_entropy_sum
 from optax_tokenaccum.nnx import make_train_step
 
 

@@ -13,7 +13,8 @@ import pytest
 from helpers import slow
 from jax.lax import stop_gradient
 
-from optax_tokenaccum import check_loss_fn, reduce_loss, softmax_cross_entropy_sum
+from optax_tokenaccum.debug import check_loss_fn
+from optax_tokenaccum.losses import reduce_loss, softmax_cross_entropy_sum
 
 Loss = Callable[[Any, Any], tuple[Any, Any]]
 ROWS, LENGTH, WIDTH, CLASSES = 6, 8, 4, 5

@@ -12,7 +12,8 @@ from flax import nnx
 from problems import squares
 
 import optax_tokenaccum.nnx
-from optax_tokenaccum import Verdict, audit, check_loss_fn, token_accumulation
+from optax_tokenaccum import token_accumulation
+from optax_tokenaccum.debug import Verdict, audit, check_loss_fn
 
 MICRO_BATCHES = [
     problems.batch_of(i, np.arange(8) < n) for i, n in enumerate((1, 8, 3))

@@ -14,7 +14,7 @@ import pytest
 from checkpoints.kinds import KINDS, SAVED, STEPS, after, in_plain_jax
 from helpers import slow
 
-from optax_tokenaccum import make_train_step, regroup_sums
+from optax_tokenaccum import make_train_step, reshard_state
 
 VERSIONS = sorted(Path(__file__).parent.glob("v*"))
 
@@ -44,7 +44,7 @@ def restored(version: Path) -> Any:
 @pytest.mark.parametrize("name", [x if x in QUICK else slow(x) for x in KINDS])
 def test_the_window_is_finished_as_the_earlier_version_did(version: Path, name: str):
     kind, saved = KINDS[name], written(version, name)
-    state, end = regroup_sums(saved["state"], kind.init()), saved["end"]
+    state, end = reshard_state(saved["state"], kind.init()), saved["end"]
     # The open window moves the weights when it closes.
     assert np.abs(kind.weights(state) - end).max() > 1e-3
     resumed = kind.weights(after(kind, state, range(SAVED, STEPS)))
@@ -59,7 +59,7 @@ def test_the_window_is_finished_as_the_earlier_version_did(version: Path, name: 
 def test_the_window_goes_on_without_the_devices_that_began_it(version: Path):
     kind, saved = KINDS["train_step"], written(version, "train_step_on_8_devices")
     assert saved["state"]["opt_state"]["grad_sums"]["w"].shape == (8, 2, 3)
-    state = regroup_sums(saved["state"], kind.init())
+    state = reshard_state(saved["state"], kind.init())
     resumed = kind.weights(after(kind, state, range(SAVED, STEPS)))
     np.testing.assert_allclose(resumed, saved["end"], rtol=1e-6)
 
@@ -81,5 +81,5 @@ def test_a_state_is_restored_with_a_target_or_without_as_one_of_0_5(
     assert jax.tree.structure(found) == jax.tree.structure(state)
     if not has_state:  # of which 0.5 had no part
         as_dictionary.pop("model_state")
-    found = regroup_sums(as_dictionary, state)
+    found = reshard_state(as_dictionary, state)
     assert jax.tree.structure(found) == jax.tree.structure(state)

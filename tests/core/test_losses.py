@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum import linear_cross_entropy_sum, softmax_cross_entropy_sum
+from optax_tokenaccum.losses import linear_cross_entropy_sum, softmax_cross_entropy_sum
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 37, 16, 60
 RNG = np.random.default_rng(0)

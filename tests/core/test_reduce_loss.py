@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_tokenaccum import reduce_loss
-from optax_tokenaccum._losses import Reduction
+from optax_tokenaccum.losses import Reduction, reduce_loss
 
 REDUCTIONS = get_args(Reduction)
 NORM = REDUCTIONS[-1]

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from problems import PARAMS
 
 import optax_tokenaccum
-from optax_tokenaccum._trees import as_varying
+from optax_tokenaccum._core.trees import as_varying
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 [BLOCK] = re.findall(r"^@@ in pmap .*?```", README, re.DOTALL | re.MULTILINE)

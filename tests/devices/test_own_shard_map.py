@@ -19,7 +19,7 @@ from problems import PARAMS
 
 from optax_tokenaccum import accumulate_over_window, window_value_and_grad
 from optax_tokenaccum import nnx as nnx_steps
-from optax_tokenaccum._trees import as_varying
+from optax_tokenaccum._core.trees import as_varying
 
 K, ROWS, DEVICES = 3, 16, 8
 ROW_SPEC = P(None, "data")

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import TYPES, make_mesh, make_step
 
-from optax_tokenaccum import make_train_step, softmax_cross_entropy_sum
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum.losses import softmax_cross_entropy_sum
 
 K, ROWS, CLASSES = 4, 32, 16
 PARAMS = {"w": jnp.zeros((3, CLASSES))}

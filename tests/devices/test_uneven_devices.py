@@ -13,7 +13,7 @@ import pytest
 from flax import serialization
 from jax.sharding import Mesh
 
-from optax_tokenaccum import make_train_step, regroup_sums
+from optax_tokenaccum import make_train_step, reshard_state
 
 SGD = optax.sgd(1.0)
 
@@ -72,12 +72,12 @@ def test_open_window_goes_on_with_other_devices(before: Any, after: Any):
     saved = jax.device_get(state)  # as in a checkpoint
 
     def in_jit(saved: Any, like: Any) -> Any:
-        return jax.jit(lambda saved: regroup_sums(saved, like))(saved)
+        return jax.jit(lambda saved: reshard_state(saved, like))(saved)
 
     for regroup, held in (
-        (regroup_sums, serialization.to_state_dict(saved)),  # without a target
+        (reshard_state, serialization.to_state_dict(saved)),  # without a target
         (in_jit, saved),
-        (regroup_sums, state),
+        (reshard_state, state),
     ):
         state = regroup(held, like)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, state, like)
@@ -99,7 +99,7 @@ def test_a_state_gets_the_dtypes_of_the_step_that_resumes():
         lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, saved
     )
     for given in (held, jax.tree.map(jnp.asarray, held), saved):  # saved: bit for bit
-        state = regroup_sums(given, like)
+        state = reshard_state(given, like)
         types = [[*map(jax.typeof, jax.tree.leaves(x))] for x in (state, expected)]
         assert types[0] == types[1]  # weak types, too
         chex.assert_trees_all_equal(state, expected)  # whole numbers, exact in bfloat16

@@ -16,6 +16,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optax_tokenaccum.debug
+import optax_tokenaccum.losses
 import optax_tokenaccum.nnx
 from optax_tokenaccum import make_train_step, make_window_step, token_accumulation
 from optax_tokenaccum.linen import TrainState as OurTrainState
@@ -292,7 +294,7 @@ ERRORS = """
     TypeError: With has_model_state=True, loss_fn must return ((loss_sum,
       stateful(lambda p, s, x: loss_fn(p, x))(stateful(loss_fn).init(params, {}), batch)
     ValueError: The states must be of the same training
-      regroup_sums(make_train_step(loss_fn, adam).init(params), train_state)
+      reshard_state(make_train_step(loss_fn, adam).init(params), train_state)
     TypeError: labels, after logits, must be integers
       softmax_cross_entropy_sum(mask.astype(int), losses[..., None])
     ValueError: max_length, a constant of the run, goes with
@@ -402,7 +404,8 @@ ERRORS = """
 """
 
 
-NAMES = {**vars(optax_tokenaccum), **globals()}
+NAMES = vars(optax_tokenaccum) | vars(optax_tokenaccum.losses) | vars(optax_tokenaccum.debug)
+NAMES |= globals()
 
 
 def mistakes() -> Iterator[Any]:

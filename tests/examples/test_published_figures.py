@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from optax_tokenaccum import softmax_cross_entropy_sum, token_accumulation
+from optax_tokenaccum import token_accumulation
+from optax_tokenaccum.losses import softmax_cross_entropy_sum
 
 pytestmark = pytest.mark.slow
 

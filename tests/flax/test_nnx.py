@@ -17,7 +17,8 @@ from helpers import SKIPS, numbers_of, slow
 from jax.sharding import Mesh
 
 import optax_tokenaccum
-from optax_tokenaccum import regroup_sums, softmax_cross_entropy_sum, token_accumulation
+from optax_tokenaccum import reshard_state, token_accumulation
+from optax_tokenaccum.losses import softmax_cross_entropy_sum
 from optax_tokenaccum.nnx import (
     coupled_value_and_grad,
     make_train_step,
@@ -254,7 +255,7 @@ def test_an_open_window_continues_on_other_devices():
     resumed.step.init(resumed.model, resumed.optimizer)
     saved, target = (nnx.state((x.model, x.optimizer)) for x in (straight, resumed))
     saved = jax.device_get(saved)  # as a checkpoint does
-    nnx.update((resumed.model, resumed.optimizer), regroup_sums(saved, target))
+    nnx.update((resumed.model, resumed.optimizer), reshard_state(saved, target))
     for run, devices in ((straight, 4), (resumed, 2)):
         sums = held(run.optimizer.opt_state.grad_sums)
         assert [x.shape for x in sums] == [(devices, 1), (devices, 3, 1)]

@@ -28,7 +28,8 @@ from problems import (
     window_step,
 )
 
-from optax_tokenaccum import _backward, window_value_and_grad
+from optax_tokenaccum import window_value_and_grad
+from optax_tokenaccum._core import backward
 
 
 def also_read_outside(params: Any, x: Any) -> Any:
@@ -285,7 +286,7 @@ def test_reverse_mode_is_right_or_an_error():
     def loss(params: Any) -> Any:
         return window_value_and_grad(layered_loss)(params, stack(BATCHES))[0][0]
 
-    if _backward.CAN_ADD_IN_PLACE:
+    if backward.CAN_ADD_IN_PLACE:
         with pytest.raises(ValueError, match="Linearization failed"):
             jax.grad(loss)(FEW)
         return

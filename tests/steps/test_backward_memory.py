@@ -9,10 +9,11 @@ import optax
 import pytest
 from helpers import net_bytes, slow
 
-from optax_tokenaccum import _backward, make_train_step, window_value_and_grad
+from optax_tokenaccum import make_train_step, window_value_and_grad
+from optax_tokenaccum._core import backward
 
 pytestmark = pytest.mark.skipif(
-    not _backward.CAN_ADD_IN_PLACE, reason="adds whole gradients below jax 0.11"
+    not backward.CAN_ADD_IN_PLACE, reason="adds whole gradients below jax 0.11"
 )
 
 LAYERS, WIDTH = 24, 256
@@ -68,7 +69,7 @@ def test_stacked_layers_need_one_gradient(way: str, over: str, dtype: Any):
 @pytest.mark.slow
 def test_whole_gradients_need_more(monkeypatch: pytest.MonkeyPatch):
     """The test above can fail."""
-    monkeypatch.setattr(_backward, "CAN_ADD_IN_PLACE", False)
+    monkeypatch.setattr("CAN_ADD_IN_PLACE", False)
     assert ratio("two programs", "8") > 1.4
 
 

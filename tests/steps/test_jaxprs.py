@@ -14,7 +14,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from meshes import over
 
-from optax_tokenaccum import _backward, _jaxprs, make_train_step, whole_gradients
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum._core import backward, jaxprs
+from optax_tokenaccum.debug import whole_gradients
 
 # JAX's next defaults. With jax_scan3, JAX 0.12 differentiates no scan.
 FLAGS = ["", "jax_custom_jvp3", "jax_custom_vjp3", "jax_remat3"]
@@ -120,7 +122,7 @@ def test_layers_behind_what_is_known_and_what_is_not(
     step = make_train_step(loss_fn, optax.sgd(1.0), 1)
     state = step.init(jnp.asarray(W))
     (found,) = [*whole_gradients(step, state, X).values()] or [None]
-    if _backward.CAN_ADD_IN_PLACE:
+    if backward.CAN_ADD_IN_PLACE:
         assert found is None if reason is None else found.endswith(reason)
     got = W - step(state, X)[0].params
     with jax.enable_x64(True):
@@ -138,5 +140,5 @@ def test_what_an_unknown_operation_returns_has_changed():
     def g(x: Any) -> Any:
         return f(x) | {"set": negated(x["set"])}
 
-    assert _jaxprs.changed_paths(jax.jit(f), given, jax.jit(f)(given)) == []
-    assert _jaxprs.changed_paths(jax.jit(g), given, jax.jit(g)(given)) == ["set"]
+    assert jaxprs.changed_paths(jax.jit(f), given, jax.jit(f)(given)) == []
+    assert jaxprs.changed_paths(jax.jit(g), given, jax.jit(g)(given)) == ["set"]

@@ -15,7 +15,7 @@ import problems
 import pytest
 from problems import PARAMS, K
 
-from optax_tokenaccum import regroup_sums, window_value_and_grad
+from optax_tokenaccum import reshard_state, window_value_and_grad
 
 DEVICES, RTOL = 8, helpers.RTOL["float32"]
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_an_open_window_continues(tmp_path: Path):
         checkpointer.save(tmp_path / "state", state)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "state", step.init(*given))
-    moved = regroup_sums(restored, one.init(*given))
+    moved = reshard_state(restored, one.init(*given))
     kept = map(helpers.numbers_of, (restored.model_state, moved.model_state))
     chex.assert_trees_all_equal(*kept, helpers.numbers_of(state.model_state))
     ends = [helpers.run_step(step, x, rest)[0] for x in (state, restored)]

@@ -22,14 +22,14 @@ from problems import (
     window_step,
 )
 
-from optax_tokenaccum import _perturbations, window_value_and_grad
+from optax_tokenaccum import window_value_and_grad
 
 MANY = [*range(3), *map(helpers.slow, range(3, 25))]
 
 
 @pytest.fixture(autouse=True)
 def _small_ones_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_perturbations, "LARGE", 0)
+    monkeypatch.setattr("LARGE", 0)
 
 
 def cell(params: Any, x: Any) -> Any:

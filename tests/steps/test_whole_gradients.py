@@ -14,14 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from optax_tokenaccum import (
-    _backward,
-    _perturbations,
-    make_train_step,
-    make_window_step,
-    whole_gradients,
-    window_value_and_grad,
-)
+from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
+from optax_tokenaccum._core import backward
+from optax_tokenaccum.debug import whole_gradients
 
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}
@@ -30,7 +25,7 @@ ALL = ["['layers']"]  # the scale is less than 1 % of the parameters
 X = jnp.ones((2, WIDTH))
 XS = jnp.stack([X, X])
 F32, BF16, SGD = jnp.float32, jnp.bfloat16, optax.sgd(0.1)
-IS_OLD = not _backward.CAN_ADD_IN_PLACE
+IS_OLD = not backward.CAN_ADD_IN_PLACE
 on_new_jax = pytest.mark.skipif(IS_OLD, reason="everything is whole below jax 0.11")
 
 
@@ -179,7 +174,7 @@ def test_a_reason_is_given_exactly_where_memory_is_needed(
 def test_layers_that_are_large_and_given_whole_to_a_loop_are_not_named(
     monkeypatch: pytest.MonkeyPatch, network: Any
 ):
-    monkeypatch.setattr(_perturbations, "LARGE", 100)
+    monkeypatch.setattr("LARGE", 100)
     step = make_train_step(loss_of(network), SGD)
     assert whole_gradients(step, step.init(PARAMS), X) == {}
 

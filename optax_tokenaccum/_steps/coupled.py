@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum import _trees as trees
-from optax_tokenaccum import _window
-from optax_tokenaccum._accumulation import make_accumulation
-from optax_tokenaccum._checks import check_function, check_params
-from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._keywords import as_keywords
-from optax_tokenaccum._micro_batch import Loss, Setup, describe
-from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._shard_batch import as_micro_batch
-from optax_tokenaccum._trees import Aux, Batch, DType, ModelState, Params, Tree
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.accumulation import make_accumulation
+from optax_tokenaccum._core.checks import check_function, check_params
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.trees import Aux, Batch, DType, ModelState, Params, Tree
+from optax_tokenaccum._devices.batch import as_micro_batch
+from optax_tokenaccum._devices.mesh import Devices
+from optax_tokenaccum._steps import window as _window
+from optax_tokenaccum._steps.keywords import as_keywords
+from optax_tokenaccum._steps.micro_batch import Loss, Setup, describe
 
 
 def coupled_value_and_grad(
@@ -154,7 +154,8 @@ def of_model_state(
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
         rows = micro_batches, weights
-        given = as_micro_batch(rows, rng, kwargs, setup.devices, axis=1)
+        keywords = as_keywords(kwargs)
+        given = as_micro_batch(rows, rng, keywords, setup.devices, axis=1)
         window = _window.run_window(
             setup, params, model_state, given, num_micro_batches
         )

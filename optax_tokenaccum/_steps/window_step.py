@@ -6,22 +6,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_tokenaccum._accumulation import SkipFn, make_accumulation
-from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._micro_batch import Loss, LossFn, Setup
-from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
-from optax_tokenaccum._state import (
+from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
+from optax_tokenaccum._core.checks import check_function
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.state import (
     StepMetrics,
     StepState,
     WindowOptState,
     canonicalize_state,
     merged,
 )
-from optax_tokenaccum._step import HostInfo, Program, Step
-from optax_tokenaccum._trees import Batch, DType, Params, Tree
-from optax_tokenaccum._window import Bound, check_micro_batches, explained, run_window
+from optax_tokenaccum._core.trees import Batch, DType, Params, Tree
+from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
+from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._steps.keywords import as_keywords
+from optax_tokenaccum._steps.micro_batch import Loss, LossFn, Setup
+from optax_tokenaccum._steps.step import HostInfo, Program, Step
+from optax_tokenaccum._steps.window import (
+    Bound,
+    check_micro_batches,
+    explained,
+    run_window,
+)
 
 
 class RunWindow(Program["WindowStep"]):
@@ -40,7 +46,11 @@ class RunWindow(Program["WindowStep"]):
         check_micro_batches(micro_batches, num_micro_batches)
         with explained(micro_batches):
             given = as_micro_batch(
-                micro_batches, rng, loss_kwargs, self.step.setup.devices, axis=1
+                micro_batches,
+                rng,
+                as_keywords(loss_kwargs),
+                self.step.setup.devices,
+                axis=1,
             )
         return given, num_micro_batches
 

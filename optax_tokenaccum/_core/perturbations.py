@@ -41,7 +41,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from optax_tokenaccum._jaxprs import (
+from optax_tokenaccum._core.jaxprs import (
     Atom,
     Pruned,
     Trace,
@@ -64,7 +64,7 @@ from optax_tokenaccum._jaxprs import (
     subjaxprs,
     without_consts,
 )
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     DType,
     Leaf,
     Params,

@@ -8,14 +8,9 @@ import jax
 import optax
 from flax import nnx
 
-from optax_tokenaccum import _train_step, _window_step
-from optax_tokenaccum._accumulation import Accumulation
-from optax_tokenaccum._checks import as_inner_optimizer
-from optax_tokenaccum._devices import Devices
-from optax_tokenaccum._micro_batch import Loss, Setup
-from optax_tokenaccum._multi_steps import accumulation_of
-from optax_tokenaccum._nnx_model import SplitModel, place_state, split_model
-from optax_tokenaccum._state import (
+from optax_tokenaccum._core.accumulation import Accumulation
+from optax_tokenaccum._core.checks import as_inner_optimizer
+from optax_tokenaccum._core.state import (
     StepMetrics,
     StepState,
     TokenAccumulationState,
@@ -23,8 +18,14 @@ from optax_tokenaccum._state import (
     strong_and_unaliased,
     tag,
 )
-from optax_tokenaccum._step import MEMO, Lowered, Step
-from optax_tokenaccum._trees import OptState, Tree, is_concrete, nodes_of
+from optax_tokenaccum._core.trees import OptState, Tree, is_concrete, nodes_of
+from optax_tokenaccum._devices.mesh import Devices
+from optax_tokenaccum._multi_steps import accumulation_of
+from optax_tokenaccum._steps import train_step as _train_step
+from optax_tokenaccum._steps import window_step as _window_step
+from optax_tokenaccum._steps.micro_batch import Loss, Setup
+from optax_tokenaccum._steps.step import MEMO, Lowered, Step
+from optax_tokenaccum.nnx._model import SplitModel, place_state, split_model
 
 WHERE_WINDOWS_LIVE = (
     "An open window lives in the optimizer, so a train step takes one that accumulates "

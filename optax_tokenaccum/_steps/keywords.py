@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from optax_tokenaccum._trees import Leaf, Tree, named_leaves
+from optax_tokenaccum._core.trees import Leaf, Tree, named_leaves
 
 # The structure of the keywords, and the index of each static leaf with its value.
 Static = tuple[Any, tuple[tuple[int, Hashable], ...]]

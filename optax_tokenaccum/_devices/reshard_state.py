@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from optax_tokenaccum._state import TokenAccumulationState
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import (
     Leaf,
     T,
     Tree,
@@ -16,7 +16,7 @@ from optax_tokenaccum._trees import (
 )
 
 
-def regroup_sums(state: Tree, like: T) -> T:
+def reshard_state(state: Tree, like: T) -> T:
     """Lays out a step's state for the devices of a different step.
 
     A step with `data_axes` holds one sum per device, `[devices, ...]`. When a run
@@ -45,7 +45,7 @@ def regroup_sums(state: Tree, like: T) -> T:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from optax_tokenaccum import make_train_step, regroup_sums
+      >>> from optax_tokenaccum import make_train_step, reshard_state
       >>> def loss_fn(params, x):
       ...     return jnp.sum(params * x), x.size
       >>> mesh = jax.sharding.Mesh(jax.devices(), "data")
@@ -54,7 +54,7 @@ def regroup_sums(state: Tree, like: T) -> T:
       >>> state = many.init(jnp.zeros(()))
       >>> state, _ = many(state, jnp.ones(2 * jax.device_count()))
       >>> one = make_train_step(loss_fn, optax.sgd(1.0), 2)
-      >>> state = regroup_sums(jax.device_get(state), one.init(jnp.zeros(())))
+      >>> state = reshard_state(jax.device_get(state), one.init(jnp.zeros(())))
       >>> state, _ = one(state, jnp.ones(3))
       >>> print(state.params)
       -1.0

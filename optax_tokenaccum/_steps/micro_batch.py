@@ -8,16 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._accumulation import Accumulation, Added
-from optax_tokenaccum._backward import zero_perturbations
-from optax_tokenaccum._checks import check_trains
-from optax_tokenaccum._devices import Devices, Shardings
-from optax_tokenaccum._jaxprs import Trace, collectives
-from optax_tokenaccum._per_device_loss import per_device_loss
-from optax_tokenaccum._perturbations import LossJaxpr
-from optax_tokenaccum._shard_batch import MicroBatch
-from optax_tokenaccum._state import TokenAccumulationState
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.accumulation import Accumulation, Added
+from optax_tokenaccum._core.backward import zero_perturbations
+from optax_tokenaccum._core.checks import check_trains
+from optax_tokenaccum._core.jaxprs import Trace, collectives
+from optax_tokenaccum._core.perturbations import LossJaxpr
+from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import (
     Aux,
     Leaf,
     ModelState,
@@ -30,6 +27,9 @@ from optax_tokenaccum._trees import (
     types_are_marked,
     varying_axes,
 )
+from optax_tokenaccum._devices.batch import MicroBatch
+from optax_tokenaccum._devices.mesh import Devices, Shardings
+from optax_tokenaccum._devices.per_device_loss import per_device_loss
 
 
 class LossFn(Protocol):

@@ -9,17 +9,22 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._devices import Devices, Entry, entry_of, is_placed, put, used
-from optax_tokenaccum._keywords import as_keywords
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Batch,
     Leaf,
-    Tree,
     check_arrays,
     fold_key,
     is_concrete,
     named_leaves,
     sharding_of,
+)
+from optax_tokenaccum._devices.mesh import (
+    Devices,
+    Entry,
+    entry_of,
+    is_placed,
+    put,
+    used,
 )
 
 
@@ -72,7 +77,7 @@ class MicroBatch:
 def as_micro_batch(
     batch: Batch,
     rng: jax.Array | None,
-    loss_kwargs: dict[str, Tree],
+    keywords: Any,
     devices: Devices,
     axis: int = 0,
 ) -> MicroBatch:
@@ -81,7 +86,6 @@ def as_micro_batch(
     Rows are spread over the devices; arrays that are on a mesh are not moved.
     """
     check_arrays(batch, "A batch")
-    keywords = as_keywords(loss_kwargs)
     leaves, mesh = jax.tree.leaves(batch), devices.mesh
     if mesh is None:
         own = rng, keywords

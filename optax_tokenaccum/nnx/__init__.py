@@ -11,16 +11,16 @@ import jax
 import optax
 from flax import nnx
 
-from optax_tokenaccum import _window
-from optax_tokenaccum._accumulation import SkipFn, make_accumulation
-from optax_tokenaccum._coupled import of_model_state
-from optax_tokenaccum._devices import ReduceEvery, make_devices
-from optax_tokenaccum._micro_batch import Loss, LossFn
-from optax_tokenaccum._nnx_model import of_parts, split_model
-from optax_tokenaccum._nnx_steps import TrainStep, WindowStep
-from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._trees import Aux, Batch, DType, Tree
-from optax_tokenaccum._window import Reduction, WindowValues
+from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.trees import Aux, Batch, DType, Tree
+from optax_tokenaccum._devices.mesh import ReduceEvery, make_devices
+from optax_tokenaccum._steps import window as _window
+from optax_tokenaccum._steps.coupled import of_model_state
+from optax_tokenaccum._steps.micro_batch import Loss, LossFn
+from optax_tokenaccum._steps.window import Reduction, WindowValues
+from optax_tokenaccum.nnx._model import of_parts, split_model
+from optax_tokenaccum.nnx._steps import TrainStep, WindowStep
 
 
 def make_train_step(

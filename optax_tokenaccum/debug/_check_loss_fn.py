@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.linalg import norm
 
-from optax_tokenaccum import _trees as trees
-from optax_tokenaccum._audit_model import Model, as_vector
-from optax_tokenaccum._audit_report import LossReport, progress
-from optax_tokenaccum._checks import as_micro_batches, check_function
-from optax_tokenaccum._micro_batch import LossFn, unpack
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.checks import as_micro_batches, check_function
+from optax_tokenaccum._steps.micro_batch import LossFn, unpack
+from optax_tokenaccum.debug._model import Model, as_vector
+from optax_tokenaccum.debug._report import LossReport, progress
 
 Leaves = dict[str, Any]  # the arrays of a micro-batch, by path
 Run = Callable[..., tuple[float, np.ndarray]]  # -> num_tokens, gradient of loss_sum
@@ -80,7 +80,7 @@ def check_loss_fn(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from optax_tokenaccum import check_loss_fn
+      >>> from optax_tokenaccum.debug import check_loss_fn
       >>> def loss_fn(params, batch):
       ...     errors = (params * batch["x"] - 1) ** 2
       ...     return jnp.mean(errors * batch["mask"]), jnp.sum(batch["mask"])

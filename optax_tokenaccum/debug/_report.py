@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_tokenaccum._trees import T
+from optax_tokenaccum._core.trees import T
 
 
 class Verdict(enum.Enum):
     """Which gradient a loop applies to a window.
 
     Example:
-      >>> from optax_tokenaccum import Verdict
+      >>> from optax_tokenaccum.debug import Verdict
       >>> Verdict.MEAN_OF_MEANS.value
       'mean of means'
     """
@@ -60,7 +60,7 @@ class AuditReport:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from optax_tokenaccum import audit
+      >>> from optax_tokenaccum.debug import audit
       >>> def loss_fn(params, x):
       ...     return jnp.sum(params * x), x.size
       >>> def run(optimizer, params, micro_batches):  # all of them at once
@@ -126,7 +126,7 @@ class LossReport:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from optax_tokenaccum import check_loss_fn
+      >>> from optax_tokenaccum.debug import check_loss_fn
       >>> loss_fn = lambda params, x: (params * x.sum(), 2)
       >>> report = check_loss_fn(loss_fn, jnp.ones(()), [jnp.ones(2)], mask=None)
       >>> print(report.passed, report.findings[0].split(":")[0])

@@ -12,22 +12,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from optax_tokenaccum import _trees as trees
-from optax_tokenaccum._accumulation import Added, make_accumulation
-from optax_tokenaccum._checks import check_function, check_params
-from optax_tokenaccum._devices import Devices, Shardings, entries_of, over_devices
-from optax_tokenaccum._micro_batch import (
-    Loss,
-    LossFn,
-    Setup,
-    add_micro_batch,
-    check_own_map,
-    unpack,
-)
-from optax_tokenaccum._perturbations import LossJaxpr
-from optax_tokenaccum._schedule import make_schedule
-from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.accumulation import Added, make_accumulation
+from optax_tokenaccum._core.checks import check_function, check_params
+from optax_tokenaccum._core.perturbations import LossJaxpr
+from optax_tokenaccum._core.schedule import make_schedule
+from optax_tokenaccum._core.trees import (
     Aux,
     Batch,
     DType,
@@ -35,6 +25,17 @@ from optax_tokenaccum._trees import (
     ModelState,
     Params,
     Tree,
+)
+from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
+from optax_tokenaccum._devices.mesh import Devices, Shardings, entries_of, over_devices
+from optax_tokenaccum._steps.keywords import as_keywords
+from optax_tokenaccum._steps.micro_batch import (
+    Loss,
+    LossFn,
+    Setup,
+    add_micro_batch,
+    check_own_map,
+    unpack,
 )
 
 # loss, (num_tokens, aux)
@@ -144,7 +145,8 @@ def window_value_and_grad(
     ) -> Any:
         check_params(params)
         check_micro_batches(micro_batches, num_micro_batches)
-        given = as_micro_batch(micro_batches, rng, loss_kwargs, setup.devices, axis=1)
+        keywords = as_keywords(loss_kwargs)
+        given = as_micro_batch(micro_batches, rng, keywords, setup.devices, axis=1)
         state, _, aux, model_state = run_window(
             setup, params, model_state, given, num_micro_batches
         )

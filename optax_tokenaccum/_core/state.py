@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Aux,
     Gradients,
     Leaf,
@@ -193,7 +193,7 @@ def require_step_state(
             "The state must be the StepState that step.init or the last call "
             f"returned: got a {type(state).__name__}. Write state, metrics = step("
             "state, batch); take a checkpoint that was restored without a target over "
-            "with regroup_sums(state, step.init(params))."
+            "with reshard_state(state, step.init(params))."
         )
     if (state.model_state is not None) != has_model_state:
         raise TypeError(

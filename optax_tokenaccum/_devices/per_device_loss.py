@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._checks import check_trains
-from optax_tokenaccum._devices import Devices, entry_of, over_devices
-from optax_tokenaccum._jaxprs import asks_for_device, collectives, has_rules
-from optax_tokenaccum._perturbations import (
+from optax_tokenaccum._core.checks import check_trains
+from optax_tokenaccum._core.jaxprs import asks_for_device, collectives, has_rules
+from optax_tokenaccum._core.perturbations import (
     Consumers,
     LossJaxpr,
     Perturbations,
@@ -27,8 +26,7 @@ from optax_tokenaccum._perturbations import (
     contribution,
     perturbed,
 )
-from optax_tokenaccum._shard_batch import MicroBatch
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Leaf,
     ModelState,
     Params,
@@ -39,6 +37,8 @@ from optax_tokenaccum._trees import (
     is_key,
     named_leaves,
 )
+from optax_tokenaccum._devices.batch import MicroBatch
+from optax_tokenaccum._devices.mesh import Devices, entry_of, over_devices
 
 # A loss of `params, model_state, micro_batch`, which returns `(loss_sum, (num_tokens,
 # (aux, changes of the model state)))`.

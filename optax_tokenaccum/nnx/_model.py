@@ -9,17 +9,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
-from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import put
-from optax_tokenaccum._jaxprs import changed_paths
-from optax_tokenaccum._micro_batch import LossFn
-from optax_tokenaccum._state import (
+from optax_tokenaccum._core.checks import check_function
+from optax_tokenaccum._core.jaxprs import changed_paths
+from optax_tokenaccum._core.state import (
     StepState,
     TokenAccumulationState,
     strong_and_unaliased,
 )
-from optax_tokenaccum._step import Step, shapes_of
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Batch,
     Leaf,
     ModelState,
@@ -28,6 +25,9 @@ from optax_tokenaccum._trees import (
     Tree,
     check_same_tree,
 )
+from optax_tokenaccum._devices.mesh import put
+from optax_tokenaccum._steps.micro_batch import LossFn
+from optax_tokenaccum._steps.step import Step, shapes_of
 
 
 def _is_place(x: Leaf) -> bool:

@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Gradients,
     Params,
     T,

@@ -13,16 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef
 
-from optax_tokenaccum._backward import zero_if
-from optax_tokenaccum._checks import check_params
-from optax_tokenaccum._devices import (
-    Shardings,
-    put,
-    warn_of_whole_sums,
-    with_auto_axes,
-)
-from optax_tokenaccum._micro_batch import Setup
-from optax_tokenaccum._state import (
+from optax_tokenaccum._core.backward import zero_if
+from optax_tokenaccum._core.checks import check_params
+from optax_tokenaccum._core.state import (
     ArrayMemo,
     StepMetrics,
     StepState,
@@ -34,7 +27,7 @@ from optax_tokenaccum._state import (
     scalar_sharding,
     tag,
 )
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Gradients,
     Leaf,
     ModelState,
@@ -46,6 +39,13 @@ from optax_tokenaccum._trees import (
     sharding_of,
     zeros_after,
 )
+from optax_tokenaccum._devices.mesh import (
+    Shardings,
+    put,
+    warn_of_whole_sums,
+    with_auto_axes,
+)
+from optax_tokenaccum._steps.micro_batch import Setup
 
 StepT = TypeVar("StepT", bound="Step")
 ParamsT = TypeVar("ParamsT")  # the tree of parameters
@@ -361,7 +361,7 @@ class Step(abc.ABC):
                 raise ValueError(
                     "The sums must be laid out for this step's devices: expected shape "
                     f"{expected} in grad_sums, got {acc.shape}. Write "
-                    "regroup_sums(state, step.init(params))."
+                    "reshard_state(state, step.init(params))."
                 )
 
     def _metrics(self, opt_state: TokenAccumulationState) -> StepMetrics:

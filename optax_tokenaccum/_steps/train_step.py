@@ -5,21 +5,17 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
-from optax_tokenaccum._accumulation import Added, SkipFn, make_accumulation
-from optax_tokenaccum._checks import check_function
-from optax_tokenaccum._devices import ReduceEvery, Shardings, make_devices
-from optax_tokenaccum._micro_batch import Loss, LossFn, Setup, add_micro_batch
-from optax_tokenaccum._schedule import CountSchedule, make_schedule
-from optax_tokenaccum._shard_batch import MicroBatch, as_micro_batch
-from optax_tokenaccum._state import (
+from optax_tokenaccum._core.accumulation import Added, SkipFn, make_accumulation
+from optax_tokenaccum._core.checks import check_function
+from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.state import (
     StepMetrics,
     StepState,
     TokenAccumulationState,
     merged,
     micro_batches_seen,
 )
-from optax_tokenaccum._step import HostInfo, Program, Step
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Batch,
     DType,
     ModelState,
@@ -27,6 +23,11 @@ from optax_tokenaccum._trees import (
     Tree,
     is_concrete,
 )
+from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
+from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._steps.keywords import as_keywords
+from optax_tokenaccum._steps.micro_batch import Loss, LossFn, Setup, add_micro_batch
+from optax_tokenaccum._steps.step import HostInfo, Program, Step
 
 
 class Accumulate(Program["TrainStep"]):
@@ -172,7 +173,7 @@ class TrainStep(Step):
     def _micro_batch(
         self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
     ) -> MicroBatch:
-        return as_micro_batch(batch, rng, loss_kwargs, self.setup.devices)
+        return as_micro_batch(batch, rng, as_keywords(loss_kwargs), self.setup.devices)
 
     def _add(
         self,

@@ -14,11 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum import _checks as checks
-from optax_tokenaccum._audit_model import Model, as_vector, copied
-from optax_tokenaccum._audit_report import AuditReport, ParameterRow, Verdict, progress
-from optax_tokenaccum._micro_batch import LossFn, unpack
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core import checks
+from optax_tokenaccum._core.trees import (
     Batch,
     Gradients,
     OptState,
@@ -27,6 +24,9 @@ from optax_tokenaccum._trees import (
     common_dtype,
     leading_axis,
 )
+from optax_tokenaccum._steps.micro_batch import LossFn, unpack
+from optax_tokenaccum.debug._model import Model, as_vector, copied
+from optax_tokenaccum.debug._report import AuditReport, ParameterRow, Verdict, progress
 
 Run = Callable[[optax.GradientTransformationExtraArgs, Params, Sequence[Batch]], Params]
 Measured = tuple[np.ndarray, float]  # a gradient, num_tokens
@@ -226,7 +226,7 @@ def audit(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from optax_tokenaccum import audit
+      >>> from optax_tokenaccum.debug import audit
       >>> def loss_fn(params, x):
       ...     return jnp.sum((params * x - 1) ** 2), x.size
       >>> def run(optimizer, params, micro_batches):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from optax_tokenaccum._backward import collected_reports
+from optax_tokenaccum._core.backward import collected_reports
 
 _numbers = itertools.count()
 
@@ -39,7 +39,8 @@ def whole_gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from optax_tokenaccum import make_train_step, whole_gradients
+      >>> from optax_tokenaccum import make_train_step
+      >>> from optax_tokenaccum.debug import whole_gradients
       >>> def loss_fn(params, x):
       ...     layers = jnp.clip(params["layers"], -1, 1)  # of all layers at once
       ...     y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum import _trees as trees
-from optax_tokenaccum._backward import (
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.backward import (
     CAN_ADD_IN_PLACE,
     add,
     add_gradients,
@@ -19,20 +19,20 @@ from optax_tokenaccum._backward import (
     report,
     zero_perturbations,
 )
-from optax_tokenaccum._checks import (
+from optax_tokenaccum._core.checks import (
     ACCUMULATES,
     as_inner_optimizer,
     check_function,
     check_params,
 )
-from optax_tokenaccum._perturbations import PerturbedLoss, contribution
-from optax_tokenaccum._schedule import Schedule
-from optax_tokenaccum._state import (
+from optax_tokenaccum._core.perturbations import PerturbedLoss, contribution
+from optax_tokenaccum._core.schedule import Schedule
+from optax_tokenaccum._core.state import (
     SkipState,
     TokenAccumulationState,
     canonicalize_state,
 )
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     Aux,
     DType,
     Gradients,

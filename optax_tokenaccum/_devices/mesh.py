@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.trees import (
     DType,
     Leaf,
     Params,

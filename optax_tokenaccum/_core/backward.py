@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._jaxprs import TRANSPOSE
-from optax_tokenaccum._perturbations import IN_LOOP, Perturbations, PerturbedLoss
-from optax_tokenaccum._trees import (
+from optax_tokenaccum._core.jaxprs import TRANSPOSE
+from optax_tokenaccum._core.perturbations import IN_LOOP, Perturbations, PerturbedLoss
+from optax_tokenaccum._core.trees import (
     Aux,
     DType,
     Gradients,

@@ -8,8 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_tokenaccum._state import copy_for_donation
-from optax_tokenaccum._trees import T, Tree, check_same_tree, is_float, named_leaves
+from optax_tokenaccum._core.state import copy_for_donation
+from optax_tokenaccum._core.trees import (
+    T,
+    Tree,
+    check_same_tree,
+    is_float,
+    named_leaves,
+)
 
 
 class Model:

@@ -1,0 +1,1 @@
+"""Where arrays are on a mesh, and the loss of each device."""

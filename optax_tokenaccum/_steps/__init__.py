@@ -1,0 +1,1 @@
+"""Programs: a micro-batch or a window of them, and an update."""
