@@ -1,12 +1,13 @@
 """Exact gradient accumulation for JAX: sum gradients and tokens, divide once."""
 
-from optax_tokenaccum._core.state import StepMetrics, StepState, TokenAccumulationState
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._devices.reshard_state import reshard_state
 from optax_tokenaccum._multi_steps import MultiSteps, from_multi_steps_state
 from optax_tokenaccum._split_batch import split_batch
 from optax_tokenaccum._steps.coupled import coupled_value_and_grad
+from optax_tokenaccum._steps.state import StepMetrics, StepState
 from optax_tokenaccum._steps.train_step import TrainStep, make_train_step
-from optax_tokenaccum._steps.window import (
+from optax_tokenaccum._steps.value_and_grad import (
     accumulate_over_window,
     window_value_and_grad,
 )

@@ -20,7 +20,7 @@ from optax_tokenaccum import (
     make_window_step,
     token_accumulation,
 )
-from optax_tokenaccum.debug import Verdict
+from optax_tokenaccum.debug._report import Verdict
 
 Run = Callable[[Any, Any, Any], Any]
 K = 8

@@ -25,13 +25,10 @@ from optax_tokenaccum._core.checks import (
     check_function,
     check_params,
 )
+from optax_tokenaccum._core.donation import canonicalize_state
 from optax_tokenaccum._core.perturbations import PerturbedLoss, contribution
 from optax_tokenaccum._core.schedule import Schedule
-from optax_tokenaccum._core.state import (
-    SkipState,
-    TokenAccumulationState,
-    canonicalize_state,
-)
+from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
 from optax_tokenaccum._core.trees import (
     Aux,
     DType,

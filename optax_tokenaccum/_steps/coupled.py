@@ -15,9 +15,16 @@ from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Aux, Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import as_micro_batch
 from optax_tokenaccum._devices.mesh import Devices
-from optax_tokenaccum._steps import window as _window
 from optax_tokenaccum._steps.keywords import as_keywords
-from optax_tokenaccum._steps.micro_batch import Loss, Setup, describe
+from optax_tokenaccum._steps.loss_fn import Loss, describe
+from optax_tokenaccum._steps.micro_batch import Setup
+from optax_tokenaccum._steps.value_and_grad import without_state
+from optax_tokenaccum._steps.window import (
+    Bound,
+    check_micro_batches,
+    for_each,
+    run_window,
+)
 
 
 def coupled_value_and_grad(
@@ -80,7 +87,7 @@ def coupled_value_and_grad(
         return summary_fn(params, *args, **kwargs), None
 
     f = of_model_state(with_state, loss_fn, has_aux, accumulator_dtype)
-    return _window.without_state(f)
+    return without_state(f)
 
 
 def of_model_state(
@@ -124,7 +131,7 @@ def of_model_state(
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: _window.Bound = None,
+        num_micro_batches: Bound = None,
         **kwargs: Tree,
     ) -> Any:
         check_params(params)
@@ -134,7 +141,7 @@ def of_model_state(
                 "would couple their own rows. Call it in a jit, with a batch that is "
                 "spread."
             )
-        _window.check_micro_batches(micro_batches, num_micro_batches)
+        check_micro_batches(micro_batches, num_micro_batches)
 
         def summarize(
             i: ArrayLike, batch: Batch, state: ModelState
@@ -145,7 +152,7 @@ def of_model_state(
             summary, state = summary_fn(own, state, batch, **given.build(), **key)
             return state, jax.tree.map(jnp.asarray, summary)
 
-        _, summaries = _window.for_each(
+        _, summaries = for_each(
             summarize, model_state, micro_batches, num_micro_batches, True, "summary_fn"
         )
         if not any(map(trees.is_float, jax.tree.leaves(summaries))):
@@ -156,9 +163,7 @@ def of_model_state(
         rows = micro_batches, weights
         keywords = as_keywords(kwargs)
         given = as_micro_batch(rows, rng, keywords, setup.devices, axis=1)
-        window = _window.run_window(
-            setup, params, model_state, given, num_micro_batches
-        )
+        window = run_window(setup, params, model_state, given, num_micro_batches)
         grads = trees.cast_like(window.opt_state.grad_sums, params)
         return (values, window.model_state), grads
 

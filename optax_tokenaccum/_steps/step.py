@@ -1,32 +1,25 @@
-"""What the steps share: programs that leave arrays in place, and the update."""
+"""What the steps share: states that are made and found again, and the update."""
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from collections.abc import Hashable
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import PyTreeDef
 
 from optax_tokenaccum._core.backward import zero_if
 from optax_tokenaccum._core.checks import check_params
-from optax_tokenaccum._core.state import (
-    ArrayMemo,
-    StepMetrics,
-    StepState,
-    TokenAccumulationState,
+from optax_tokenaccum._core.donation import (
     canonicalize_state,
-    copy_aliased,
     copy_for_donation,
-    require_step_state,
     scalar_sharding,
-    tag,
 )
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import (
     Gradients,
     Leaf,
@@ -43,197 +36,17 @@ from optax_tokenaccum._devices.mesh import (
     Shardings,
     put,
     warn_of_whole_sums,
-    with_auto_axes,
 )
 from optax_tokenaccum._steps.micro_batch import Setup
+from optax_tokenaccum._steps.program import MEMO, HostInfo, Layout
+from optax_tokenaccum._steps.state import (
+    StepMetrics,
+    StepState,
+    require_step_state,
+    tag,
+)
 
-StepT = TypeVar("StepT", bound="Step")
 ParamsT = TypeVar("ParamsT")  # the tree of parameters
-
-
-@dataclasses.dataclass(eq=False)
-class Layout:
-    """The structure of a step's states and the shardings of their leaves.
-
-    `shardings` is `None` if no leaf is on a mesh; `model` is the structure of the model
-    state. `jitted` has the functions of the step's programs for such states; `is_ready`
-    tells whether the program that closes the window is compiled.
-    """
-
-    step: "Step"
-    structure: PyTreeDef
-    shardings: tuple[NamedSharding | None, ...] | None
-    is_concrete: bool
-    model: PyTreeDef
-    jitted: dict["Program", jax.stages.Wrapped] = dataclasses.field(
-        default_factory=dict
-    )
-    is_ready: bool = False
-
-
-class HostInfo(NamedTuple):
-    """What the host knows of a state that a step returned."""
-
-    layout: Layout
-    count: int | None = None  # the value of `mini_step`, so that no call waits for it
-
-
-# Of all steps, because steps may take turns on one state.
-MEMO: ArrayMemo[HostInfo] = ArrayMemo()
-
-
-class Program(abc.ABC, Generic[StepT]):
-    """A jitted function: `program(state, ...) -> (state, StepMetrics)`.
-
-    A state over several devices stays where it is: the program's outputs get the
-    shardings of the state. Otherwise the compiler would choose them, for example for a
-    moment whose shape matches no parameter, and the next call would compile again.
-
-    Donated arguments come first, in the order in which they are returned: `jit` pairs
-    donated buffers with outputs of the same shape in order, and pairing a parameter
-    with a moment of its shape costs XLA a copy of both.
-    """
-
-    row_axis = 0  # along which the `aux` of devices are stacked
-
-    def __init__(self, step: StepT):
-        self.step = step
-
-    @abc.abstractmethod
-    def arguments(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, ...]:
-        """Checks what a call is given besides the state, and returns what is traced."""
-
-    @abc.abstractmethod
-    def body(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, StepMetrics]:
-        """The function to jit: `body(donated, kept, *traced, shardings=...)`.
-
-        It returns new values of what is donated, and metrics. The shardings are those
-        of the parameters.
-        """
-
-    def partition(
-        self, state: StepState
-    ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
-        """Returns `(donated, kept, combine)`: the parts of a state that are needed.
-
-        `combine(donated)` is the state with new values of what was donated.
-        """
-        parts = state.params, state.opt_state, state.model_state
-        return parts, (), lambda new: StepState(*new)
-
-    @abc.abstractmethod
-    def next_info(self, known: HostInfo) -> HostInfo:
-        """What is known of the new state, from what was known of the old one."""
-
-    def __call__(
-        self, state: StepState, *args: Tree, **kwargs: Tree
-    ) -> tuple[StepState, StepMetrics]:
-        return self._call(None, state, *args, **kwargs)
-
-    def _call(
-        self, compiled: Any, state: StepState, *args: Tree, **kwargs: Tree
-    ) -> tuple[StepState, StepMetrics]:
-        self.step._require(state)
-        traced = self.arguments(*args, **kwargs)
-        return self.run(state, self.step.lookup(state), traced, compiled)[:2]
-
-    def run(
-        self,
-        state: StepState,
-        known: HostInfo,
-        traced: tuple[Tree, ...],
-        compiled: jax.stages.Compiled | None = None,
-    ) -> tuple[StepState, StepMetrics, HostInfo]:
-        """Runs the program with a state and arguments that are checked."""
-        donated, kept, combine = self.partition(state)
-        if self.step.donate:
-            donated, traced = copy_aliased(donated, traced)
-        run = self._at(known.layout) if compiled is None else compiled
-        donated, metrics = run(donated, kept, *traced)
-        new, known = combine(donated), self.next_info(known)
-        MEMO.remember(tag(new), known)
-        return new, metrics, known
-
-    def lower(self, state: StepState, *args: Tree, **kwargs: Tree) -> "Lowered":
-        self.step._require(state)
-        traced = self.arguments(*args, **kwargs)
-        lowered = self._lower(state, self.step.layout_of(state), traced)
-        return Lowered(lowered, self._call)
-
-    def make_ready(self, state: StepState, layout: Layout) -> None:
-        """Compiles a program without other arguments, unless it is compiled."""
-        if layout.is_concrete:
-            self._lower(state, layout, ()).compile()
-
-    def _lower(
-        self, state: StepState, layout: Layout, traced: tuple[Tree, ...]
-    ) -> jax.stages.Lowered:
-        donated, kept, _ = self.partition(state)
-        return self._at(layout).lower(donated, kept, *traced)
-
-    def _at(self, layout: Layout) -> jax.stages.Wrapped:
-        """The jitted function for states with this layout."""
-        if self not in layout.jitted:
-            layout.jitted.setdefault(self, self._make(layout))
-        return layout.jitted[self]
-
-    def _make(self, layout: Layout) -> jax.stages.Wrapped:
-        devices, of_params, out = self.step.setup.devices, None, None
-        # `shardings` are those of the whole state, leaf by leaf. Put in the places of
-        # its leaves, they can be split as a state is: into those of the parameters,
-        # which the body constrains gradients to, and those of what is donated, which
-        # must come back where it was.
-        if layout.shardings is not None:
-            leaves = [x or UNKNOWN for x in layout.shardings]
-            known: StepState = layout.structure.unflatten(leaves)
-            of_params = tuple(map(_or_none, jax.tree.leaves(known.params)))
-            out = jax.tree.map(_or_none, self.partition(known)[0])
-        unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
-        # Metrics are scalars on every device, except `aux`, which may have rows.
-        metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
-        body = functools.partial(self.body, shardings=of_params)
-        # In an outer `jit`, the caller's program decides where arrays are.
-        is_pinned = layout.shardings is not None and layout.is_concrete
-        return jax.jit(
-            with_auto_axes(body, devices, (out, metrics)),
-            donate_argnums=0 if self.step.donate else (),
-            out_shardings=(out, None) if is_pinned else None,
-        )
-
-
-class Lowered:
-    """A `jax.stages.Lowered`, whose compiled program is called as it was lowered."""
-
-    def __init__(self, lowered: Any, call: Callable[..., Any]):
-        self._lowered = lowered
-        self._call = call
-
-    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
-        return Compiled(self._lowered.compile(*args, **kwargs), self._call)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
-
-
-class Compiled:
-    """A `jax.stages.Compiled`, which is called with a state instead of its parts."""
-
-    def __init__(self, compiled: Any, call: Callable[..., Any]):
-        self._compiled = compiled
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._compiled, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
-
-
-UNKNOWN = object()  # in the place of a sharding, since `None` is not a leaf
-
-
-def _or_none(x: Leaf) -> NamedSharding | None:
-    return None if x is UNKNOWN else x
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -328,7 +141,7 @@ class Step(abc.ABC):
             made = jax.eval_shape(self._init, like)
         return jax.tree.map(functools.partial(on, mesh), made)
 
-    def _require(self, state: StepState) -> None:
+    def require(self, state: StepState) -> None:
         """Raises if this step cannot take the state."""
         has_model_state = self.setup.loss.has_model_state
         require_step_state(state, self.opt_state_type, has_model_state=has_model_state)

@@ -8,13 +8,7 @@ import optax
 from optax_tokenaccum._core.accumulation import Added, SkipFn, make_accumulation
 from optax_tokenaccum._core.checks import check_function
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
-from optax_tokenaccum._core.state import (
-    StepMetrics,
-    StepState,
-    TokenAccumulationState,
-    merged,
-    micro_batches_seen,
-)
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import (
     Batch,
     DType,
@@ -26,8 +20,16 @@ from optax_tokenaccum._core.trees import (
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._steps.keywords import as_keywords
-from optax_tokenaccum._steps.micro_batch import Loss, LossFn, Setup, add_micro_batch
-from optax_tokenaccum._steps.step import HostInfo, Program, Step
+from optax_tokenaccum._steps.loss_fn import Loss, LossFn
+from optax_tokenaccum._steps.micro_batch import Setup, add_micro_batch
+from optax_tokenaccum._steps.program import HostInfo, Program
+from optax_tokenaccum._steps.state import (
+    StepMetrics,
+    StepState,
+    merged,
+    micro_batches_seen,
+)
+from optax_tokenaccum._steps.step import Step
 
 
 class Accumulate(Program["TrainStep"]):
@@ -220,7 +222,7 @@ class TrainStep(Step):
             leaf that is static and not hashable; or `loss_fn` returned anything other
             than `(loss_sum, num_tokens)`.
         """
-        self._require(state)
+        self.require(state)
         schedule = self.setup.accumulation.schedule
         if not schedule.is_set:
             raise ValueError(

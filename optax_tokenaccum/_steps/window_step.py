@@ -8,20 +8,17 @@ import optax
 
 from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._core.checks import check_function
+from optax_tokenaccum._core.donation import canonicalize_state
 from optax_tokenaccum._core.schedule import make_schedule
-from optax_tokenaccum._core.state import (
-    StepMetrics,
-    StepState,
-    WindowOptState,
-    canonicalize_state,
-    merged,
-)
 from optax_tokenaccum._core.trees import Batch, DType, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._steps.keywords import as_keywords
-from optax_tokenaccum._steps.micro_batch import Loss, LossFn, Setup
-from optax_tokenaccum._steps.step import HostInfo, Program, Step
+from optax_tokenaccum._steps.loss_fn import Loss, LossFn
+from optax_tokenaccum._steps.micro_batch import Setup
+from optax_tokenaccum._steps.program import HostInfo, Program
+from optax_tokenaccum._steps.state import StepMetrics, StepState, WindowOptState, merged
+from optax_tokenaccum._steps.step import Step
 from optax_tokenaccum._steps.window import (
     Bound,
     check_micro_batches,

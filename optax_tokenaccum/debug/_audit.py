@@ -24,7 +24,7 @@ from optax_tokenaccum._core.trees import (
     common_dtype,
     leading_axis,
 )
-from optax_tokenaccum._steps.micro_batch import LossFn, unpack
+from optax_tokenaccum._steps.loss_fn import LossFn, unpack
 from optax_tokenaccum.debug._model import Model, as_vector, copied
 from optax_tokenaccum.debug._report import AuditReport, ParameterRow, Verdict, progress
 

@@ -11,7 +11,7 @@ from numpy.linalg import norm
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.checks import as_micro_batches, check_function
-from optax_tokenaccum._steps.micro_batch import LossFn, unpack
+from optax_tokenaccum._steps.loss_fn import LossFn, unpack
 from optax_tokenaccum.debug._model import Model, as_vector
 from optax_tokenaccum.debug._report import LossReport, progress
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_tokenaccum._core.state import copy_for_donation
+from optax_tokenaccum._core.donation import copy_for_donation
 from optax_tokenaccum._core.trees import (
     T,
     Tree,

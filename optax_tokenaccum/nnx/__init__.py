@@ -15,10 +15,10 @@ from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Aux, Batch, DType, Tree
 from optax_tokenaccum._devices.mesh import ReduceEvery, make_devices
-from optax_tokenaccum._steps import window as _window
+from optax_tokenaccum._steps import value_and_grad as _value_and_grad
 from optax_tokenaccum._steps.coupled import of_model_state
-from optax_tokenaccum._steps.micro_batch import Loss, LossFn
-from optax_tokenaccum._steps.window import Reduction, WindowValues
+from optax_tokenaccum._steps.loss_fn import Loss, LossFn
+from optax_tokenaccum._steps.value_and_grad import Reduction, WindowValues
 from optax_tokenaccum.nnx._model import of_parts, split_model
 from optax_tokenaccum.nnx._steps import TrainStep, WindowStep
 
@@ -199,7 +199,7 @@ def window_value_and_grad(
       >>> print(num_tokens)
       12.0
     """
-    value_and_grad = _window.window_value_and_grad(
+    value_and_grad = _value_and_grad.window_value_and_grad(
         of_parts(loss_fn),
         has_aux=has_aux,
         has_model_state=True,

@@ -10,12 +10,9 @@ from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
 from optax_tokenaccum._core.checks import check_function
+from optax_tokenaccum._core.donation import strong_and_unaliased
 from optax_tokenaccum._core.jaxprs import changed_paths
-from optax_tokenaccum._core.state import (
-    StepState,
-    TokenAccumulationState,
-    strong_and_unaliased,
-)
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import (
     Batch,
     Leaf,
@@ -26,7 +23,8 @@ from optax_tokenaccum._core.trees import (
     check_same_tree,
 )
 from optax_tokenaccum._devices.mesh import put
-from optax_tokenaccum._steps.micro_batch import LossFn
+from optax_tokenaccum._steps.loss_fn import LossFn
+from optax_tokenaccum._steps.state import StepState
 from optax_tokenaccum._steps.step import Step, shapes_of
 
 

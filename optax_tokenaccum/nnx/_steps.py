@@ -10,21 +10,17 @@ from flax import nnx
 
 from optax_tokenaccum._core.accumulation import Accumulation
 from optax_tokenaccum._core.checks import as_inner_optimizer
-from optax_tokenaccum._core.state import (
-    StepMetrics,
-    StepState,
-    TokenAccumulationState,
-    WindowOptState,
-    strong_and_unaliased,
-    tag,
-)
+from optax_tokenaccum._core.donation import strong_and_unaliased
+from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import OptState, Tree, is_concrete, nodes_of
 from optax_tokenaccum._devices.mesh import Devices
 from optax_tokenaccum._multi_steps import accumulation_of
-from optax_tokenaccum._steps import train_step as _train_step
-from optax_tokenaccum._steps import window_step as _window_step
-from optax_tokenaccum._steps.micro_batch import Loss, Setup
-from optax_tokenaccum._steps.step import MEMO, Lowered, Step
+from optax_tokenaccum._steps import train_step, window_step
+from optax_tokenaccum._steps.loss_fn import Loss
+from optax_tokenaccum._steps.micro_batch import Setup
+from optax_tokenaccum._steps.program import MEMO, Lowered
+from optax_tokenaccum._steps.state import StepMetrics, StepState, WindowOptState, tag
+from optax_tokenaccum._steps.step import Step
 from optax_tokenaccum.nnx._model import SplitModel, place_state, split_model
 
 WHERE_WINDOWS_LIVE = (
@@ -170,7 +166,7 @@ class BoundMethod:
 class TrainStep(ModelStep):
     """See `optax_tokenaccum.nnx.make_train_step`."""
 
-    _core = _train_step.TrainStep
+    _core = train_step.TrainStep
 
     def __init__(self, loss: Loss, devices: Devices, donate: bool):
         super().__init__(loss, devices, donate)
@@ -192,7 +188,7 @@ class TrainStep(ModelStep):
 class WindowStep(ModelStep):
     """See `optax_tokenaccum.nnx.make_window_step`."""
 
-    _core = _window_step.WindowStep
+    _core = window_step.WindowStep
 
     def __init__(
         self, loss: Loss, accumulation: Accumulation, devices: Devices, donate: bool

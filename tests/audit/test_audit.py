@@ -23,8 +23,8 @@ from helpers import init_params, loss_sum_fn, slow
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from optax_tokenaccum.debug import AuditReport, Verdict, audit
-from optax_tokenaccum.debug._report import ParameterRow, progress
+from optax_tokenaccum.debug._audit import audit
+from optax_tokenaccum.debug._report import AuditReport, ParameterRow, Verdict, progress
 
 LATER = {"padding counted", "labels not shifted", "stale window", "float16 sums"}
 

@@ -13,7 +13,7 @@ import pytest
 from helpers import slow
 from jax.lax import stop_gradient
 
-from optax_tokenaccum.debug import check_loss_fn
+from optax_tokenaccum.debug._check_loss_fn import check_loss_fn
 from optax_tokenaccum.losses import reduce_loss, softmax_cross_entropy_sum
 
 Loss = Callable[[Any, Any], tuple[Any, Any]]

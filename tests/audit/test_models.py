@@ -13,7 +13,9 @@ from problems import squares
 
 import optax_tokenaccum.nnx
 from optax_tokenaccum import token_accumulation
-from optax_tokenaccum.debug import Verdict, audit, check_loss_fn
+from optax_tokenaccum.debug._audit import audit
+from optax_tokenaccum.debug._check_loss_fn import check_loss_fn
+from optax_tokenaccum.debug._report import Verdict
 
 MICRO_BATCHES = [
     problems.batch_of(i, np.arange(8) < n) for i, n in enumerate((1, 8, 3))

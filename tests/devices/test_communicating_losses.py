@@ -15,7 +15,7 @@ from meshes import make_mesh
 from problems import BATCHES, FEW, KEEPS, loss_through, through_layers
 
 from optax_tokenaccum import _backward, make_train_step, window_value_and_grad
-from optax_tokenaccum.debug import whole_gradients
+from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
 # Of the 8 devices with one row each, some have tokens.
 WINDOW = stack(BATCHES)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from problems import BATCHES, FEATURES, KEEPS, LAYERS, loss_through
 
 from optax_tokenaccum import _backward, make_train_step, make_window_step
-from optax_tokenaccum.debug import whole_gradients
+from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
 NEW_JAX = _backward.CAN_ADD_IN_PLACE
 PARAMS = {

@@ -404,7 +404,11 @@ ERRORS = """
 """
 
 
-NAMES = vars(optax_tokenaccum) | vars(optax_tokenaccum.losses) | vars(optax_tokenaccum.debug)
+NAMES = (
+    vars(optax_tokenaccum)
+    | vars(optax_tokenaccum.losses)
+    | vars(optax_tokenaccum.debug)
+)
 NAMES |= globals()
 
 

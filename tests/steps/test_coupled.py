@@ -16,7 +16,7 @@ from meshes import make_mesh
 
 from benchmarks.chips import CHIPS
 from optax_tokenaccum import coupled_value_and_grad, window_value_and_grad
-from optax_tokenaccum.debug import whole_gradients
+from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
 K, MICRO, WIDTH, DEPTH, EXPERTS = 4, 8, 16, 3, 4
 RNG = np.random.default_rng(0)

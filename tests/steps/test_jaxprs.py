@@ -16,7 +16,7 @@ from meshes import over
 
 from optax_tokenaccum import make_train_step
 from optax_tokenaccum._core import backward, jaxprs
-from optax_tokenaccum.debug import whole_gradients
+from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
 # JAX's next defaults. With jax_scan3, JAX 0.12 differentiates no scan.
 FLAGS = ["", "jax_custom_jvp3", "jax_custom_vjp3", "jax_remat3"]

@@ -16,7 +16,7 @@ from meshes import make_mesh
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
 from optax_tokenaccum._core import backward
-from optax_tokenaccum.debug import whole_gradients
+from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
 LAYERS, WIDTH = 16, 64
 PARAMS = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}

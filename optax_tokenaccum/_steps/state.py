@@ -1,0 +1,159 @@
+"""What a step carries from call to call, and its metrics."""
+
+import weakref
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+
+from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
+from optax_tokenaccum._core.trees import (
+    Aux,
+    Leaf,
+    ModelState,
+    OptState,
+    T,
+    Tree,
+    is_concrete,
+)
+
+P = TypeVar("P")  # the tree of parameters
+
+
+class WindowOptState(NamedTuple):
+    """The `opt_state` of a window step, which has no open window between calls."""
+
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    inner_opt_state: OptState
+
+
+class StepState(NamedTuple, Generic[P]):
+    """The state that a step carries from call to call; save all of it.
+
+    Attributes:
+      params: the parameters.
+      opt_state: of a train step the `TokenAccumulationState`: the open window, the
+        number of updates, `gradient_step`, and the inner optimizer's state,
+        `inner_opt_state`. Of a window step only these two.
+      model_state: with `has_model_state=True`, as the last micro-batch left it; else
+        `None`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), every_k_schedule=2)
+      >>> state = step.init(jnp.zeros(()))
+      >>> print(state.params, state.opt_state.mini_step)
+      0.0 0
+    """
+
+    params: P
+    opt_state: Any  # `TokenAccumulationState` or `WindowOptState`
+    model_state: ModelState = None
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of one call; their arrays stay alive when the state is donated.
+
+    Attributes:
+      loss: token mean of the loss over the window so far; 0 without tokens.
+      num_tokens: tokens in the window so far, including this micro-batch.
+      grad_norm: global norm of the gradient given to the optimizer; 0 without update.
+      updated: whether this call closed its window with an update.
+      skipped: whether this micro-batch was rejected.
+      mini_step: micro-batches in the open window after the call.
+      gradient_step: number of updates so far, including this call.
+      aux: the `aux` that `loss_fn` returned for this micro-batch; `None` without. If
+        each device sees its own rows, `[devices, ...]`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_tokenaccum import make_train_step
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(params * x), x.size
+      >>> step = make_train_step(loss_fn, optax.sgd(1.0), every_k_schedule=2)
+      >>> state = step.init(jnp.ones(()))
+      >>> for x in (jnp.full(1, 2.0), jnp.full(9, 10.0)):
+      ...     state, m = step(state, x)
+      ...     print(m.loss, m.num_tokens, m.grad_norm, m.updated, m.mini_step)
+      2.0 1.0 0.0 False 1
+      9.2 10.0 9.2 True 0
+    """
+
+    loss: jax.Array  # shape=(), dtype=float32, or wider where a parameter is
+    num_tokens: jax.Array  # shape=(), of the same dtype
+    grad_norm: jax.Array  # shape=(), of the same dtype
+    updated: jax.Array  # shape=(), dtype=bool
+    skipped: jax.Array  # shape=(), dtype=bool
+    mini_step: jax.Array  # shape=(), dtype=int32
+    gradient_step: jax.Array  # shape=(), dtype=int32
+    aux: Aux = None
+
+
+def merged(metrics: StepMetrics, skipped: jax.Array, aux: Aux) -> StepMetrics:
+    """The metrics of a window, with those of what was added last."""
+    return metrics._replace(skipped=skipped, aux=aux)
+
+
+def micro_batches_seen(opt_state: TokenAccumulationState) -> jax.Array:
+    """How many the open window has seen, rejected ones too."""
+    if isinstance(opt_state.skip_state, SkipState):
+        return opt_state.mini_step + opt_state.skip_state.rejected
+    return opt_state.mini_step
+
+
+def tag(state: StepState) -> Leaf:
+    """The array by whose identity the host finds what it knows about a state."""
+    if isinstance(state.opt_state, TokenAccumulationState):
+        return state.opt_state.mini_step
+    return next(iter(jax.tree.leaves(state.params)), None)
+
+
+def require_step_state(
+    state: Tree, opt_state_type: type, *, has_model_state: bool
+) -> None:
+    """Raises if a step cannot take the state."""
+    if not isinstance(state, StepState):
+        raise TypeError(
+            "The state must be the StepState that step.init or the last call "
+            f"returned: got a {type(state).__name__}. Write state, metrics = step("
+            "state, batch); take a checkpoint that was restored without a target over "
+            "with reshard_state(state, step.init(params))."
+        )
+    if (state.model_state is not None) != has_model_state:
+        raise TypeError(
+            f"The state must be of a step with has_model_state={has_model_state}: got "
+            "the state of another. Take its parts over into step.init(...)."
+        )
+    if not isinstance(state.opt_state, opt_state_type):
+        raise TypeError(
+            f"The opt_state must be a {opt_state_type.__name__}, because a train step "
+            f"has sums and a window step none: got a {type(state.opt_state).__name__}. "
+            "Between windows, take gradient_step and inner_opt_state over into "
+            "step.init(params).opt_state."
+        )
+    array = tag(state)  # a call donates all arrays, so checking one is enough
+    if isinstance(array, jax.Array) and is_concrete(array) and array.is_deleted():
+        raise ValueError(
+            "The state was given to an earlier call, which donated its buffers. Go on "
+            "with the state that this call returned; if it failed while it ran, "
+            "restore a checkpoint. donate=False keeps old states."
+        )
+
+
+class ArrayMemo(Generic[T]):
+    """A value for each array, by identity, with a weak reference to the array."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[jax.Array], T]] = {}
+
+    def get(self, array: Leaf) -> T | None:
+        known = self._known.get(id(array))
+        return known[1] if known is not None and known[0]() is array else None
+
+    def remember(self, array: Leaf, value: T) -> None:
+        if isinstance(array, jax.Array) and is_concrete(array):
+            key = id(array)
+            ref = weakref.ref(array, lambda _: self._known.pop(key, None))
+            self._known[key] = (ref, value)
