@@ -1,6 +1,6 @@
 """docs/mistakes.md: what happens in rows of its table, without an error.
 
-That `check_loss_fn` and `audit` notice is tested in tests/audit.
+That `check_loss_fn` and `audit` notice is tested in tests/debug.
 """
 
 from typing import Any

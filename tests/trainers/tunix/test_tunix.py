@@ -11,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
+
+pytest.importorskip("tunix", reason="its own environment has Tunix")
+
 from tunix.models.llama3.model import Llama3, ModelConfig
 from tunix.sft import utils
 from tunix.sft.peft_trainer import (
@@ -22,7 +26,7 @@ from tunix.sft.peft_trainer import (
 )
 from tunix_token_trainer import TokenTrainer
 
-PAGE = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "trainers.md").read_text()
 (SECTION,) = re.findall(r"^## Tunix\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
 TEXT = " ".join(SECTION.split())
 (FIXED,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
