@@ -1,5 +1,14 @@
 """Problems with answers in float64, and the table of ways x layouts x options.
 
+From the top to the end of the file:
+
+* `PROBLEMS`: losses whose gradients are known; `WINDOWS`: tokens of micro-batches.
+* `answer`: what a run must give, by plain JAX in float64; `by_hand`: one window.
+* `WAYS`: three short ways to one gradient, for tests of a network.
+* `STEPS`, `LAYOUTS`, `OPTIONS`: runs of steps (`of_step`).
+* `LOOPS`: runs of loops that a user writes (`of_loop`), each a function `by_...`.
+* `ALL`, `cover`: every possible case, and few cases that have every pair.
+
 A new way is one line in `STEPS` or in `LOOPS`, and a new layout one in `LAYOUTS`.
 """
 

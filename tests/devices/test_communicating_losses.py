@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 from problems import BATCHES, FEW, KEEPS, loss_through, through_layers
 
-from optax_tokenaccum import _backward, make_train_step, window_value_and_grad
+from optax_tokenaccum import make_train_step, window_value_and_grad
+from optax_tokenaccum._core import backward
 from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
 # Of the 8 devices with one row each, some have tokens.
@@ -92,7 +93,7 @@ def experts(mesh: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not _backward.CAN_ADD_IN_PLACE, reason="everything is whole")
+@pytest.mark.skipif(not backward.CAN_ADD_IN_PLACE, reason="everything is whole")
 def test_layers_of_experts_on_all_devices():
     """In a `shard_map` of the loss; the last micro-batch has no tokens."""
     options = meshes.over("8, each")

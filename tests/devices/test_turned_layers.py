@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import BATCHES, FEATURES, KEEPS, LAYERS, loss_through
 
-from optax_tokenaccum import _backward, make_train_step, make_window_step
+from optax_tokenaccum import make_train_step, make_window_step
+from optax_tokenaccum._core import backward
 from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
-NEW_JAX = _backward.CAN_ADD_IN_PLACE
+NEW_JAX = backward.CAN_ADD_IN_PLACE
 PARAMS = {
     "w": problems.normal(1, FEATURES, LAYERS, FEATURES) / 2,
     "scale": problems.normal(2, FEATURES, LAYERS),

@@ -23,13 +23,14 @@ from problems import (
 )
 
 from optax_tokenaccum import window_value_and_grad
+from optax_tokenaccum._core import perturbations
 
 MANY = [*range(3), *map(helpers.slow, range(3, 25))]
 
 
 @pytest.fixture(autouse=True)
 def _small_ones_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("LARGE", 0)
+    monkeypatch.setattr(perturbations, "LARGE", 0)
 
 
 def cell(params: Any, x: Any) -> Any:

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from optax_tokenaccum import has_updated, make_train_step
-from optax_tokenaccum._core import state as state_of_core
+from optax_tokenaccum._core import donation
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0], jnp.float32)}
 SGD = optax.sgd(1.0)
@@ -172,8 +172,8 @@ def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):
         refs.extend(map(weakref.ref, arrays))
         return arrays
 
-    monkeypatch.setattr(state_of_core.jnp, "array", counting)
-    copies = state_of_core.copy_for_donation(new())
+    monkeypatch.setattr(donation.jnp, "array", counting)
+    copies = donation.copy_for_donation(new())
     monkeypatch.undo()
     assert alive == [4, 3, 2, 1]
     np.testing.assert_array_equal([x[0] for x in copies], range(4))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 from optax_tokenaccum import make_train_step, make_window_step, window_value_and_grad
-from optax_tokenaccum._core import backward
+from optax_tokenaccum._core import backward, perturbations
 from optax_tokenaccum.debug._whole_gradients import whole_gradients
 
 LAYERS, WIDTH = 16, 64
@@ -174,7 +174,7 @@ def test_a_reason_is_given_exactly_where_memory_is_needed(
 def test_layers_that_are_large_and_given_whole_to_a_loop_are_not_named(
     monkeypatch: pytest.MonkeyPatch, network: Any
 ):
-    monkeypatch.setattr("LARGE", 100)
+    monkeypatch.setattr(perturbations, "LARGE", 100)
     step = make_train_step(loss_of(network), SGD)
     assert whole_gradients(step, step.init(PARAMS), X) == {}
 
