@@ -1,5 +1,6 @@
 """The time to trace and lower a step, over that of a scan by hand."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,10 +35,13 @@ def measured(make: Callable[[], Workload], rounds: int) -> dict[str, list[float]
         workload = make()  # whose loss is new, so that JAX has not traced it
         loop = WAYS[way].build(workload, ADAMW, K)
         given[way] = loop, loop.init(workload.params), window_of(workload, K)
+        gc.collect()
 
     def lower(way: str) -> None:
         loop, state, window = given[way]
+        gc.disable()  # as `timeit` does: it would stop any of the ways
         loop.lower(state, window)
+        gc.enable()
 
     runs = {way: partial(lower, way) for way in WAYS_TO_TRACE}
     return interleaved(runs, rounds=rounds, seconds=60, prepare=prepare)
