@@ -1,4 +1,4 @@
-"""A loop of one's own over devices: README's lines are exact, a mean of means is not.
+"""A loop of one's own over devices: the page's lines are exact, a mean of means is not.
 
 The loss is divided by a device's own tokens. Device 2 has none in micro-batch 0.
 """
@@ -23,8 +23,8 @@ from problems import PARAMS
 import optax_tokenaccum
 from optax_tokenaccum._core.trees import as_varying
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-[BLOCK] = re.findall(r"^@@ in pmap .*?```", README, re.DOTALL | re.MULTILINE)
+PAGE = (Path(__file__).parents[2] / "docs/fix_your_loop.md").read_text()
+[BLOCK] = re.findall(r"^@@ in pmap .*?```", PAGE, re.DOTALL | re.MULTILINE)
 LINES = {sign: re.findall(rf"^\{sign}(.*\n)", BLOCK, re.MULTILINE) for sign in "-+"}
 N, AXIS = 4, "devices"
 MASK = np.arange(3) < np.array([[1, 3, 0, 2], [3, 1, 2, 1]])[..., None]
@@ -41,7 +41,7 @@ def mean_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def loop(sign: str, params: Any, opt_state: Any, batch: Any) -> Any:
-    """Add a micro-batch with README's lines; those for optax get our own count."""
+    """Add a micro-batch with the page's lines; those for optax get our own count."""
     each = jax.tree.map(lambda x: as_varying(x, [AXIS]), params)
     grads = jax.grad(mean_loss)(each, batch)
     names = dict(globals(), grads=grads, params=params, opt_state=opt_state)
