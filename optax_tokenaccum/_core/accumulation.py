@@ -251,6 +251,7 @@ class Accumulation:
 
     def _weighted(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
         """A gradient or the loss as a sum over tokens."""
+        # Without a token mean, the inner optimizer is given the sum of what was given.
         is_mean = self.token_mean and self.gradients == "mean"
         return x * num_tokens.astype(x.dtype) if is_mean else x
 
@@ -378,6 +379,8 @@ class Accumulation:
         def divide(acc: Gradients) -> Gradients:
             return self.window_gradient(state._replace(grad_sums=acc), like=acc)
 
+        # The loop is what makes XLA reuse the memory of the sums. An empty window has
+        # nothing to divide.
         return at_most_once(state.mini_step > 0, divide, state.grad_sums)
 
     def _mean(self, x: jax.Array, state: TokenAccumulationState) -> jax.Array:

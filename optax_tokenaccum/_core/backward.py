@@ -19,10 +19,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_tokenaccum._core.jaxprs import TRANSPOSE
-from optax_tokenaccum._core.perturbations import IN_LOOP, Perturbations, PerturbedLoss
+from optax_tokenaccum._core.perturbations import (
+    FIRST_AXIS,
+    IN_LOOP,
+    Perturbations,
+    PerturbedLoss,
+)
 from optax_tokenaccum._core.trees import (
     Aux,
-    DType,
     Gradients,
     Params,
     T,
@@ -34,8 +38,8 @@ from optax_tokenaccum._core.trees import (
     is_concrete,
     is_float,
     named_leaves,
+    unshared_zeros,
     zero_unless,
-    zeros_after,
 )
 
 # Below jax 0.11, two gradients of a scan can be swapped when they are added to mutable
@@ -69,20 +73,19 @@ def add_gradients(
     perturbations = zero_perturbations(sums, jax.tree.leaves(params))
     evaluate, args, consumers = loss
     leaves = [i for i, x in enumerate(perturbations) if x is not None]
-    layered = {i for i in leaves if 0 in consumers[i]}
+    layered = {i for i in leaves if FIRST_AXIS in consumers[i]}
     # Why gradients are returned, and added after the backward pass.
-    materialized = {i: "its first axis is spread" for i in layered if is_spread[i]}
+    returned = {i: "its first axis is spread" for i in layered if is_spread[i]}
     for i in leaves:
         if not are_wide(sums[i]):
-            materialized[i] = f"a {sums[i].dtype} sum is rounded with every addition"
+            returned[i] = f"a {sums[i].dtype} sum is rounded with every addition"
     why_all = _why_after()
     why = {
-        i: why_all or materialized.get(i) or _why_materialized(consumers[i])
-        for i in leaves
+        i: why_all or returned.get(i) or _why_materialized(consumers[i]) for i in leaves
     }
     report(params, why)
-    within = {i for i in leaves if not consumers[i].isdisjoint({0, IN_LOOP})}
-    if why_all or not within - {*materialized}:
+    within = {i for i in leaves if not consumers[i].isdisjoint({FIRST_AXIS, IN_LOOP})}
+    if why_all or not within - {*returned}:
         return _add_after(evaluate, args, sums, perturbations)
     # The functions must not hold values: see `PerturbedLoss`.
     like = jax.eval_shape(lambda: params)
@@ -93,8 +96,7 @@ def add_gradients(
         report(like, dict.fromkeys(leaves, "jax.vmap cannot map mutable arrays"))
         return _add_after(evaluate, args, sums, perturbations)
 
-    dtypes = {i: jax.tree.leaves(like)[i].dtype for i in materialized}
-    add_within = functools.partial(_add_within, evaluate, dtypes)
+    add_within = functools.partial(_add_within, evaluate, {*returned})
     return _unless_mapped(add_within, add_mapped)(args, sums, perturbations)
 
 
@@ -115,17 +117,17 @@ def _add_after(
 
 def _add_within(
     evaluate: Callable[..., Any],
-    materialized: dict[int, DType],
+    returned: set[int],
     args: Tree,
     sums: list[jax.Array],
     perturbations: Perturbations,
 ) -> AddedGradients:
     """Within the backward pass.
 
-    `materialized` has the dtypes of parameters whose gradients are returned.
+    `returned` are the parameters whose gradients are returned, and added after it.
     """
     floats = [i for i, x in enumerate(perturbations) if x is not None]
-    refs = {i: jax.new_ref(sums[i]) for i in floats if i not in materialized}
+    refs = {i: jax.new_ref(sums[i]) for i in floats if i not in returned}
     loss = functools.partial(evaluate, args)
     # Its type does not know with_refs.
     differentiated: Any = jax.vjp(loss, perturbations, has_aux=True)
@@ -135,9 +137,8 @@ def _add_within(
     ]
     [gradients] = vjp.with_refs(to)(jnp.ones_like(value))
     added = [*sums]
-    for i, dtype in materialized.items():
-        # In the dtype of the parameter, which it had before.
-        added[i] = add(sums[i], gradients[i].astype(dtype))
+    for i in returned:
+        added[i] = add(sums[i], gradients[i])
     for i, ref in refs.items():
         added[i] = jax.freeze(ref)
     return added, value, rest
@@ -154,7 +155,7 @@ def _why_after() -> str | None:
 
 def _why_materialized(consumers: set[int | str]) -> str | None:
     """Why a gradient is materialized, unless scans alone read it, in the right way."""
-    others = consumers - {0, IN_LOOP}
+    others = consumers - {FIRST_AXIS, IN_LOOP}
     names = {TRANSPOSE if isinstance(x, int) else x for x in others}
     if not names:
         return None
@@ -182,7 +183,7 @@ def collected_reports() -> Iterator[dict[str, Report]]:
 def report(params: Params, reasons: Mapping[int, str | None]) -> None:
     """Tells `whole_gradients` why gradients are materialized.
 
-    `None` is the reason of a gradient that is added layer by layer.
+    `None` is the reason of one that is added layer by layer, or in every iteration.
     """
     found = _reports.get()
     if found is not None:
@@ -200,7 +201,7 @@ def _unless_mapped(
 
     @mapped.def_vmap
     def _(axis_size: int, in_batched: list[Any], *args: Any) -> tuple[T, Tree]:
-        if not any(jax.tree.leaves(in_batched)):  # in forward mode
+        if not any(jax.tree.leaves(in_batched)):  # as the rule for `jvp` calls it
             outputs = otherwise(*args)
             return outputs, jax.tree.map(lambda _: False, outputs)
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
@@ -213,15 +214,16 @@ def _unless_mapped(
 def zero_if(empties: TracedBool, sums: T) -> T:
     """Zeros if `empties`, in the memory of the sums, else the sums."""
     if is_concrete(empties):
-        return zeros_after(sums) if empties else sums
+        return unshared_zeros(sums) if empties else sums
     if can_overwrite(sums):
-        return at_most_once(empties, zeros_after, sums)
+        return at_most_once(empties, unshared_zeros, sums)
     keeps = jnp.logical_not(empties)
     return jax.tree.map(functools.partial(zero_unless, keeps), sums)
 
 
 def can_overwrite(sums: Gradients) -> bool:
     """Whether the end of a window may run in loops, in the memory of the sums."""
+    # Below jax 0.11 the sums are not in mutable arrays, and nothing is gained.
     # XLA compiles a loop over small arrays as one function on a CPU: for 300 of them
     # that takes 20 s, where a conditional takes 1 s.
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(sums)]

@@ -154,7 +154,11 @@ def evaluate_some(
     return dict(zip(outvars, outputs, strict=True))
 
 
-def passes_on(eqn: JaxprEqn) -> bool:
+# What can be done to a parameter before it is read: `keeps_parameter` lists it, and the
+# next two functions do it to the value and to the order of the axes.
+
+
+def keeps_parameter(eqn: JaxprEqn) -> bool:
     """Whether a perturbation can stand for what an operation makes of a parameter.
 
     A cast to fewer bits is one: its gradient is cast to more bits, and loses none. So
@@ -174,8 +178,8 @@ def passes_on(eqn: JaxprEqn) -> bool:
     return name in (TRANSPOSE, "name", "remat2", *_CALLS)
 
 
-def changed(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    """`x` after an operation that `passes_on` a perturbation, and calls no function."""
+def apply_to_value(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+    """`x` after such an operation, which calls no function."""
     name, params = operation(eqn), _params(eqn)
     if name == TRANSPOSE:
         return jax.lax.transpose(x, params["permutation"])
@@ -184,7 +188,7 @@ def changed(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     return x.astype(params["new_dtype"])
 
 
-def moved(eqn: JaxprEqn, axes: tuple[int, ...]) -> tuple[int, ...]:
+def apply_to_axes(eqn: JaxprEqn, axes: tuple[int, ...]) -> tuple[int, ...]:
     """The axes after such an operation."""
     order = _params(eqn).get("permutation", range(len(axes)))
     return tuple(axes[i] for i in order)

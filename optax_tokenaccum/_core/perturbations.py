@@ -45,18 +45,18 @@ from optax_tokenaccum._core.jaxprs import (
     Atom,
     Pruned,
     Trace,
+    apply_to_axes,
+    apply_to_value,
     as_array,
     as_jaxpr,
     carry_of,
-    changed,
     evaluate_some,
     inputs_of,
     is_call,
     is_remat,
     is_scan,
-    moved,
+    keeps_parameter,
     operation,
-    passes_on,
     pruned,
     remat_options,
     scan_options,
@@ -71,7 +71,7 @@ from optax_tokenaccum._core.trees import (
     Tree,
     is_concrete,
     is_float,
-    zero_after,
+    unshared_zero,
 )
 
 # A perturbation for each parameter; `None` for one that cannot be differentiated.
@@ -98,12 +98,12 @@ def contribution(x: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
 @jax.jit
 def _contribution(x: jax.Array, num_tokens: jax.Array) -> jax.Array:
     keeps = (num_tokens > 0) | ((num_tokens == 0) & jnp.isfinite(x))
-    return jnp.where(keeps, x, zero_after(x.dtype, num_tokens))
+    return jnp.where(keeps, x, unshared_zero(x.dtype, num_tokens))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def perturbed(
-    dtype: DType,
+    dtype: DType,  # of the perturbation, which the backward rule does not see
     value: jax.Array,
     perturbation: jax.Array,
     num_tokens: jax.Array | None,
@@ -142,17 +142,23 @@ class Parameter:
 
 
 class LayerPerturbations(NamedTuple):
-    """The perturbations of parameters, or of one layer of each."""
+    """The perturbations in scope: of all parameters or, in a scan, of one layer."""
 
     arrays: dict[int, jax.Array]  # by the leaf of the parameters
     layered: set[int]  # the leaves that scans take layer by layer
     num_tokens: jax.Array | None
 
-    def perturbed(self, x: Leaf | Parameter) -> Leaf:
+    def read(self, x: Leaf | Parameter) -> Leaf:
         if not isinstance(x, Parameter):
             return x
         array = jnp.transpose(self.arrays[x.leaf], x.axes)
         if x.leaf in self.layered:
+            # Rounded, because JAX cannot add to one array both from a scan over it and
+            # from another use, unless there is an operation in between; and XLA's
+            # while-loop-all-reduce-code-motion would keep two more buffers of the
+            # gradient's size (data parallel on an H200: 3586 -> 7248 MB). Layers alone:
+            # a tied embedding's gradient would not be added to that of its lookup (on a
+            # CPU 1.24 -> 1.52 of gradients alone).
             array = _row_by_row_p.bind(rounded(array))
         else:
             return _perturbed_whole(x.value, array, self.num_tokens)
@@ -193,15 +199,7 @@ mlir.register_lowering(_row_by_row_p, _lower_row_by_row)
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """`x`, rounded to its own dtype, which changes nothing.
-
-    XLA's while-loop-all-reduce-code-motion would keep two more buffers of the
-    gradient's size (data parallel on an H200: 3586 -> 7248 MB). And JAX cannot add to
-    one array both from a scan over it and from another use, unless there is an
-    operation in between. In other parameters, it would keep XLA from adding the
-    gradient of a lookup into that of a tied embedding (on a CPU 1.24 -> 1.52 of
-    gradients alone).
-    """
+    """`x`, rounded to its own dtype, which changes nothing: an operation in between."""
     if jnp.iscomplexobj(x):
         return x * np.ones((), x.dtype)
     dtype = jnp.finfo(x.dtype)
@@ -211,9 +209,13 @@ def rounded(x: jax.Array) -> jax.Array:
 # What reads a parameter: an operation, by its name, or a scan that takes layers along
 # an axis, by this axis.
 Consumers = dict[int, set[int | str]]  # by the leaf of the parameters
-# An operation in a loop that is given all of the parameter.
+# An operation in a loop that is given all of a large parameter, and perturbs it inside.
 IN_LOOP = "in a loop"
+# A loop that is given all of a parameter that is small, or in the carry, or that it
+# also takes layer by layer: its gradient leaves the loop whole.
 GIVEN_ALL = "a loop that is given all of it"
+# A scan that takes the layers along the first axis.
+FIRST_AXIS = 0
 # The elements from which on a parameter that a loop is given whole adds its gradient in
 # every iteration. In smaller ones, the memory is not worth the time of the additions.
 LARGE = 2**20
@@ -235,12 +237,15 @@ class PerturbedLoss(NamedTuple):
         return self.evaluate(self.args, perturbations)
 
 
-def as_perturbed_loss(
+def traced_perturbed_loss(
     loss: Callable[[Perturbations], Any],
     perturbations: Perturbations,
     consumers: Consumers,
 ) -> PerturbedLoss:
-    """Of a loss that holds values, and that fills `consumers` when it is traced."""
+    """Of a loss that holds values, and that fills `consumers` while it is traced.
+
+    Its own trace has no values, and may be run under `custom_vmap`.
+    """
     closed, shapes = jax.make_jaxpr(loss, return_shape=True)(perturbations)
     jaxpr, consts = without_consts(closed)
     structure = jax.tree.structure(shapes)
@@ -294,14 +299,14 @@ class LossJaxpr:
         axes = {i: [x for x in by if isinstance(x, int)] for i, by in read}
         return {i: min(found) for i, found in axes.items() if found}
 
-    def perturbed(self, num_tokens: jax.Array | None = None) -> PerturbedLoss:
+    def perturbed_loss(self, num_tokens: jax.Array | None = None) -> PerturbedLoss:
         """The loss as a function of perturbations, `None` where none is.
 
         `num_tokens` is the count, if it is known.
         """
         jaxpr, consts = without_consts(self.closed)
         structure, consumers = self.structure, self.consumers
-        layered = {leaf for leaf, found in consumers.items() if 0 in found}
+        layered = {leaf for leaf, found in consumers.items() if FIRST_AXIS in found}
         # A number that is known stays known, because no trace holds it.
         known = num_tokens if is_concrete(num_tokens) else None
         is_positive = known is not None and bool(known > 0)
@@ -315,7 +320,7 @@ class LossJaxpr:
                     inputs[i], arrays[i] = _parameter(i, inputs[i]), x
             given = LayerPerturbations(arrays, layered, None if is_positive else n)
             outputs = _evaluate(jaxpr, consts, inputs, given)
-            loss_sum, (own, rest) = structure.unflatten(map(given.perturbed, outputs))
+            loss_sum, (own, rest) = structure.unflatten(map(given.read, outputs))
             return loss_sum, (own if n is None else n, rest)
 
         args = consts, self.inputs, num_tokens if known is None else None
@@ -350,7 +355,7 @@ def _evaluate(
         if not is_parameter(x):
             return read(x)
         if x not in differentiable:
-            differentiable[x] = perturbations.perturbed(values[x])
+            differentiable[x] = perturbations.read(values[x])
         return differentiable[x]
 
     def evaluate_waiting() -> None:
@@ -375,7 +380,7 @@ def _evaluate(
                 outputs = _evaluate(called, own, given, perturbations)
             else:
                 [x] = given
-                outputs = [replace(_moved(eqn, x), value=changed(eqn, x.value))]
+                outputs = [replace(_moved(eqn, x), value=apply_to_value(eqn, x.value))]
         values.update(zip(eqn.outvars, outputs, strict=True))
     evaluate_waiting()
     return [*map(read, jaxpr.outvars)]
@@ -387,7 +392,7 @@ def _is_entered(eqn: JaxprEqn, are_parameters: list[bool]) -> bool:
     A call in which nothing changes a parameter or goes over its layers is an operation
     like others: JAX then differentiates equal calls once.
     """
-    if not any(are_parameters) or not (is_scan(eqn) or passes_on(eqn)):
+    if not any(are_parameters) or not (is_scan(eqn) or keeps_parameter(eqn)):
         return False
     if not is_call(eqn):
         return True
@@ -403,7 +408,7 @@ def _is_entered(eqn: JaxprEqn, are_parameters: list[bool]) -> bool:
 
 
 def _moved(eqn: JaxprEqn, x: Parameter) -> Parameter:
-    return replace(x, axes=moved(eqn, x.axes))
+    return replace(x, axes=apply_to_axes(eqn, x.axes))
 
 
 def _remat(
@@ -446,7 +451,7 @@ def _scan(
         own = perturbations._replace(arrays=shared | arrays)
         inputs = [*fixed, *carry, *map(of_layer, elements)]
         outputs = _evaluate(body, getattr(body, "consts", ()), inputs, own)
-        outputs = [*map(own.perturbed, outputs)]
+        outputs = [*map(own.read, outputs)]
         return outputs[: len(carry)], outputs[len(carry) :]
 
     options = scan_options(eqn)
@@ -460,7 +465,7 @@ def _perturbed_inside(
     """What a scan perturbs in its body: layers, and large parameters; else `None`."""
     first, _ = carry_of(eqn)
     found = [x if isinstance(x, Parameter) else None for x in given]
-    is_layered = [x and _consumer(eqn, i, x) == 0 for i, x in enumerate(found)]
+    is_layered = [x and _consumer(eqn, i, x) == FIRST_AXIS for i, x in enumerate(found)]
     pairs = zip(found, is_layered, strict=True)
     layered = {x.leaf for x, is_its_layer in pairs if x and is_its_layer}
 
@@ -475,7 +480,11 @@ def _perturbed_inside(
 def _consumers_of(
     traced: Trace, inputs: Sequence[Leaf | Parameter | None]
 ) -> tuple[Consumers, list[Parameter | None]]:
-    """What reads each parameter, and the outputs that are parameters."""
+    """What reads each parameter, and the outputs that are parameters.
+
+    The static twin of `_evaluate`. What reads a parameter inside of a call is the same
+    whether the call is entered or not.
+    """
     jaxpr, found = as_jaxpr(traced), defaultdict[int, set[int | str]](set)
     pairs = zip(jaxpr.invars, inputs, strict=True)
     known = {x: value if isinstance(value, Parameter) else None for x, value in pairs}
@@ -495,7 +504,7 @@ def _consumers_of(
                 found[leaf] |= {_in_loop(x) for x in consumers}
             shared = {i for i, x in enumerate(whole) if x is not None}
             parameters = {i: x for i, x in parameters.items() if i not in shared}
-        if not parameters or not passes_on(eqn):
+        if not parameters or not keeps_parameter(eqn):
             for i, x in parameters.items():
                 found[x.leaf].add(_consumer(eqn, i, x))
             continue

@@ -82,7 +82,7 @@ def zeros_of(like: Leaf) -> jax.Array | np.ndarray:
     return as_varying(jnp.zeros(like.shape, like.dtype), varying_axes(like))
 
 
-def zeros_after(like: T, made: Tree = ()) -> T:
+def unshared_zeros(like: T, made: Tree = ()) -> T:
     """Zeros like arrays, that XLA fills each by itself, after `made`.
 
     Of a shared zero, XLA would fill one array and copy it; and it would unite it with
@@ -100,8 +100,8 @@ def _filled(like: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.zeros_like(like) + value
 
 
-def zero_after(dtype: DType, made: Tree) -> jax.Array:
-    """One such zero, a scalar."""
+def unshared_zero(dtype: DType, made: Tree) -> jax.Array:
+    """A scalar zero that XLA does not unite with another, for the same reason."""
     zero, _ = jax.lax.optimization_barrier((np.zeros((), dtype), made))
     return zero
 
@@ -110,7 +110,7 @@ def zero_unless(keeps: TracedBool, x: jax.Array) -> jax.Array:
     """`x` if `keeps`, else zeros. Selected, not multiplied: 0 x NaN is NaN."""
     if is_concrete(keeps):
         return x if keeps else jnp.zeros_like(x)
-    return jnp.where(keeps, x, zero_after(x.dtype, keeps))
+    return jnp.where(keeps, x, unshared_zero(x.dtype, keeps))
 
 
 def common_dtype(*dtypes: DType) -> DType:

@@ -67,8 +67,8 @@ class MicroBatch:
             rng=jax.tree.map(lambda _: True, self.rng),
         )
 
-    def at(self, *position: ArrayLike) -> "MicroBatch":
-        """With the key of the micro-batch at `position` in a run or a window."""
+    def with_key_at(self, *position: ArrayLike) -> "MicroBatch":
+        """With the key of the micro-batch at `position` in a run, or of a device."""
         if self.rng is None:
             return self
         return dataclasses.replace(self, rng=fold_key(self.rng, *position))

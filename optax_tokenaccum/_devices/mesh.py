@@ -114,9 +114,9 @@ class Devices:
         """The sums as arrays that the gradients of all devices can be added to.
 
         Returns:
-          `(flat sums, is_first_axis_sharded, unflatten)`. Where each device has its own
+          `(flat sums, are_spread, stack)`. Where each device has its own
           sum, flat sums are `[devices * n, ...]`. The flags say, for each sum, whether
-          further devices share its first axis. `unflatten` also restores shardings.
+          further devices share its first axis. `stack` also restores shardings.
         """
         leaves, structure = jax.tree.flatten(sums)
         shapes = [*map(jnp.shape, jax.tree.leaves(params))]
@@ -125,7 +125,7 @@ class Devices:
 
         def is_spread(spec: list[Entry], sharding: NamedSharding | None) -> bool:
             mesh: Any = self.mesh or (sharding and sharding.mesh)
-            first = spec[len(self.device_axis) :][:1]
+            first = spec[len(self.device_axis) :][:1]  # of the parameter itself
             return any(mesh.shape[n] > 1 for x in first for n in names_in(x))
 
         # A device's own sums are `[1, n, ...]` of `[devices, n, ...]`. The gradient of

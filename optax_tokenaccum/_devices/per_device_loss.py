@@ -22,9 +22,9 @@ from optax_tokenaccum._core.perturbations import (
     LossJaxpr,
     Perturbations,
     PerturbedLoss,
-    as_perturbed_loss,
     contribution,
     perturbed,
+    traced_perturbed_loss,
 )
 from optax_tokenaccum._core.trees import (
     Leaf,
@@ -72,7 +72,7 @@ def per_device_loss(
         place = jax.lax.axis_index(names)
         own_key = functools.partial(_own_key, place)
         model_state = jax.tree.map(own_key, model_state)
-        traced = LossJaxpr(loss, params, model_state, micro_batch.at(place))
+        traced = LossJaxpr(loss, params, model_state, micro_batch.with_key_at(place))
         consumers.update(traced.consumers)
         check_trains(params, traced.reads(0))
         own = [
@@ -81,10 +81,11 @@ def per_device_loss(
         ]
         _check_names(traced, own, names)
         if devices.size > 1:
-            _check_sums(traced, varies, devices.size, model_state)
+            _check_counts(traced, varies, devices.size, model_state)
         n = traced.pruned(1).value()
-        loss_sum, (_, (aux, changed)) = traced.perturbed(n)(own)
-        # Only its value: a gradient may be finite where the loss is not.
+        loss_sum, (_, (aux, changed)) = traced.perturbed_loss(n)(own)
+        # Its value is selected by the count, and its gradient is that of the loss: a
+        # gradient may be finite where the loss is not.
         value = contribution(jax.lax.stop_gradient(loss_sum), n)
         loss_sum = perturbed(loss_sum.dtype, value, loss_sum, None)
         aux = jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux)
@@ -107,7 +108,7 @@ def per_device_loss(
     def of_rows(perturbations: Perturbations) -> Any:
         return mapped(perturbations, params, model_state, micro_batch)
 
-    return as_perturbed_loss(of_rows, perturbations, consumers)
+    return traced_perturbed_loss(of_rows, perturbations, consumers)
 
 
 def _own_key(place: jax.Array, x: Leaf) -> Leaf:
@@ -133,7 +134,7 @@ def _check_names(
     """Raises `ValueError` if devices exchange values along the data axes."""
     passes = {"": traced.closed}
     if has_rules(traced.closed) and jax.tree.leaves(perturbations):
-        gradient = jax.grad(traced.perturbed(), has_aux=True)
+        gradient = jax.grad(traced.perturbed_loss(), has_aux=True)
         passes[" in its backward pass"] = jax.make_jaxpr(gradient)(perturbations)
     for where, one in passes.items():
         for name, along in collectives(one):
@@ -145,7 +146,7 @@ def _check_names(
                 )
 
 
-def _check_sums(
+def _check_counts(
     traced: LossJaxpr, varies: Tree, size: int, model_state: ModelState
 ) -> None:
     """Raises `ValueError` unless counts can be added up, and states be unified.

@@ -60,6 +60,7 @@ def add_micro_batch(
         opt_state.grad_sums, params, shardings
     )
     if devices.device_axis:
+        # For their shapes: they are made again where the loss is differentiated.
         perturbations = zero_perturbations(*map(jax.tree.leaves, (flat, params)))
         perturbed_loss = per_device_loss(
             of_rows, devices, params, model_state, micro_batch, perturbations
@@ -68,7 +69,7 @@ def add_micro_batch(
         traced = LossJaxpr(of_rows, params, model_state, micro_batch)
         check_own_map(traced.closed, params)
         check_trains(params, traced.reads(0))
-        perturbed_loss = traced.perturbed(traced.pruned(1).value())
+        perturbed_loss = traced.perturbed_loss(traced.pruned(1).value())
     added = setup.accumulation.add_loss(
         perturbed_loss,
         opt_state._replace(grad_sums=flat),

@@ -37,14 +37,14 @@ class Owner(Protocol):
 
     def require(self, state: StepState) -> None: ...
     def lookup(self, state: StepState) -> "HostInfo": ...
-    def layout_of(self, state: StepState) -> "Layout": ...
+    def layout_of(self, state: StepState) -> "StateLayout": ...
 
 
 StepT = TypeVar("StepT", bound=Owner)
 
 
 @dataclasses.dataclass(eq=False)
-class Layout:
+class StateLayout:
     """The structure of a step's states and the shardings of their leaves.
 
     `shardings` is `None` if no leaf is on a mesh; `model` is the structure of the model
@@ -66,7 +66,7 @@ class Layout:
 class HostInfo(NamedTuple):
     """What the host knows of a state that a step returned."""
 
-    layout: Layout
+    layout: StateLayout
     count: int | None = None  # the value of `mini_step`, so that no call waits for it
 
 
@@ -108,7 +108,8 @@ class Program(abc.ABC, Generic[StepT]):
     ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
         """Returns `(donated, kept, combine)`: the parts of a state that are needed.
 
-        `combine(donated)` is the state with new values of what was donated.
+        `combine(donated)` is the state with new values of what was donated. Parts are
+        in the order of `StepState`.
         """
         parts = state.params, state.opt_state, state.model_state
         return parts, (), lambda new: StepState(*new)
@@ -152,24 +153,27 @@ class Program(abc.ABC, Generic[StepT]):
         lowered = self._lower(state, self.step.layout_of(state), traced)
         return Lowered(lowered, self._call)
 
-    def make_ready(self, state: StepState, layout: Layout) -> None:
-        """Compiles a program without other arguments, unless it is compiled."""
+    def make_ready(self, state: StepState, layout: StateLayout) -> None:
+        """Compiles a program without other arguments; its call finds it in the cache.
+
+        The caller asks `layout.is_ready` before.
+        """
         if layout.is_concrete:
             self._lower(state, layout, ()).compile()
 
     def _lower(
-        self, state: StepState, layout: Layout, traced: tuple[Tree, ...]
+        self, state: StepState, layout: StateLayout, traced: tuple[Tree, ...]
     ) -> jax.stages.Lowered:
         donated, kept, _ = self.partition(state)
         return self._at(layout).lower(donated, kept, *traced)
 
-    def _at(self, layout: Layout) -> jax.stages.Wrapped:
+    def _at(self, layout: StateLayout) -> jax.stages.Wrapped:
         """The jitted function for states with this layout."""
         if self not in layout.jitted:
             layout.jitted.setdefault(self, self._make(layout))
         return layout.jitted[self]
 
-    def _make(self, layout: Layout) -> jax.stages.Wrapped:
+    def _make(self, layout: StateLayout) -> jax.stages.Wrapped:
         devices, of_params, out = self.step.setup.devices, None, None
         # `shardings` are those of the whole state, leaf by leaf. Put in the places of
         # its leaves, they can be split as a state is: into those of the parameters,
@@ -177,9 +181,9 @@ class Program(abc.ABC, Generic[StepT]):
         # must come back where it was.
         if layout.shardings is not None:
             leaves = [x or UNKNOWN for x in layout.shardings]
-            known: StepState = layout.structure.unflatten(leaves)
-            of_params = tuple(map(_or_none, jax.tree.leaves(known.params)))
-            out = jax.tree.map(_or_none, self.partition(known)[0])
+            state_of_shardings: StepState = layout.structure.unflatten(leaves)
+            of_params = tuple(map(_or_none, jax.tree.leaves(state_of_shardings.params)))
+            out = jax.tree.map(_or_none, self.partition(state_of_shardings)[0])
         unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
         # Metrics are scalars on every device, except `aux`, which may have rows.
         metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))

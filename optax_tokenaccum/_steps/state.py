@@ -16,7 +16,7 @@ from optax_tokenaccum._core.trees import (
     is_concrete,
 )
 
-P = TypeVar("P")  # the tree of parameters
+ParamsT = TypeVar("ParamsT")  # the tree of parameters
 
 
 class WindowOptState(NamedTuple):
@@ -26,7 +26,7 @@ class WindowOptState(NamedTuple):
     inner_opt_state: OptState
 
 
-class StepState(NamedTuple, Generic[P]):
+class StepState(NamedTuple, Generic[ParamsT]):
     """The state that a step carries from call to call; save all of it.
 
     Attributes:
@@ -36,6 +36,9 @@ class StepState(NamedTuple, Generic[P]):
         `inner_opt_state`. Of a window step only these two.
       model_state: with `has_model_state=True`, as the last micro-batch left it; else
         `None`.
+
+    A step returns the state where it found it. To have its arrays elsewhere, on other
+    devices or in other shardings, use `reshard_state`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -48,7 +51,7 @@ class StepState(NamedTuple, Generic[P]):
       0.0 0
     """
 
-    params: P
+    params: ParamsT
     opt_state: Any  # `TokenAccumulationState` or `WindowOptState`
     model_state: ModelState = None
 
@@ -91,8 +94,8 @@ class StepMetrics(NamedTuple):
     aux: Aux = None
 
 
-def merged(metrics: StepMetrics, skipped: jax.Array, aux: Aux) -> StepMetrics:
-    """The metrics of a window, with those of what was added last."""
+def with_added(metrics: StepMetrics, skipped: jax.Array, aux: Aux) -> StepMetrics:
+    """The metrics of a window, with those of what was added to it."""
     return metrics._replace(skipped=skipped, aux=aux)
 
 
@@ -133,7 +136,7 @@ def require_step_state(
             "Between windows, take gradient_step and inner_opt_state over into "
             "step.init(params).opt_state."
         )
-    array = tag(state)  # a call donates all arrays, so checking one is enough
+    array = tag(state)  # every call donates it
     if isinstance(array, jax.Array) and is_concrete(array) and array.is_deleted():
         raise ValueError(
             "The state was given to an earlier call, which donated its buffers. Go on "

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from optax_tokenaccum._core.trees import (
     Tree,
     is_concrete,
     sharding_of,
-    zeros_after,
+    unshared_zeros,
 )
 from optax_tokenaccum._devices.mesh import (
     Shardings,
@@ -38,15 +38,14 @@ from optax_tokenaccum._devices.mesh import (
     warn_of_whole_sums,
 )
 from optax_tokenaccum._steps.micro_batch import Setup
-from optax_tokenaccum._steps.program import MEMO, HostInfo, Layout
+from optax_tokenaccum._steps.program import MEMO, HostInfo, StateLayout
 from optax_tokenaccum._steps.state import (
+    ParamsT,
     StepMetrics,
     StepState,
     require_step_state,
     tag,
 )
-
-ParamsT = TypeVar("ParamsT")  # the tree of parameters
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -57,7 +56,7 @@ class Step(abc.ABC):
     donate: bool
     _warned = False
     opt_state_type: ClassVar[type]  # of its states
-    _layouts: dict[Hashable, Layout] = dataclasses.field(
+    _layouts: dict[Hashable, StateLayout] = dataclasses.field(
         init=False, default_factory=dict
     )
 
@@ -157,13 +156,13 @@ class Step(abc.ABC):
             return known._replace(layout=self.layout_of(state))
         return known
 
-    def layout_of(self, state: StepState) -> Layout:
+    def layout_of(self, state: StepState) -> StateLayout:
         leaves, structure = jax.tree.flatten(state)
         found = tuple(map(sharding_of, leaves))
         shardings = found if any(x is not None for x in found) else None
         key = structure, shardings, all(map(is_concrete, leaves))
         model = jax.tree.structure(state.model_state)
-        return self._layouts.setdefault(key, Layout(self, *key, model))
+        return self._layouts.setdefault(key, StateLayout(self, *key, model))
 
     def _check_sums(self, sums: Gradients, params: Params) -> None:
         """Raises `ValueError` if the sums belong to a different number of devices."""
@@ -215,7 +214,7 @@ class Step(abc.ABC):
             params = devices.constrain(params, shardings, like_sums=True)
             made = (params, norm), inner_state
             # Until the update has ended, their memory is free for what it computes.
-            return zeros_after(state.grad_sums, made), *made
+            return unshared_zeros(state.grad_sums, made), *made
 
         params = devices.constrain(params, shardings, like_sums=True)
         try:

@@ -26,8 +26,8 @@ from optax_tokenaccum._steps.program import HostInfo, Program
 from optax_tokenaccum._steps.state import (
     StepMetrics,
     StepState,
-    merged,
     micro_batches_seen,
+    with_added,
 )
 from optax_tokenaccum._steps.step import Step
 
@@ -68,7 +68,7 @@ class Accumulate(Program["TrainStep"]):
         opt_state, model_state = donated
         added = self.step._add(kept, model_state, opt_state, micro_batch, shardings)
         metrics = self.step._metrics(added.opt_state)
-        metrics = merged(metrics, added.skipped, added.aux)
+        metrics = with_added(metrics, added.skipped, added.aux)
         return (added.opt_state, added.model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
@@ -127,7 +127,7 @@ class AccumulateAndClose(Program["TrainStep"]):
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
         params, opt_state, metrics = step._update(params, opt_state, closes, shardings)
-        metrics = merged(metrics, added.skipped, added.aux)
+        metrics = with_added(metrics, added.skipped, added.aux)
         return (params, opt_state, added.model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
@@ -188,7 +188,7 @@ class TrainStep(Step):
         """Adds a micro-batch to the open window."""
         self._check_sums(opt_state.grad_sums, params)
         place = opt_state.gradient_step, micro_batches_seen(opt_state)
-        micro_batch = micro_batch.at(*place)
+        micro_batch = micro_batch.with_key_at(*place)
         return add_micro_batch(
             self.setup, params, model_state, opt_state, micro_batch, shardings
         )
@@ -248,7 +248,7 @@ class TrainStep(Step):
         state, metrics, known = self.accumulate.run(state, known, traced)
         if known.count is not None and known.count >= schedule.every_k:
             state, closed, _ = self.close_window.run(state, known, ())
-            metrics = merged(closed, metrics.skipped, metrics.aux)
+            metrics = with_added(closed, metrics.skipped, metrics.aux)
         return state, metrics
 
 
@@ -300,7 +300,7 @@ def make_train_step(
         updates: `loss_fn(params, model_state, batch, **kwargs) -> ((loss_sum,
         num_tokens), model_state)`, with `has_aux` `((loss_sum, (num_tokens, aux)),
         model_state)`. The tree, shapes and dtypes stay. Every micro-batch sees what the
-        one before it left; a rejected one leaves no trace. Over devices, floating
+        one before it left; of a rejected one only keys move on. Over devices, floating
         values are averaged, and typed keys (`jax.random.key`) folded; integers must not
         depend on the rows, and no value may have an axis of rows, unless `loss_fn` sees
         all of them.

@@ -39,7 +39,7 @@ from optax_tokenaccum._steps.window import (
 WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
 
 
-Reduction = Literal["mean", "sum"]
+Reduce = Literal["mean", "sum"]
 
 
 def window_value_and_grad(
@@ -47,7 +47,7 @@ def window_value_and_grad(
     *,
     has_aux: bool = False,
     has_model_state: bool = False,
-    reduction: Reduction = "mean",
+    reduction: Reduce = "mean",
     accumulator_dtype: DType | None = None,
 ) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, for the exact mean loss of a window.
@@ -186,7 +186,7 @@ def accumulate_over_window(
     *,
     gradients: Literal["sum", "mean"] = "sum",
     has_aux: bool = False,
-    reduction: Reduction = "mean",
+    reduction: Reduce = "mean",
     accumulator_dtype: DType | None = None,
 ) -> Callable[..., Any]:
     r"""The exact mean loss and gradient of a window, from gradients of micro-batches.

@@ -51,9 +51,14 @@ def run_window(
 
     def given(batch: Batch, i: ArrayLike) -> MicroBatch:
         own = dataclasses.replace(micro_batches, batch=batch, axis=0)
-        return own.at(i) if gradient_step is None else own.at(gradient_step, i)
+        return (
+            own.with_key_at(i)
+            if gradient_step is None
+            else own.with_key_at(gradient_step, i)
+        )
 
     layer_axes: LayerAxes = {}
+    # Layers of matrices. A skip function is shown gradients with the axes of the user.
     has_layers = max(map(jnp.ndim, jax.tree.leaves(params)), default=0) > 2
     if has_layers and accumulation.should_skip_update_fn is None:
         with explained(batches):

@@ -18,7 +18,7 @@ from optax_tokenaccum._devices.mesh import ReduceEvery, make_devices
 from optax_tokenaccum._steps import value_and_grad as _value_and_grad
 from optax_tokenaccum._steps.coupled import of_model_state
 from optax_tokenaccum._steps.loss_fn import Loss, LossFn
-from optax_tokenaccum._steps.value_and_grad import Reduction, WindowValues
+from optax_tokenaccum._steps.value_and_grad import Reduce, WindowValues
 from optax_tokenaccum.nnx._model import of_parts, split_model
 from optax_tokenaccum.nnx._steps import TrainStep, WindowStep
 
@@ -160,7 +160,7 @@ def window_value_and_grad(
     loss_fn: LossFn,
     *,
     has_aux: bool = False,
-    reduction: Reduction = "mean",
+    reduction: Reduce = "mean",
     accumulator_dtype: DType | None = None,
     wrt: nnx.filterlib.Filter = nnx.Param,
 ) -> Callable[..., tuple[WindowValues, nnx.State]]:

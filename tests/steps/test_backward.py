@@ -30,6 +30,7 @@ from problems import (
 
 from optax_tokenaccum import window_value_and_grad
 from optax_tokenaccum._core import backward
+from optax_tokenaccum._core.perturbations import LossJaxpr
 
 
 def also_read_outside(params: Any, x: Any) -> Any:
@@ -385,3 +386,23 @@ def test_random_programs_with_scans(seed: int):
         wide = jax.tree.map(np.float64, (params, BATCHES))
         expected = by_hand(loss_fn, *wide)
     assert relative_error(got, expected) < 1e-4
+
+
+@pytest.mark.parametrize("is_spread", [[False, False], [True, False], [True, True]])
+def test_no_gradient_is_rounded_to_the_bits_of_its_parameter(is_spread: list[bool]):
+    """Whether another gradient is added within the backward pass, or none."""
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        def layer(so_far: Any, layers: Any) -> Any:
+            a, b = layers
+            return so_far + jnp.sum(x * a.astype(jnp.float32)) + jnp.sum(b), None
+
+        loss_sum, _ = jax.lax.scan(layer, 0.0, (params["a"], params["b"]))
+        return loss_sum, (jnp.float32(1), None)
+
+    params = {name: jnp.ones((2, 1), jnp.bfloat16) for name in "ab"}
+    x = jnp.float32(1.001)  # 1 in bfloat16
+    loss = LossJaxpr(loss_fn, params, x).perturbed_loss(jnp.float32(1))
+    sums, *_ = backward.add_gradients(loss, [jnp.zeros((2, 1))] * 2, params, is_spread)
+    assert x.astype(jnp.bfloat16) == 1
+    np.testing.assert_array_equal(sums[0], jnp.full((2, 1), x))
