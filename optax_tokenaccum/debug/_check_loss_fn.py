@@ -214,7 +214,8 @@ def _rows(run: Run, batch: Leaves, rtol: float, rows: int, masks: list[Mask]) ->
             yield (
                 "a term of the loss is not a sum over tokens: it has a denominator of "
                 f"its own, or counts once per micro-batch. See {SEVERAL}, or add a "
-                "mean as loss_sum + c * mean * num_tokens."
+                "mean as loss_sum + c * mean * num_tokens. If the model has dropout, "
+                "check it without, model.eval()."
             )
         else:
             yield (

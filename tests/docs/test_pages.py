@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import inspect
 import json
 import re
 import shlex
@@ -74,6 +75,18 @@ def public() -> list[str]:
             if not name.startswith("_") and getattr(value, "__module__", "") == module
         ]
     return sorted(names)
+
+
+def test_the_api_page_says_in_a_line_what_each_name_is():
+    lines = [
+        f"| `{name.removeprefix('optax_tokenaccum.')}` | {summary(name)} |"
+        for name in public()
+    ]
+    assert "\n".join(lines) in PAGES["docs/api.md"], "\n".join(lines)
+
+
+def summary(name: str) -> str:
+    return " ".join(inspect.getdoc(resolved(name)).split("\n\n")[0].split())
 
 
 def resolved(name: str) -> Any:
