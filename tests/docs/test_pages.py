@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import inspect
 import json
 import re
 import shlex
