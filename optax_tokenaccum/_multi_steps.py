@@ -113,7 +113,9 @@ class MultiSteps:
 
         A chain around the class itself would drop `num_tokens`.
         """
-        return self._tx
+        tx = Transformation(self.init, self.update)  # of a subclass, too
+        tx.accumulation = self.accumulation
+        return tx
 
 
 def accumulation_of(tx: Any) -> Accumulation | None:
