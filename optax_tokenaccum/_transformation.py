@@ -197,7 +197,7 @@ def has_updated(state: optax.OptState) -> jax.Array:
 
 
 def window_gradient(state: Tree, params: Params = None) -> Gradients:
-    r"""The token mean of the open window's gradients so far, :math:`\sum g / \sum n`.
+    """The token mean of the open window's gradients so far, `sum g / sum n`.
 
     It is what the inner optimizer would receive if the window closed now (with
     `use_grad_mean=False`, that is `state.grad_sums`); zeros without tokens. To log its
