@@ -20,6 +20,7 @@ from optax_tokenaccum._transformation import (
     Transformation,
     as_transformation,
     has_updated,
+    update_window,
 )
 
 
@@ -86,7 +87,6 @@ class MultiSteps:
             token_mean=use_grad_mean,
         )
         self.accumulation = accumulation
-        self._tx = as_transformation(accumulation)
         self.inner_opt = optax.with_extra_args_support(opt)
 
     def init(self, params: Params) -> TokenAccumulationState:
@@ -101,8 +101,7 @@ class MultiSteps:
         **extra_args: Any,
     ) -> tuple[Params, TokenAccumulationState]:
         """Adds a micro-batch; `num_tokens` is required. See `token_accumulation`."""
-        update: Any = self._tx.update
-        return update(updates, state, params, **extra_args)
+        return update_window(self.accumulation, updates, state, params, **extra_args)
 
     def has_updated(self, state: OptState) -> jax.Array:
         """Whether the last call closed its window with an update."""
@@ -113,9 +112,7 @@ class MultiSteps:
 
         A chain around the class itself would drop `num_tokens`.
         """
-        tx = Transformation(self.init, self.update)  # of a subclass, too
-        tx.accumulation = self.accumulation
-        return tx
+        return as_transformation(self.accumulation, self.init, self.update)
 
 
 def accumulation_of(tx: Any) -> Accumulation | None:

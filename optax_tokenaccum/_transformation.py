@@ -124,7 +124,8 @@ def token_accumulation(
     accumulation = make_accumulation(
         inner, schedule, gradients, should_skip_update_fn, accumulator_dtype
     )
-    return as_transformation(accumulation)
+    update = functools.partial(update_window, accumulation)
+    return as_transformation(accumulation, accumulation.init, update)
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
@@ -133,18 +134,15 @@ class Transformation(optax.GradientTransformationExtraArgs):
     accumulation: Accumulation
 
 
-def as_transformation(accumulation: Accumulation) -> Transformation:
-    update: Any = functools.partial(_update, accumulation)
-    tx = Transformation(functools.partial(_init, accumulation), update)
+def as_transformation(
+    accumulation: Accumulation, init: Any, update: Any
+) -> Transformation:
+    tx = Transformation(init, update)
     tx.accumulation = accumulation
     return tx
 
 
-def _init(accumulation: Accumulation, params: optax.Params) -> TokenAccumulationState:
-    return accumulation.init(params)
-
-
-def _update(
+def update_window(
     accumulation: Accumulation,
     updates: optax.Updates,
     state: Tree,

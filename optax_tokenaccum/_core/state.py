@@ -51,7 +51,7 @@ class TokenAccumulationState(NamedTuple):
       acc_value: sum of the window's losses; 0 if no `value` was given.
       has_updated: whether the last call closed its window with an update.
       skip_state: a `SkipState`, whose items are those of the tree that
-        `should_skip_update_fn` last returned; `()` if there is no such function.
+        `should_skip_update_fn` last returned; `()` without such a function.
 
     Example:
       >>> import jax.numpy as jnp, optax

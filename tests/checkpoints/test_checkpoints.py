@@ -20,7 +20,8 @@ VERSIONS = sorted(Path(__file__).parent.glob("v*"))
 
 
 # The state and the path through the library of each other kind is like one of these.
-QUICK = {"train_step", "train_step_on_8_devices", "transformation", "linen", "nnx"}
+QUICK = {"train_step", "train_step_on_8_devices", "window_step"}
+QUICK |= {"transformation", "linen", "nnx"}
 
 
 def written(version: Path, name: str) -> Any:
