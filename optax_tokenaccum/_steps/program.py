@@ -16,13 +16,14 @@ from optax_tokenaccum._core.donation import (
 from optax_tokenaccum._core.trees import (
     Leaf,
     Tree,
+    is_concrete,
 )
 from optax_tokenaccum._devices.mesh import (
     with_auto_axes,
 )
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.state import (
-    ArrayMemo,
+    Memo,
     StepMetrics,
     StepState,
     tag,
@@ -71,7 +72,13 @@ class HostInfo(NamedTuple):
 
 
 # Of all steps, because steps may take turns on one state.
-MEMO: ArrayMemo[HostInfo] = ArrayMemo()
+MEMO: Memo[Leaf, HostInfo] = Memo()
+
+
+def remember(state: StepState, known: HostInfo) -> None:
+    array = tag(state)
+    if isinstance(array, jax.Array) and is_concrete(array):
+        MEMO.remember(array, known)
 
 
 class Program(abc.ABC, Generic[StepT]):
@@ -144,7 +151,7 @@ class Program(abc.ABC, Generic[StepT]):
         run = self._at(known.layout) if compiled is None else compiled
         donated, metrics = run(donated, kept, *traced)
         new, known = combine(donated), self.next_info(known)
-        MEMO.remember(tag(new), known)
+        remember(new, known)
         return new, metrics, known
 
     def lower(self, state: StepState, *args: Tree, **kwargs: Tree) -> "Lowered":

@@ -16,6 +16,7 @@ from optax_tokenaccum._core.trees import (
     is_concrete,
 )
 
+KeyT = TypeVar("KeyT")
 ParamsT = TypeVar("ParamsT")  # the tree of parameters
 
 
@@ -145,18 +146,20 @@ def require_step_state(
         )
 
 
-class ArrayMemo(Generic[T]):
-    """A value for each array, by identity, with a weak reference to the array."""
+class Memo(Generic[KeyT, T]):
+    """A value for each object, by identity, with a weak reference to the object."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[jax.Array], T]] = {}
+        self._known: dict[int, tuple[weakref.ref[KeyT], T]] = {}
 
-    def get(self, array: Leaf) -> T | None:
-        known = self._known.get(id(array))
-        return known[1] if known is not None and known[0]() is array else None
+    def get(self, key: KeyT) -> T | None:
+        known = self._known.get(id(key))
+        return known[1] if known is not None and known[0]() is key else None
 
-    def remember(self, array: Leaf, value: T) -> None:
-        if isinstance(array, jax.Array) and is_concrete(array):
-            key = id(array)
-            ref = weakref.ref(array, lambda _: self._known.pop(key, None))
-            self._known[key] = (ref, value)
+    def remember(self, key: KeyT, value: T) -> None:
+        place = id(key)
+        ref = weakref.ref(key, lambda _: self._known.pop(place, None))
+        self._known[place] = (ref, value)
+
+    def __reduce__(self) -> tuple[type["Memo[KeyT, T]"], tuple[()]]:
+        return Memo, ()  # another process has other objects

@@ -38,7 +38,7 @@ from optax_tokenaccum._devices.mesh import (
     warn_of_whole_sums,
 )
 from optax_tokenaccum._steps.micro_batch import Setup
-from optax_tokenaccum._steps.program import MEMO, HostInfo, StateLayout
+from optax_tokenaccum._steps.program import MEMO, HostInfo, StateLayout, remember
 from optax_tokenaccum._steps.state import (
     ParamsT,
     StepMetrics,
@@ -113,7 +113,7 @@ class Step(abc.ABC):
                 canonicalize_state(params, own(model_state))
             )
         state = StepState(params, opt_state, model_state)
-        MEMO.remember(tag(state), HostInfo(self.layout_of(state), count=0))
+        remember(state, HostInfo(self.layout_of(state), count=0))
         return state
 
     @abc.abstractmethod

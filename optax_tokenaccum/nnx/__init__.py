@@ -265,7 +265,7 @@ def _of_model(f: Callable[..., Any], wrt: nnx.filterlib.Filter) -> Callable[...,
         split = split_model(model, wrt)
         params, _, rest = split.state()
         (values, rest), grads = f(params, rest, micro_batches, **kwargs)
-        split.write(split.state()._replace(model_state=rest))
+        split.write(model, split.state()._replace(model_state=rest))
         return values, split.static.states_of(grads, rest)[0]
 
     return value_and_grad

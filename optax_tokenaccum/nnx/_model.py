@@ -1,7 +1,10 @@
 """An NNX model and its optimizer, read as the state of a step, and written back."""
 
+import operator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from optax_tokenaccum._core.trees import (
     Params,
     Tree,
     check_same_tree,
+    is_concrete,
 )
 from optax_tokenaccum._devices.mesh import put
 from optax_tokenaccum._steps.loss_fn import LossFn
@@ -73,42 +77,100 @@ class ModelVariables:
         return {i - first for i in found}
 
 
-class SplitModel(NamedTuple):
+@dataclass(eq=False, repr=False)
+class SplitModel:
     """A model, and its optimizer if there is one, as the state of a step."""
 
-    model: nnx.Module
     static: Static
-    variables: StepState  # in place of each array; or `None`, or an array
+    places: list[Leaf]  # of each array its variable; or `None`, or an array
+    structure: PyTreeDef  # of a `StepState` of places
+
+    def __post_init__(self) -> None:
+        places = [*enumerate(self.places)]
+        self.variables = [(i, x) for i, x in places if isinstance(x, nnx.Variable)]
+        # The arrays of the model that are in no variable.
+        self.loose_arrays = [x for x in self.places if not _is_place(x)]
+
+    def leaves(self) -> list[Tree]:
+        """The values, each of which may be a tree itself."""
+        values = [*self.places]
+        for i, variable in self.variables:
+            values[i] = variable.get_raw_value()
+        return values
 
     def state(self) -> StepState:
-        return _values(self.variables)
+        return self.structure.unflatten(self.leaves())
 
-    def write(self, state: StepState) -> None:
-        places, structure = jax.tree.flatten(self.variables, is_leaf=_is_place)
-        for place, x in zip(places, structure.flatten_up_to(state), strict=True):
-            if isinstance(place, nnx.Variable) and place.get_raw_value() is not x:
-                place.set_raw_value(x)
-        if self.loose_arrays():
+    def write(self, model: nnx.Module, state: StepState) -> None:
+        values = self.structure.flatten_up_to(state)
+        for i, variable in self.variables:
+            if variable.get_raw_value() is not values[i]:
+                variable.set_raw_value(values[i])
+        if self.loose_arrays:
             states = self.static.states_of(state.params, state.model_state)
-            nnx.update(self.model, *states)
-
-    def loose_arrays(self) -> list[Leaf]:
-        """The arrays of the model that are in no variable."""
-        leaves = jax.tree.leaves(self.variables.model_state, is_leaf=_is_place)
-        return [x for x in leaves if not _is_place(x)]
+            nnx.update(model, *states)
 
 
 def split_model(
     model: nnx.Module, wrt: nnx.filterlib.Filter, opt_state: OptState = ()
 ) -> SplitModel:
-    """Splits the model, whose structure may change from call to call."""
     graphdef, *states = nnx.split(model, wrt, ...)
     params, rest = states
     if not jax.tree.leaves(params):
         raise ValueError(f"wrt must match variables of the model: got none, {wrt!r}.")
     static = Static(graphdef, jax.tree.structure(states), wrt)
-    variables = ModelVariables(rest, static)
-    return SplitModel(model, static, StepState(params, opt_state, variables))
+    state = StepState(params, opt_state, ModelVariables(rest, static))
+    return SplitModel(static, *jax.tree.flatten(state, is_leaf=_is_place))
+
+
+class Graph:
+    """A model and its optimizer as they were split.
+
+    To split them takes Flax milliseconds, more than a small step; to see that each of
+    their containers still holds the same objects takes a fraction of one.
+    """
+
+    def __init__(self, model: nnx.Module, optimizer: nnx.Optimizer, split: SplitModel):
+        self.split = split
+        # Not the model: who holds a graph does not keep alive what it is of.
+        self._optimizer = vars(optimizer)
+        nodes = {id(x): x for _, x in nnx.iter_graph((model, optimizer))}
+        containers = map(_container, nodes.values())
+        self._containers = [x for x in containers if x is not None]
+        of_model = [x for _, x in nnx.iter_graph(model)]
+        self._variables = [x for x in of_model if isinstance(x, nnx.Variable)]
+        self._contents = self._read()
+        self._types = [*map(type, split.leaves())]
+
+    def is_static(self) -> bool:
+        """Whether all that changes in place is arrays, each in a variable."""
+        values = self.split.leaves()
+        is_plain = all(isinstance(x, jax.Array) and is_concrete(x) for x in values)
+        return is_plain and not self.split.loose_arrays
+
+    def is_unchanged(self, optimizer: nnx.Optimizer) -> bool:
+        keys, values = self._contents
+        keys_now, values_now = self._read()
+        return (
+            vars(optimizer) is self._optimizer
+            and keys_now == keys
+            and all(map(operator.is_, values_now, values))
+            and [*map(type, self.split.leaves())] == self._types
+        )
+
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        """The keys of each container, and what all of them hold."""
+        found = [*self._containers, *(x.get_metadata() for x in self._variables)]
+        found = [dict(enumerate(x)) if isinstance(x, list) else x for x in found]
+        return [*map(list, found)], [*chain.from_iterable(x.values() for x in found)]
+
+
+def _container(x: Any) -> Any:
+    """Where `x` holds other objects. Not in a static value, which is hashed."""
+    if isinstance(x, dict | list):
+        return x
+    is_node = isinstance(x, nnx.State | nnx.Pytree) or not isinstance(x, Hashable)
+    return vars(x) if is_node and hasattr(x, "__dict__") else None
 
 
 def of_parts(f: LossFn, name: str = "loss_fn", runs_twice: bool = False) -> LossFn:

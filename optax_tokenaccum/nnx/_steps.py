@@ -19,9 +19,15 @@ from optax_tokenaccum._steps import train_step, window_step
 from optax_tokenaccum._steps.loss_fn import Loss
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.program import MEMO, Lowered
-from optax_tokenaccum._steps.state import StepMetrics, StepState, WindowOptState, tag
+from optax_tokenaccum._steps.state import (
+    Memo,
+    StepMetrics,
+    StepState,
+    WindowOptState,
+    tag,
+)
 from optax_tokenaccum._steps.step import Step
-from optax_tokenaccum.nnx._model import SplitModel, place_state, split_model
+from optax_tokenaccum.nnx._model import Graph, SplitModel, place_state, split_model
 
 WHERE_WINDOWS_LIVE = (
     "An open window lives in the optimizer, so a train step takes one that accumulates "
@@ -39,6 +45,7 @@ class ModelStep(abc.ABC):
         self._devices = devices
         self._donate = donate
         self._steps: dict[optax.GradientTransformation, Step] = {}
+        self._graphs: Memo[nnx.Module, Graph] = Memo()
 
     def init(self, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """Places a model on the step's devices, and lays out its optimizer's sums.
@@ -95,32 +102,42 @@ class ModelStep(abc.ABC):
             accumulation = self._accumulation_of(optimizer)
             setup = Setup(self._loss, accumulation, self._devices)
             self._steps[optimizer.tx] = step = self._core(setup, self._donate)
-        split = split_model(model, optimizer.wrt, self._opt_state(optimizer))
+        split = self._split(model, optimizer)
         state = split.state()
-        arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-        if any(is_concrete(x) and x.is_deleted() for x in arrays):
+        leaves = jax.tree.leaves(state)
+        key = tag(state)
+        is_array = isinstance(key, jax.Array) and is_concrete(key)
+        if is_array and any(type(x) is type(key) and x.is_deleted() for x in leaves):
             raise ValueError(
                 "Arrays of the model or its optimizer are gone: an earlier call failed "
                 "while it ran, or they are older than the last call. Restore a "
                 "checkpoint, nnx.update((model, optimizer), checkpoint). donate=False "
                 "keeps old arrays."
             )
-        key = tag(state)
-        is_array = isinstance(key, jax.Array) and is_concrete(key)
         # Arrays that are there twice, or in no variable, are copied.
-        taken = {*map(id, [*jax.tree.leaves(given), *split.loose_arrays()])}
+        taken = {*map(id, [*jax.tree.leaves(given), *split.loose_arrays])}
         known = MEMO.get(key)
         is_known = (
             known is not None and known.layout.step.setup.devices == self._devices
         )
         if is_new or (is_array and not is_known):
             state = place_state(step, state, {*taken})
-            split.write(state)
-        if is_array and self._donate:
+            split.write(model, state)
             leaves = jax.tree.leaves(state)
+        if is_array and self._donate:
             if len({*map(id, leaves)} | taken) < len(leaves) + len(taken):
                 state = jax.tree.map(lambda x: strong_and_unaliased(x, taken), state)
         return step, split, state
+
+    def _split(self, model: nnx.Module, optimizer: nnx.Optimizer) -> SplitModel:
+        graph = self._graphs.get(model)
+        if graph is not None and graph.is_unchanged(optimizer):
+            return graph.split
+        split = split_model(model, optimizer.wrt, self._opt_state(optimizer))
+        graph = Graph(model, optimizer, split)
+        if graph.is_static():
+            self._graphs.remember(model, graph)
+        return split
 
 
 class BoundMethod:
@@ -147,7 +164,7 @@ class BoundMethod:
         step, split, state = owner._lookup(model, optimizer, args, kwargs)
         run = getattr(step, self._name) if compiled is None else compiled
         state, metrics = run(state, *args, **kwargs)
-        split.write(state)
+        split.write(model, state)
         if not isinstance(owner, WindowStep):  # whose state has the count
             count, updates = optimizer.step, metrics.gradient_step
             if not is_concrete(updates):  # a loop needs the dtype that it began with
