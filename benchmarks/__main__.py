@@ -12,10 +12,10 @@ the folder are kept. `benchmarks.report` puts results into the tables of pages.
 import argparse
 from pathlib import Path
 
-from benchmarks import ahead, chips, ragged, report, speed, tracing
+from benchmarks import ahead, chips, host, ragged, report, speed, tracing
 
 SUITES = {"speed": speed.run, "ragged": ragged.run, "ahead": ahead.run}
-SUITES |= {"trace": tracing.run}
+SUITES |= {"trace": tracing.run, "host": host.run}
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from benchmarks.workloads import (
     Window,
     Workload,
     square_layers,
-    tiny,
     transformer_of,
     window_of,
 )
@@ -29,7 +28,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "LoRA": partial(transformer_of, rank=8),
 }
 TINY = {"LoRA": partial(transformer_of, 32, 2, 2, 8, rank=2)}
-HOST = ["optax.MultiSteps", "train step", "window step"]  # over the first of them
 
 
 def run(quick: bool) -> Rows:
@@ -54,28 +52,7 @@ def run(quick: bool) -> Rows:
             }
             for name in WAYS
         ]
-    return rows + host_rows(k, quick)
-
-
-def host_rows(k: int, quick: bool) -> Rows:
-    """The time of a model so small that it is that of the host, over optax's."""
-    say("speed: host")
-    workload = tiny()
-    window = window_of(workload, k)
-    loops = {name: WAYS[name].build(workload, ADAMW, k) for name in HOST}
-    states = {name: loop.init(workload.params) for name, loop in loops.items()}
-
-    def windows(name: str) -> Any:
-        for _ in range(1 if quick else 50):
-            run_one(loops, states, window, name)
-        return states[name]
-
-    runs = {name: partial(windows, name) for name in HOST}
-    times = interleaved(runs, rounds=1 if quick else 21, seconds=20)
-    return [
-        {"workload": "host", "k": k, "way": name, "of optax.MultiSteps": time}
-        for name, time in ratios(times, HOST[0]).items()
-    ]
+    return rows
 
 
 def run_one(

@@ -232,9 +232,9 @@ class TrainStep(Step):
             )
         counter = state.opt_state.mini_step
         keeps_count = self.setup.accumulation.should_skip_update_fn is None
-        if not (
-            isinstance(schedule.every_k, int) and keeps_count and is_concrete(counter)
-        ):
+        k = schedule.every_k  # each micro-batch closes its window, if it is 1
+        is_known = isinstance(k, int) and k > 1 and keeps_count
+        if not (is_known and is_concrete(counter)):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
         traced = (self._micro_batch(batch, rng, loss_kwargs),)
         known = self.lookup(state)
@@ -246,7 +246,7 @@ class TrainStep(Step):
             self.close_window.make_ready(state, known.layout)
             known.layout.is_ready = True
         state, metrics, known = self.accumulate.run(state, known, traced)
-        if known.count is not None and known.count >= schedule.every_k:
+        if known.count is not None and known.count >= k:
             state, closed, _ = self.close_window.run(state, known, ())
             metrics = with_added(closed, metrics.skipped, metrics.aux)
         return state, metrics
@@ -278,10 +278,10 @@ def make_train_step(
     second buffer of the gradient's size is needed; the page on performance has the
     exceptions. Reverse-mode derivatives through the step raise an error there.
 
-    With an int `every_k_schedule` and no skip function, the host knows when a window
-    closes, and the step runs two programs, "accumulate" and "close". Otherwise, and
-    inside an outer `jit` or `scan`, it is a single program. Calls never block, except
-    the first after a restore, which reads one counter.
+    With an int `every_k_schedule` above 1 and no skip function, the host knows when a
+    window closes, and the step runs two programs, "accumulate" and "close". Otherwise,
+    and inside an outer `jit` or `scan`, it is a single program. Calls never block,
+    except the first after a restore, which reads one counter.
 
     Args:
       loss_fn: `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss

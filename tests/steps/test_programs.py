@@ -70,10 +70,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("schedule", "programs", "is_placed"),
     [
         ({"every_k_schedule": np.int64(3)}, 2, True),
+        ({"every_k_schedule": 1}, 1, False),
         ({"every_n_tokens": 6}, 1, False),
         ({"every_k_schedule": 3} | helpers.SKIPS, 1, False),
     ],
-    ids=["int k", "token budget", "skip function"],
+    ids=["int k", "k = 1", "token budget", "skip function"],
 )
 def test_20_windows_compile_once_and_never_wait_for_the_device(
     schedule: Any, programs: int, is_placed: bool, reads: list[int]

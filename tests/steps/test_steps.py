@@ -177,3 +177,27 @@ def test_a_state_is_copied_array_by_array(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     assert alive == [4, 3, 2, 1]
     np.testing.assert_array_equal([x[0] for x in copies], range(4))
+
+
+def test_a_state_goes_on_with_other_windows_down_to_one_micro_batch():
+    """One program updates at k = 1; a window that is open then closes at once."""
+    steps = {k: make_train_step(loss_fn, SGD, k) for k in (1, 2, 4)}
+    state, at = steps[1].init(PARAMS), PARAMS["w"]
+    third = batch_of(-6, 3)
+    # (k, what it is given, the mean gradient it applies, if it does)
+    calls = [
+        (1, SECOND, 10.0),
+        (2, FIRST, None),
+        (2, SECOND, 9.2),
+        (4, FIRST, None),
+        (4, SECOND, None),
+        (1, third, 86 / 13),  # with the two of the open window: 2 + 90 - 6
+        (1, FIRST, 2.0),
+    ]
+    for k, batch, gradient in calls:
+        state, metrics = steps[k](state, batch)
+        assert bool(metrics.updated) == (gradient is not None)
+        at = at - (gradient or 0.0)
+        np.testing.assert_allclose(state.params["w"], at, rtol=1e-6)
+    naive = (2 / 1 + 90 / 9 - 6 / 3) / 3
+    assert abs(naive - 86 / 13) > 1
