@@ -88,11 +88,13 @@ def compare(
     windows: list[Window],
     held_out: list[Batch],
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Trains with each method, and prints how far it ends from the first one.
+    """Trains with each method, and prints how far each one ends from the first.
 
     Returns the losses of the windows, and the distances, by method.
     """
-    print(f"{'method':20}{'distance':>12}{'validation loss':>18}", flush=True)
+    print(f"{len(methods)} runs of {len(windows)} updates, a line as each one ends")
+    head = "method", "distance", "validation loss", "difference"
+    print("{:20}{:>12}{:>18}{:>12}".format(*head), flush=True)
     reference, losses, distances = None, {}, {}
     for name, method in methods.items():
         state, losses[name] = method.init(jax.tree.map(jnp.copy, params)), []
@@ -102,14 +104,14 @@ def compare(
                 state, result = method.step(state, batch)
                 results.append(result)
             losses[name].append(window_loss(results))  # waits for the device
-        far = "reference"
-        if reference is None:
-            reference = state.params
-        else:
-            distances[name] = float(distance(state.params, reference))
-            far = f"{distances[name]:.1e}"
         loss = mean_loss(state.params, held_out)
-        print(f"{name:20}{far:>12}{loss:>18.4f}", flush=True)
+        far = by = "reference"
+        if reference is None:
+            reference = state.params, loss
+        else:
+            distances[name] = float(distance(state.params, reference[0]))
+            far, by = f"{distances[name]:.1e}", f"{loss - reference[1]:+.1e}"
+        print(f"{name:20}{far:>12}{loss:>18.4f}{by:>12}", flush=True)
     return losses, distances
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,7 +21,8 @@ def write_pictures(
     """Draws the weights of a window alone, and next to the results of a run.
 
     `tokens` are those of each micro-batch in a window, `losses` those of each window,
-    and `distances` those from the parameters of full batches. Returns the paths.
+    and `distances` those from the parameters of full batches, which are the first
+    method. Returns the paths.
     """
     alone, all_ = folder / "weights.png", folder / "results.png"
     figure = Figure(figsize=(3.9, 3.1), dpi=200, layout="constrained")
@@ -29,11 +31,13 @@ def write_pictures(
     figure = Figure(figsize=(12, 3.4), dpi=150, layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     draw_weights(left, tokens)
-    for i, (name, values) in enumerate(losses.items()):
-        # Curves that agree lie on each other: each one is narrower than the last.
-        updates, width = range(1, len(values) + 1), 1.4 * (len(losses) - i)
-        middle.plot(updates, values, label=name, linewidth=width)
-    middle.set_title("Loss of each window", fontweight="bold", size=11)
+    first, *others = losses
+    for name in others:
+        difference = np.abs(np.subtract(losses[name], losses[first]))
+        middle.plot(range(1, len(difference) + 1), difference, label=name)
+    middle.set_yscale("log", nonpositive="mask")
+    title = "Difference of the loss to full batches"
+    middle.set_title(title, fontweight="bold", size=11)
     middle.set_xlabel("updates")
     middle.legend()
     colors = [WRONG if name == "optax.MultiSteps" else RIGHT for name in distances]

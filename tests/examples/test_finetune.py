@@ -96,13 +96,15 @@ def test_the_program_prints_a_table_and_draws_pictures(tmp_path: Path):
     minutes = (time.monotonic() - start) / 60
     assert status == 0, printed
     cells = [line.split() for line in printed.splitlines()]
-    rows = {row[0]: row[1:] for row in cells if len(row) == 3}
+    rows = {row[0]: row[1:] for row in cells if len(row) == 4}
     assert rows["full-batch"][0] == "reference"
     [took] = re.findall(r"^took (.*) minutes$", printed, re.MULTILINE)
     assert 0 <= float(took) <= minutes + 0.05  # wall time
     assert float(rows["optax.MultiSteps"][0]) > 1e-4
+    assert abs(float(rows["optax.MultiSteps"][2])) > 1e-5
     for way in ("MultiSteps", "make_train_step", "make_window_step"):
         assert float(rows[way][0]) < 1e-5, way
+        assert abs(float(rows[way][2])) < 1e-5, way
     pictures = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert pictures.keys() == {"weights.png", "results.png"}
     for picture in pictures.values():
