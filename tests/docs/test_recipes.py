@@ -13,7 +13,11 @@ import optax
 import pytest
 from meshes import make_mesh
 
-from optax_tokenaccum import make_train_step, token_accumulation
+from optax_tokenaccum import (
+    accumulate_over_window,
+    make_train_step,
+    token_accumulation,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -190,6 +194,42 @@ def test_an_average_of_the_parameters_advances_once_per_window():
     _, average = state.opt_state.inner_opt_state
     assert float(state.params) == -2
     np.testing.assert_allclose(average, 0.9 * -0.1 + 0.1 * -2, rtol=1e-6)
+
+
+def test_a_discarded_window_leaves_no_trace():
+    names: dict[str, Any] = {}
+    exec(code_of("recipes.md", "def train("), names)
+    code = code_of("recipes.md", "def without_window")
+    exec(code, names)
+    state, step = names["state"], names["step"]
+    assert state.opt_state.mini_step == 0
+    for batch in names["micro_batches"]:
+        state, _ = step(state, batch)
+    args = names["loss_fn"], optax.adam(0.1), names["params"], names["micro_batches"]
+    expected, _ = names["train"](*args)
+    assert helpers.relative_error(state.params, expected) < RTOL
+    state, _ = step(step.init(names["params"]), names["micro_batches"][0])
+    for batch in names["micro_batches"]:  # not discarded
+        state, _ = step(state, batch)
+    assert state.opt_state.mini_step == 1
+
+
+def test_a_window_is_differentiated_with_respect_to_a_learning_rate():
+    names: dict[str, Any] = {}
+    exec(code_of("recipes.md", "def train("), names)
+    loss_fn, params, batch = (names[x] for x in ("loss_fn", "params", "batch"))
+    gradient = accumulate_over_window(jax.value_and_grad(loss_fn, has_aux=True))
+
+    def loss_after_update(rate: Any, of_window: bool) -> Any:
+        if of_window:
+            _, grads = gradient(params, names["window"])
+        else:
+            grads = jax.grad(lambda p: jnp.divide(*loss_fn(p, batch)))(params)
+        moved = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+        return jnp.divide(*loss_fn(moved, batch))
+
+    found, expected = (jax.grad(loss_after_update)(0.1, x) for x in (True, False))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_rate_by_tokens_rounds_a_count_of_shares():
