@@ -7,41 +7,47 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 WORDS = {
-    "docs/how_it_works": ["gradient accumulation", "micro-batch", "window"],
-    "docs/fix_your_loop": ["MultiSteps", "optax.MultiSteps", "pmap", "pmean"],
-    "docs/before_you_swap": ["MultiStepsState", "acc_grads", "mini_step"],
+    "docs/swap": [
+        *("MultiSteps", "optax.MultiSteps", "pmap", "pmean"),
+        *("MultiStepsState", "acc_grads", "mini_step"),
+    ],
     "docs/devices": [
         *("FSDP", "ZeRO", "HSDP", "tensor parallelism", "data parallelism"),
         *("sequence parallelism", "multi-host", "jax.distributed"),
         *("shard_map", "check_vma", "pspec", "manual axes"),
+        *("pipeline", "pipeline parallelism", "elastic", "global batch"),
     ],
-    "docs/performance": ["memory", "speed", "GPU", "TPU", "remat", "whole gradients"],
-    "docs/fit": [
-        *("out of memory", "OOM", "RESOURCE_EXHAUSTED"),
+    "docs/performance": [
+        *("memory", "speed", "GPU", "TPU", "remat", "whole gradients"),
+        *("out of memory", "OOM", "RESOURCE_EXHAUSTED", "compilation cache"),
         *("batch size", "gradient noise scale"),
     ],
     "docs/ragged": ["padding", "ragged", "length buckets"],
-    "docs/reinforcement_learning": [
+    "docs/losses": [
         *("GRPO", "DAPO", "Dr. GRPO", "RL", "PPO", "RLHF", "policy gradient"),
+        *("contrastive", "CLIP", "SimCLR", "InfoNCE", "GradCache", "negatives"),
+        *("MoE", "mixture of experts", "load balancing"),
+        *("KL", "entropy bonus", "auxiliary loss", "denominators"),
+        *("classifier", "images", "examples", "MTP", "multi-token prediction"),
     ],
     "docs/training_loop": [
         *("checkpoint", "resume", "Orbax", "progress bar", "tqdm", "wandb"),
-        *("TensorBoard", "logging", "evaluation"),
+        *("TensorBoard", "logging", "evaluation", "LoRA", "dropout"),
+        *("requests", "forward_backward", "optim_step", "Tinker"),
     ],
-    "docs/coupled_losses": [
-        *("contrastive", "CLIP", "SimCLR", "InfoNCE", "GradCache", "negatives"),
-        *("MoE", "mixture of experts", "load balancing"),
+    "docs/support": [
+        *("bf16", "bfloat16", "fp16", "float16", "dtype", "versions"),
+        *("gradient accumulation", "micro-batch", "window"),
     ],
-    "docs/several_losses": ["KL", "entropy bonus", "auxiliary loss", "denominators"],
-    "docs/questions": ["bf16", "bfloat16", "fp16", "float16", "dtype"],
-    "docs/own_your_step": ["LoRA", "dropout"],
-    "docs/flax": ["NNX", "Linen", "BatchNorm"],
-    "docs/maxtext": ["MaxText"],
+    "docs/flax": ["NNX", "Linen", "BatchNorm", "axis_rules"],
     "docs/recipes": ["DPO", "DP-SGD", "loss scaling", "jax.checkpoint"],
-    "docs/optimizers": ["clipping", "schedules", "lookahead", "NaN"],
+    "docs/optimizers": [
+        *("clipping", "schedules", "lookahead", "NaN"),
+        *("EMA", "float32 masters", "master weights"),
+    ],
     "docs/trainers": [
         *("EasyDeL", "Kauldron", "Keras", "Tunix", "axlearn", "levanter"),
-        *("Equinox", "Haiku"),
+        *("Equinox", "Haiku", "MaxText"),
     ],
 }
 

@@ -1,4 +1,4 @@
-"""The code of docs/maxtext.md."""
+"""The code of docs/trainers.md#maxtext."""
 
 import functools
 import math

@@ -22,7 +22,7 @@ Texts = Iterator[str]
 # The least relative error of a gradient that is reported, in float32 and in 16 bits:
 # rounding makes 1e-5 and 2e-2. What is masked has a gradient of zeros, or nearly.
 RTOL, RTOL_16_BITS, ZERO = 3e-4, 5e-2, 1e-6
-SEVERAL = "several losses, docs/several_losses.md"
+SEVERAL = "several terms, docs/losses.md"
 IF_MEANT = "If that is meant, name the leaf that marks what counts, or give mask=None."
 
 

@@ -361,7 +361,7 @@ LEFT_OUT, ALONE = "count takes in what the loss leaves out", "change the count a
 TRAINS, MORE_LOSS = "leaves out: its gradient there is not 0", "change the loss alone"
 MEAN, SCALE = "already a mean", "the gradient depends on the size of the loss"
 COUPLED = "take coupled_value_and_grad"
-SEVERAL, SEQUENCES = "See several losses, docs/several_losses.md", 'give per="sequence"'
+SEVERAL, SEQUENCES = "See several terms, docs/losses.md", 'give per="sequence"'
 # The same, and what a finding says.
 WRONG: dict[str, tuple[Any, ...]] = {
     "a mean": (mean(of(nll)), "mask", MEAN),

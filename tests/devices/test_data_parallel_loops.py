@@ -23,7 +23,7 @@ from problems import PARAMS
 import optax_tokenaccum
 from optax_tokenaccum._core.trees import as_varying
 
-PAGE = (Path(__file__).parents[2] / "docs/fix_your_loop.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/swap.md").read_text()
 [BLOCK] = re.findall(r"^@@ in pmap .*?```", PAGE, re.DOTALL | re.MULTILINE)
 LINES = {sign: re.findall(rf"^\{sign}(.*\n)", BLOCK, re.MULTILINE) for sign in "-+"}
 N, AXIS = 4, "devices"

@@ -14,7 +14,7 @@ from sybil.parsers.myst import CodeBlockParser, SkipParser
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(x.relative_to(ROOT).as_posix() for x in ROOT.glob("docs/*.md"))]
 # The others take 3 to 20 seconds each.
-QUICK = "README quickstart questions".split()
+QUICK = "README quickstart support".split()
 
 
 class Printed(PythonEvaluator):

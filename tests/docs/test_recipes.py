@@ -13,7 +13,11 @@ import optax
 import pytest
 from meshes import make_mesh
 
-from optax_tokenaccum import make_train_step, token_accumulation
+from optax_tokenaccum import (
+    accumulate_over_window,
+    make_train_step,
+    token_accumulation,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -108,13 +112,13 @@ def code_of(page: str, words: str) -> str:
 
 def test_several_losses_on_a_mesh():
     """With the share of a device's tokens, next to the sum that the page writes."""
-    code = code_of("several_losses.md", "def totals_of")
+    code = code_of("losses.md", "def totals_of")
     per_micro_batch, per_token = (
         '1 / totals["micro_batches"]',
         'jnp.sum(batch["mask"]) / totals["tokens"]',
     )
     assert per_micro_batch in code
-    assert per_token in (DOCS / "several_losses.md").read_text(encoding="utf-8")
+    assert per_token in (DOCS / "losses.md").read_text(encoding="utf-8")
     rng, mesh = np.random.default_rng(0), make_mesh((4,))
     params = {"embedding": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)}
     params["head"] = jnp.asarray(rng.normal(size=(4, 8)), jnp.float32)
@@ -127,7 +131,7 @@ def test_several_losses_on_a_mesh():
         "reward": rng.normal(size=(4, 8)).astype(np.float32),
     }
     batch = jax.tree.map(np.concatenate, window)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "optax": optax}
     for share in (per_micro_batch, per_token):
         exec(code.replace(per_micro_batch, share), names)
         totals = names["totals_of"](window["mask"])
@@ -148,6 +152,84 @@ def test_several_losses_on_a_mesh():
     gradient, _ = jax.grad(names["loss_fn"], has_aux=True)(params, batch, totals=whole)
     moved = optax.tree.sub(params, state.params)
     assert helpers.relative_error(moved, gradient) < RTOL
+    of_each = [  # the totals of each micro-batch: a mean of means
+        jax.grad(names["loss_fn"], has_aux=True)(
+            params, x, totals=names["totals_of"]([np.maximum(x["mask"], i == 1)])
+        )[0]
+        for i, x in enumerate(micro_batches)
+    ]
+    naive = jax.tree.map(lambda *x: sum(x) / 4, *of_each)
+    assert helpers.relative_error(naive, gradient) > 0.01
+
+
+def test_multi_steps_of_optax_differs_with_the_optimizers_of_the_page():
+    names: dict[str, Any] = {}
+    exec(code_of("optimizers.md", "def is_exact"), names)
+    exec(code_of("optimizers.md", "clip, momentum, sgd =").split("print(")[0], names)
+    exec(code_of("optimizers.md", "def scale_by_tokens_seen").split("print(")[0], names)
+    clipped = optax.chain(names["clip"], names["momentum"], names["sgd"])
+    for inner in (clipped, names["by_tokens"]):
+        assert names["is_exact"](inner)
+        expected = names["train"](inner, [names["full_batch"]] * 3, k=1).params
+        theirs, params = optax.MultiSteps(inner, 4), names["start"]
+        state = theirs.init(params)
+        for batch in names["micro_batches"] * 3:
+            g, n = jax.grad(names["loss_fn"], has_aux=True)(params, batch)
+            g = jax.tree.map(lambda x, n=n: x / n, g)
+            updates, state = theirs.update(g, state, params, num_tokens=n)
+            params = optax.apply_updates(params, updates)
+        assert helpers.relative_error(params, expected) > 0.01
+
+
+def test_an_average_of_the_parameters_advances_once_per_window():
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "optax": optax}
+    code = code_of("optimizers.md", "def average_of_parameters")
+    exec(code.split("\naveraged")[0], names)
+    averaging = names["average_of_parameters"](0.9)
+    sgd = optax.chain(optax.sgd(1.0), averaging)
+    step = make_train_step(lambda p, x: (jnp.sum(p * x), len(x)), sgd, 2)
+    state = step.init(jnp.zeros(()))
+    for _ in range(4):
+        state, _ = step(state, jnp.ones(3))
+    _, average = state.opt_state.inner_opt_state
+    assert float(state.params) == -2
+    np.testing.assert_allclose(average, 0.9 * -0.1 + 0.1 * -2, rtol=1e-6)
+
+
+def test_a_discarded_window_leaves_no_trace():
+    names: dict[str, Any] = {}
+    exec(code_of("recipes.md", "def train("), names)
+    code = code_of("recipes.md", "def without_window")
+    exec(code, names)
+    state, step = names["state"], names["step"]
+    assert state.opt_state.mini_step == 0
+    for batch in names["micro_batches"]:
+        state, _ = step(state, batch)
+    args = names["loss_fn"], optax.adam(0.1), names["params"], names["micro_batches"]
+    expected, _ = names["train"](*args)
+    assert helpers.relative_error(state.params, expected) < RTOL
+    state, _ = step(step.init(names["params"]), names["micro_batches"][0])
+    for batch in names["micro_batches"]:  # not discarded
+        state, _ = step(state, batch)
+    assert state.opt_state.mini_step == 1
+
+
+def test_a_window_is_differentiated_with_respect_to_a_learning_rate():
+    names: dict[str, Any] = {}
+    exec(code_of("recipes.md", "def train("), names)
+    loss_fn, params, batch = (names[x] for x in ("loss_fn", "params", "batch"))
+    gradient = accumulate_over_window(jax.value_and_grad(loss_fn, has_aux=True))
+
+    def loss_after_update(rate: Any, of_window: bool) -> Any:
+        if of_window:
+            _, grads = gradient(params, names["window"])
+        else:
+            grads = jax.grad(lambda p: jnp.divide(*loss_fn(p, batch)))(params)
+        moved = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+        return jnp.divide(*loss_fn(moved, batch))
+
+    found, expected = (jax.grad(loss_after_update)(0.1, x) for x in (True, False))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_rate_by_tokens_rounds_a_count_of_shares():

@@ -143,8 +143,8 @@ def test_maxtext(monkeypatch: pytest.MonkeyPatch):
     import_as(monkeypatch, "maxtext.trainers.pre_train", train=train)
     import_as(monkeypatch, "absl", app=SimpleNamespace(run=lambda main: None))
     monkeypatch.delitem(sys.modules, "maxtext_glue", raising=False)
-    [start] = blocks_of("maxtext.md")
-    exec(compile(start, "docs/maxtext.md", "exec"), {})
+    [start] = blocks_of("trainers.md", "MaxText")
+    exec(compile(start, "docs/trainers.md", "exec"), {})
     refused = sys.modules["maxtext_glue"].REFUSED
 
     model, batch = MaxTextModel(), helpers.ragged_batch(3, ROWS)

@@ -1,4 +1,4 @@
-"""Figures that other projects published, and those of `docs/fix_your_loop.md`."""
+"""Figures that other projects published, and those of `docs/swap.md`."""
 
 import functools
 from pathlib import Path
@@ -17,7 +17,7 @@ from optax_tokenaccum.losses import softmax_cross_entropy_sum
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "fix_your_loop.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "swap.md").read_text(encoding="utf-8")
 NAIVE, EXACT = optax.MultiSteps, token_accumulation
 SEEDS = 9
 # At this learning rate, the parameters are negligible next to the update of SGD, from

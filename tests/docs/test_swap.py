@@ -1,4 +1,4 @@
-"""docs/before_you_swap.md: what changes, what stays, checkpoints, and the way back.
+"""docs/swap.md: what changes, what stays, checkpoints, and the way back.
 
 The classes of others are the real ones, and exact is what plain optax does on full
 batches. Errors of the table are in test_bad_input.py, `pmean` in
@@ -26,10 +26,11 @@ from optax_tokenaccum import (
     TokenAccumulationState,
     from_multi_steps_state,
     has_updated,
+    window_gradient,
     with_num_tokens,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs/before_you_swap.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/swap.md").read_text("utf-8")
 RTOL, RNG, K = helpers.RTOL["float32"], np.random.default_rng(0), 4
 COUNTS, ONES = (1, 7, 2, 6), (1,) * K
 MICRO_BATCHES = [(RNG.normal(size=(n, 3)), RNG.normal(size=n)) for n in COUNTS]
@@ -125,6 +126,39 @@ def test_clipping_around_the_accumulation_can_be_worse_than_before():
         for kind in (optax.MultiSteps, MultiSteps)
     )
     assert 0.1 < before < swapped
+
+
+def test_the_norm_of_a_window_is_read_from_the_chain():
+    norm = optax.snapshot("grad_norm", optax.tree.norm)
+    chain = optax.chain(norm, optax.clip_by_global_norm(0.5), optax.sgd(0.1))
+    tx, norms = MultiSteps(chain, 2), []
+    state = tx.init(PARAMS)
+    for value, n in ((1.0, 1), (2.0, 3)):
+        _, state = tx.update({"w": jnp.full(3, value)}, state, PARAMS, num_tokens=n)
+        norms.append(float(optax.tree.norm(window_gradient(state))))
+    expected = 3**0.5 * (1 * 1 + 2 * 3) / 4
+    np.testing.assert_allclose(optax.tree.get(state, "grad_norm"), expected, rtol=1e-6)
+    np.testing.assert_allclose(norms, [3**0.5, 0], rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Casting from complex to real")  # of optax
+def test_optax_drops_a_count_in_silence_and_the_imaginary_parts_of_gradients():
+    theirs, ours = (kind(optax.sgd(1.0), 2) for kind in (optax.MultiSteps, MultiSteps))
+    w, moved = jnp.zeros((), jnp.complex64), []
+    for tx in (theirs, ours):
+        state = tx.init(w)
+        for g, n in ((1 + 2j, 1), (2 + 4j, 3)):
+            update, state = tx.update(jnp.complex64(g), state, w, num_tokens=n)
+        moved.append(complex(-update))
+    assert moved == [1.5 + 2j, (7 + 14j) / 4]
+
+
+def test_hyperparameters_are_injected_inside():
+    with pytest.raises(TypeError, match="needs num_tokens"):
+        tx = optax.inject_hyperparams(lambda rate: MultiSteps(optax.sgd(rate), 2))(0.1)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, num_tokens=1)
+    state = MultiSteps(optax.inject_hyperparams(optax.sgd)(0.1), 2).init(PARAMS)
+    assert state.inner_opt_state.hyperparams["learning_rate"] == jnp.float32(0.1)
 
 
 def test_lookahead_is_given_the_count_in_the_traced_step():
