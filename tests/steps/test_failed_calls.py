@@ -98,6 +98,18 @@ def test_a_guard_against_transfers_loses_nothing(way: str):
     check_trained(run_step(step, state, WINDOW)[0], 2)
 
 
+def test_sums_in_host_memory_raise_and_lose_nothing():
+    step = make_train_step(problems.linear_loss, MOMENTUM, K)
+    state = step.init(problems.PARAMS)
+    [device] = state.opt_state.mini_step.devices()
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    sums = jax.device_put(state.opt_state.grad_sums, host)
+    opt_state = state.opt_state._replace(grad_sums=sums)
+    with pytest.raises(ValueError, match="memory_space of all inputs"):
+        step(state._replace(opt_state=opt_state), WINDOW[0])
+    check_trained(run_step(step, state, WINDOW)[0], 1)
+
+
 def test_an_array_that_is_two_leaves_of_a_state_is_copied():
     params = {"a": jnp.ones(3), "b": jnp.full(3, 2.0)}
 
