@@ -281,6 +281,9 @@ ERRORS = """
       train_window(lambda params, x: (jnp.sum(x), 8, {}))
       check_loss_fn(lambda params, x: (jnp.sum(x), (8, {})), params, [batch],
         mask=None)
+    TypeError: With has_aux=False, loss_fn must return (loss_sum, num_tokens): got
+        (float32[], Param)
+      train(lambda params, x: (jnp.sum(x), nnx.Param(jnp.ones(()))))
     ValueError: With has_aux=False, loss_fn must return (loss_sum, num_tokens)
       train_window(lambda params, x: (x, 8))
     TypeError: With has_aux=True, loss_fn must return (loss_sum, (num_tokens,
