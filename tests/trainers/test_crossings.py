@@ -4,8 +4,8 @@ With jax 0.12.0.1, optax 0.2.8, Flax 0.12.12, Orbax 0.12.8, Grain 0.2.18 and oth
 
 | crossing | what holds | shown by |
 |---|---|---|
-| every optimizer, Muon and GaLore | full batches | `test_conformance.py` |
-| Muon or Shampoo in a partition | full batches; donated | here |
+| every optimizer of optax | full batches | `test_conformance.py` |
+| Muon or GaLore in a partition | full batches; donated | here |
 | schedule-free, lookahead | full batches; donated | here |
 | `nnx.SpectralNorm`, `nnx.WeightNorm` | full batches, if a copy is called | here |
 | batch renormalization | a sum over micro-batches, no full batch | here |
@@ -92,32 +92,6 @@ def compare(got: Any, loss_fn: Any, params: Any, batches: Any) -> None:
     assert relative_error(naive, exact) > 0.02
 
 
-def gradient(loss_fn: Any, params: Any, batches: Any, **options: Any) -> Any:
-    return problems.train_step(loss_fn, params, batches, **options)
-
-
-def shampoo(rate: float) -> optax.GradientTransformation:
-    """Two matrices of statistics for each matrix, as SOAP and Shampoo keep."""
-
-    def root(x: jax.Array) -> jax.Array:
-        values, vectors = jnp.linalg.eigh(x)
-        return (vectors * values**-0.25) @ vectors.T
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(lambda p: [1e-3 * jnp.eye(n) for n in p.shape], params)
-
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        def updates(g: Any, s: Any) -> Any:
-            return -rate * root(s[0]) @ g @ root(s[1])
-
-        state = jax.tree.map(
-            lambda g, s: [s[0] + g @ g.T, s[1] + g.T @ g], grads, state
-        )
-        return jax.tree.map(updates, grads, state), state
-
-    return optax.GradientTransformation(init, update)
-
-
 def in_partition(tx: Any) -> Any:
     parts = {"embed": optax.adam(0.01), "hidden": tx, "out": optax.set_to_zero()}
     return optax.partition(parts, {name: name for name in parts})
@@ -136,7 +110,7 @@ def lookahead(fast: Any) -> Any:
 
 OPTIMIZERS = {
     "muon in a partition": in_partition(contrib.muon(0.02)),
-    "shampoo in a partition": in_partition(shampoo(0.02)),
+    "galore in a partition": in_partition(contrib.galore(0.02, rank=4)),
     "schedule-free": contrib.schedule_free_sgd(0.5),
     "lookahead": lookahead(optax.sgd(0.5, momentum=0.9)),
 }
@@ -190,39 +164,29 @@ def normed_copy(model: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("kind", [nnx.SpectralNorm, nnx.WeightNorm])
 def test_a_norm_that_overwrites_its_weight(kind: Any):
     """The first micro-batch of a window would be that of another weight."""
-    sgd = optax.sgd(0.3)
-
-    def new(tx: Any) -> Any:
-        return (model := Normed(kind)), nnx.Optimizer(model, tx, wrt=nnx.Param)
+    sgd, full = optax.sgd(0.3), [whole(ROWS)] * 2
+    ours = token_accumulation(sgd, K)
 
     def trained(loss_fn: Any, tx: Any, batches: Any) -> Any:
+        model = Normed(kind)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
         @nnx.jit
         def step(model: Any, optimizer: Any, batch: Any) -> None:
-            def mean(model: Any) -> Any:
-                loss_sum, n = loss_fn(model, batch)
-                return loss_sum / n, n
+            grads, n = nnx.grad(loss_fn, has_aux=True)(model, batch)
+            if tx is sgd:
+                optimizer.update(model, jax.tree.map(lambda g: g / n, grads))
+            else:
+                optimizer.update(model, grads, num_tokens=n)
 
-            grads, n = nnx.grad(mean, has_aux=True)(model)
-            optimizer.update(model, grads, **({} if tx is sgd else {"num_tokens": n}))
-
-        model, optimizer = new(tx)
         for batch in batches:
             step(model, optimizer, batch)
-        return model.layer(whole(ROWS)["x"])
+        return model.layer(full[0]["x"])
 
-    ours = token_accumulation(sgd, K, gradients="mean")
-    expected = trained(normed_copy, sgd, [whole(ROWS)] * 2)
+    expected = trained(normed_copy, sgd, full)
     assert relative_error(trained(normed_copy, ours, ROWS * 2), expected) < 1e-5
-    flax = trained(normed, sgd, [whole(ROWS)] * 2)
+    flax = trained(normed, sgd, full)
     assert relative_error(trained(normed, ours, ROWS * 2), flax) > 0.05
-
-    model, optimizer = new(token_accumulation(sgd, K))
-    with pytest.raises(ValueError, match="must not assign parameters"):
-        make_nnx_step(normed)(model, optimizer, ROWS[0])
-    step = make_nnx_step(normed_copy)
-    for batch in ROWS * 2:
-        step(model, optimizer, batch)
-    assert relative_error(model.layer(whole(ROWS)["x"]), expected) < 1e-5
 
 
 def renormalized(params: Any, state: Any, batch: Any) -> Any:
@@ -363,7 +327,7 @@ def layered(multiply: Any) -> Any:
 @pytest.mark.parametrize("over", ["1", "8"])
 def test_pallas_in_layers_of_a_scan(over: str):
     loss_fn, options = layered(by_pallas), meshes.over(over)
-    got = gradient(loss_fn, problems.FEW, ROWS, **options)
+    got = problems.train_step(loss_fn, problems.FEW, ROWS, **options)
     compare(got, layered(jnp.matmul), problems.FEW, ROWS)
 
 
@@ -393,12 +357,32 @@ def test_qwix(rule: str):
         return problems.squares(nnx.merge(graph, params)(batch["x"])[:, 0], batch)
 
     report = check_loss_fn(loss_fn, params, ROWS, mask="weights")
-    got = gradient(loss_fn, params, ROWS)
+    got = problems.train_step(loss_fn, params, ROWS)
     if rule != "gradients":
         return compare(got, loss_fn, params, ROWS), report.assert_exact()
     exact, naive = exact_and_naive(loss_fn, params, ROWS)
     assert 1e-4 < relative_error(got, exact) < 0.05 < relative_error(naive, exact)
     assert not report.passed
+
+
+@slow
+def test_qwix_static_scales_are_of_all_rows_of_each_micro_batch():
+    qwix = other("qwix")
+    rule = qwix.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    model = nnx.Sequential(nnx.Linear(8, 1, rngs=nnx.Rngs(0)))
+    model = qwix.quantize_model(model, qwix.QtProvider([rule]), ROWS[0]["x"])
+    optimizer = nnx.Optimizer(
+        model, token_accumulation(optax.sgd(0.1), K), wrt=nnx.Param
+    )
+    step = make_nnx_step(lambda model, x: problems.squares(model(x["x"])[:, 0], x))
+    for batch in ROWS:  # of 8 rows, of which 1, 7, 2 and 8 count
+        step(model, optimizer, batch)
+    [found] = nnx.to_flat_state(nnx.state(model, qwix.QuantStat)).leaves
+    largest = [np.abs(x["x"]).max(1) for x in ROWS]
+    counts = [x["weights"] for x in ROWS]
+    mean = found.get_value()["sum_of_absmax"].item() / found.get_value()["count"]
+    assert mean == pytest.approx(np.mean(largest), rel=1e-5)
+    assert mean != pytest.approx(np.average(largest, weights=counts), rel=1e-3)
 
 
 @slow
@@ -420,7 +404,7 @@ def test_tokamax_losses(kind: str):
         )
         return jnp.sum(losses * (mask.ravel() if kind[0] != "i" else 1)), mask.sum()
 
-    got = gradient(loss_fn, PARAMS, TEXT[0])
+    got = problems.train_step(loss_fn, PARAMS, TEXT[0])
     if kind == "mask":
         return compare(got, helpers.loss_sum_fn, PARAMS, TEXT[0])
     exact, _ = exact_and_naive(helpers.loss_sum_fn, PARAMS, TEXT[0])
@@ -447,57 +431,52 @@ def test_tokamax_ragged_dot_of_experts_in_a_scan():
         )
 
     params = {"layers": problems.normal(0, 2, 3, 8, 8), "out": problems.normal(1, 8)}
-    compare(gradient(experts(ragged_dot), params, ROWS), experts(dense), params, ROWS)
+    compare(
+        problems.train_step(experts(ragged_dot), params, ROWS),
+        experts(dense),
+        params,
+        ROWS,
+    )
 
 
 @slow
 def test_jax_privacy():
     """The counts of a window add up to a constant; noise is drawn once per window."""
-    privacy = other("jax_privacy")
-    lengths, expected, clip = np.array([1, 4, 2, 0]), 8.0, 0.05
+    privacy, lengths, expected, clip = other("jax_privacy"), [1, 4, 2, 0], 8.0, 0.05
     batches = helpers.cut(helpers.ragged_batch(0, 16), K)
     padding = [np.arange(4) >= n for n in lengths]
+    noise = privacy.noise_addition.gaussian_privatizer(stddev=0.01, prng_key=3)
 
     def mean(params: Any, batch: Any) -> Any:
         return jnp.divide(*helpers.loss_sum_fn(params, batch))
 
-    clipped = privacy.clipped_grad(mean, l2_clip_norm=clip)
-
-    def trained(tx: Any, gradients: Any, counts: Any = None) -> Any:
-        params, state = PARAMS, tx.init(PARAMS)
-        for i in range(3 * len(gradients)):
-            at = i % len(gradients)
-            count = {} if counts is None else {"num_tokens": counts[at]}
-            updates, state = tx.update(gradients[at], state, params, **count)
-            params = optax.apply_updates(params, updates)
-        return optax.tree.sub(params, PARAMS)
-
-    @jax.jit
-    def by_hand(params: Any, batch: Any, is_padding: Any) -> Any:
+    def by_hand(params: Any, batch: Any) -> Any:
         rows = jax.tree.map(lambda x: x[:, None], batch)
         grads = jax.vmap(jax.grad(mean), (None, 0))(params, rows)
-        norms = jax.vmap(optax.tree.norm)(grads)
-        scale = jnp.where(is_padding, 0, jnp.minimum(1, clip / norms)) / expected
+        scale = jnp.minimum(1, clip / jax.vmap(optax.tree.norm)(grads))
+        scale *= ~np.concatenate(padding) / expected
         return jax.tree.map(lambda g: jnp.einsum("r,r...", scale, g), grads)
 
-    noise = privacy.noise_addition.gaussian_privatizer(
-        stddev=0.01, prng_key=jax.random.key(3)
-    )
-    inner = optax.chain(noise, optax.sgd(1.0))
-    exact = trained(inner, [by_hand(PARAMS, whole(batches), np.concatenate(padding))])
-    sums = [
-        clipped(PARAMS, batch, is_padding_example=x)
-        for batch, x in zip(batches, padding, strict=True)
-    ]
-    got = trained(token_accumulation(inner, K), sums, [expected / K] * K)
-    assert relative_error(got, exact) < 1e-5
+    exact = noise.update(by_hand(PARAMS, whole(batches)), noise.init(PARAMS))[0]
+    f = privacy.clipped_grad(mean, l2_clip_norm=clip)
+    calls = [*zip(batches, padding, lengths, strict=True)]
+    sums = [f(PARAMS, batch, is_padding_example=x) for batch, x, _ in calls]
+
+    def window(tx: Any, counts: Any) -> Any:
+        tx = token_accumulation(tx, K)
+        state, update = tx.init(PARAMS), None
+        for x, n in zip(sums, counts, strict=True):
+            update, state = tx.update(x, state, PARAMS, num_tokens=n)
+        return update
+
+    assert relative_error(window(noise, [expected / K] * K), exact) < 1e-5
+    assert relative_error(window(noise, lengths), exact) > 0.005
     means = [
-        optax.tree.scale(1 / max(n, 1), x) for n, x in zip(lengths, sums, strict=True)
+        optax.tree.scale(1 / max(n, 1) / K, x)
+        for x, n in zip(sums, lengths, strict=True)
     ]
-    naive = optax.MultiSteps(inner, K).gradient_transformation()
-    assert relative_error(trained(naive, means), exact) > 0.02
-    by_rows = trained(token_accumulation(inner, K), sums, lengths)
-    assert relative_error(by_rows, exact) > 0.005
+    naive = noise.update(jax.tree.map(lambda *x: sum(x), *means), noise.init(PARAMS))
+    assert relative_error(naive[0], exact) > 0.02
 
 
 @slow
@@ -617,9 +596,9 @@ def test_haliax():
     def arrays(params: Any, batch: Any) -> Any:
         return tuple(x.array for x in loss_fn(params, batch))
 
-    got = gradient(arrays, params, TEXT[0])
+    got = problems.train_step(arrays, params, TEXT[0])
     assert got["out"].axes == axes["out"]
     got = {name: x.array for name, x in got.items()}
     compare(got, helpers.loss_sum_fn, PARAMS, TEXT[0])
     with pytest.raises(TypeError, match=r"got \(NamedArray, NamedArray\)"):
-        gradient(loss_fn, params, TEXT[0])
+        problems.train_step(loss_fn, params, TEXT[0])
