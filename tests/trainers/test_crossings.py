@@ -10,7 +10,8 @@ With jax 0.12.0.1, optax 0.2.8, Flax 0.12.12, Orbax 0.12.8, Grain 0.2.18 and oth
 | `nnx.SpectralNorm`, `nnx.WeightNorm` | full batches, if a copy is called | here |
 | batch renormalization | a sum over micro-batches, no full batch | here |
 | Orbax, to another mesh and `k` | full batches, of what `k` says | here |
-| Grain's `ElasticIterator`, `DataLoader` | full batches, other shards | here |
+| Grain's `ElasticIterator` | full batches, over other shards | here |
+| Grain's `DataLoader` | full batches, in larger micro-batches | here |
 | Grain's `MapDataset` | full batches, bit for bit | `test_grain.py` |
 | Pallas in a scan, on a mesh | full batches | here |
 | `defvjp_with_accums` | full batches | `test_custom_rules.py` |
@@ -283,8 +284,8 @@ def loader(rows: int, shards: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", [elastic, loader])
-def test_grain_resumes_within_a_window_over_other_shards(make: Any):
-    """Two micro-batches of 4 rows, over 2 shards, and then one of 8, over 4."""
+def test_grain_resumes_within_a_window_in_other_micro_batches(make: Any):
+    """Two of 4 rows, over 2 shards if it has shards, and then one of 8, over 4."""
     step = make_train_step(helpers.loss_sum_fn, problems.KEEPS)
     state, batches, place = step.init(PARAMS), [], None
     for rows, shards in ((4, 2), (4, 2), (8, 4)):
@@ -565,8 +566,10 @@ def test_numpyro():
         return svi.get_params(state)["w_auto_loc"] - 0.1
 
     sgd = optax.sgd(1e-3)
-    exact = trained(sgd, [slice(18)])
-    ours = token_accumulation(sgd, K, gradients="mean")
+    exact, ours = (
+        trained(sgd, [slice(18)]),
+        token_accumulation(sgd, K, gradients="mean"),
+    )
     assert relative_error(trained(ours, cuts, is_counted=True), exact) < 1e-5
     naive = optax.MultiSteps(sgd, K).gradient_transformation()
     assert relative_error(trained(naive, cuts), exact) > 0.1
