@@ -92,7 +92,8 @@ def unpack(
 def describe(returned: Tree) -> str:
     if isinstance(returned, tuple | list):
         return "(" + ", ".join(map(describe, returned)) + ")"
-    if hasattr(returned, "shape"):
+    is_leaf = jax.tree_util.all_leaves([returned])  # a Haliax NamedArray is none
+    if is_leaf and hasattr(returned, "shape"):
         return f"{returned.dtype}{list(returned.shape)}"
     return type(returned).__name__
 

@@ -444,3 +444,8 @@ def test_an_init_that_reads_values_is_no_reason_to_refuse_its_state():
 
     inner = sgd._replace(init=init, update=lambda g, state, params=None: (g, state))
     chex.assert_trees_all_equal(updated(token_accumulation(inner, 1))[0], params)
+
+
+def test_an_error_names_a_container_that_looks_like_an_array():
+    with pytest.raises(TypeError, match=r"got \(float32\[\], Param\)"):
+        train(lambda params, x: (jnp.sum(x), nnx.Param(jnp.ones(()))))

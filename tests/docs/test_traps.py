@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import grain
 import helpers
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,14 @@ def test_a_call_of_spectral_norm_overwrites_the_weight_also_in_evaluation():
     before = jnp.copy(norm.layer_instance.kernel[...])
     norm(jnp.ones((2, 3)), update_stats=False)
     assert (norm.layer_instance.kernel[...] != before).any()
+
+
+@newest
+def test_an_elastic_iterator_leaves_out_the_last_rows():
+    rows, shard = grain.MapDataset.range(40), grain.sharding.ShardOptions(0, 1)
+    batches = [*grain.experimental.ElasticIterator(rows, 16, shard)]
+    assert sum(map(len, batches)) == 32
+    assert sum(map(len, rows.batch(16))) == 40
 
 
 @newest

@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-pytest.importorskip("tunix", reason="its own environment has Tunix")
+pytest.importorskip("tunix.sft", reason="its own environment has Tunix")
 
 from tunix.models.llama3.model import Llama3, ModelConfig
 from tunix.sft import utils
