@@ -1,6 +1,7 @@
 """Trees of arrays and scalars: their dtypes, and errors that name a leaf."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from numbers import Complex
 from typing import Any, TypeVar
@@ -68,6 +69,17 @@ def sharding_of(x: Leaf) -> NamedSharding | None:
         return None
     is_traced = isinstance(sharding.mesh, AbstractMesh)
     return None if is_traced and not is_explicit(sharding.mesh) else sharding
+
+
+def num_devices(*arrays: jax.Array) -> int:
+    """The devices over which the compiler may spread arrays, as far as is known."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    axes = (
+        zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        for mesh in [*meshes, jax.sharding.get_abstract_mesh()]
+    )
+    sizes = ([n for n, kind in x if kind != AxisType.Manual] for x in axes)
+    return max(map(math.prod, sizes))
 
 
 def is_explicit(mesh: Mesh | AbstractMesh | None) -> bool:
