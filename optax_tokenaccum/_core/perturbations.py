@@ -375,10 +375,11 @@ def _evaluate(
         return differentiable[x]
 
     def is_sliced(eqn: JaxprEqn) -> bool:
-        # Of a large parameter that a loop is given whole.
-        if not (perturbations.in_loop and is_slice(eqn) and is_parameter(eqn.invars[0])):
+        """Whether it slices a large parameter that a loop is given whole."""
+        if not perturbations.in_loop or not is_slice(eqn):
             return False
-        return values[eqn.invars[0]].leaf not in perturbations.layered
+        x = read(eqn.invars[0])
+        return isinstance(x, Parameter) and x.leaf not in perturbations.layered
 
     def evaluate_waiting() -> None:
         values.update(evaluate_some(jaxpr, waiting, array))

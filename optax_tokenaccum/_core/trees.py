@@ -73,13 +73,13 @@ def sharding_of(x: Leaf) -> NamedSharding | None:
 
 def num_devices(*arrays: jax.Array) -> int:
     """The devices over which the compiler may spread arrays, as far as is known."""
+
+    def count(mesh: AbstractMesh | Mesh) -> int:
+        axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        return math.prod(n for n, kind in axes if kind != AxisType.Manual)
+
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-    axes = (
-        zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-        for mesh in [*meshes, jax.sharding.get_abstract_mesh()]
-    )
-    sizes = ([n for n, kind in x if kind != AxisType.Manual] for x in axes)
-    return max(map(math.prod, sizes))
+    return max(map(count, [*meshes, jax.sharding.get_abstract_mesh()]))
 
 
 def is_explicit(mesh: Mesh | AbstractMesh | None) -> bool:
