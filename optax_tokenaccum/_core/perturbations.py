@@ -73,6 +73,7 @@ from optax_tokenaccum._core.trees import (
     Tree,
     is_concrete,
     is_float,
+    num_devices,
     unshared_zero,
 )
 
@@ -379,7 +380,9 @@ def _evaluate(
         if not perturbations.in_loop or not is_slice(eqn):
             return False
         x = read(eqn.invars[0])
-        return isinstance(x, Parameter) and x.leaf not in perturbations.layered
+        if not isinstance(x, Parameter) or x.leaf in perturbations.layered:
+            return False
+        return num_devices(x.value) == 1  # a slice of a spread axis would gather it
 
     def evaluate_waiting() -> None:
         values.update(evaluate_some(jaxpr, waiting, array))
