@@ -377,12 +377,13 @@ def _evaluate(
 
     def is_sliced(eqn: JaxprEqn) -> bool:
         """Whether it slices a large parameter that a loop is given whole."""
-        if not perturbations.in_loop or not is_slice(eqn):
+        if not (perturbations.in_loop and is_slice(eqn)):
             return False
-        x = read(eqn.invars[0])
-        if not isinstance(x, Parameter) or x.leaf in perturbations.layered:
+        if not is_parameter(eqn.invars[0]):
             return False
-        return num_devices(x.value) == 1  # a slice of a spread axis would gather it
+        x = values[eqn.invars[0]]
+        # Over devices, a slice of a spread axis would gather it.
+        return x.leaf not in perturbations.layered and num_devices(x.value) == 1
 
     def evaluate_waiting() -> None:
         values.update(evaluate_some(jaxpr, waiting, array))
