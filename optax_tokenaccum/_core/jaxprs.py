@@ -64,6 +64,14 @@ def is_call(eqn: JaxprEqn) -> bool:
     return operation(eqn) in _CALLS
 
 
+def is_slice(eqn: JaxprEqn) -> bool:
+    return operation(eqn) == "dynamic_slice"
+
+
+def stops_gradient(eqn: JaxprEqn) -> bool:
+    return operation(eqn) == "stop_gradient"
+
+
 def has_rules(traced: Trace) -> bool:
     """Whether an operation may have derivative rules that its trace does not show."""
     listed = {x for x in vars(jax_primitives).values() if isinstance(x, Primitive)}

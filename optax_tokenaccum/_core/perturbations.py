@@ -55,12 +55,14 @@ from optax_tokenaccum._core.jaxprs import (
     is_call,
     is_remat,
     is_scan,
+    is_slice,
     keeps_parameter,
     operation,
     pruned,
     remat_options,
     scan_options,
     sources_of,
+    stops_gradient,
     subjaxprs,
     without_consts,
 )
@@ -71,6 +73,7 @@ from optax_tokenaccum._core.trees import (
     Tree,
     is_concrete,
     is_float,
+    num_devices,
     unshared_zero,
 )
 
@@ -147,6 +150,7 @@ class LayerPerturbations(NamedTuple):
     arrays: dict[int, jax.Array]  # by the leaf of the parameters
     layered: set[int]  # the leaves that scans take layer by layer
     num_tokens: jax.Array | None
+    in_loop: bool = False
 
     def read(self, x: Leaf | Parameter) -> Leaf:
         if not isinstance(x, Parameter):
@@ -163,6 +167,19 @@ class LayerPerturbations(NamedTuple):
         else:
             return _perturbed_whole(x.value, array, self.num_tokens)
         return perturbed(array.dtype, x.value, array, self.num_tokens)
+
+    def read_slice(self, x: Parameter, starts: Sequence[Leaf], shape: Any) -> Leaf:
+        """A slice of a large parameter, whose gradient is added to that of its sum."""
+        # JAX would add the number of rows to a negative index again.
+        bounds = zip(starts, jnp.shape(x.value), shape, strict=True)
+        starts = [jnp.clip(start, 0, n - size) for start, n, size in bounds]
+        order = [x.axes.index(axis) for axis in range(len(x.axes))]
+        array = jax.lax.dynamic_slice(
+            self.arrays[x.leaf], [starts[i] for i in order], [shape[i] for i in order]
+        )
+        value = jax.lax.dynamic_slice(x.value, starts, shape)
+        array = jnp.transpose(array, x.axes)
+        return perturbed(array.dtype, value, array, self.num_tokens)
 
 
 @jax.jit
@@ -358,15 +375,26 @@ def _evaluate(
             differentiable[x] = perturbations.read(values[x])
         return differentiable[x]
 
+    def is_sliced(eqn: JaxprEqn) -> bool:
+        """Whether it slices a large parameter that a loop is given whole."""
+        if not (perturbations.in_loop and is_slice(eqn)):
+            return False
+        if not is_parameter(eqn.invars[0]):
+            return False
+        x = values[eqn.invars[0]]
+        # Over devices, a slice of a spread axis would gather it.
+        return x.leaf not in perturbations.layered and num_devices(x.value) == 1
+
     def evaluate_waiting() -> None:
         values.update(evaluate_some(jaxpr, waiting, array))
         waiting.clear()
 
     for eqn in jaxpr.eqns:
-        if not _is_entered(eqn, [*map(is_parameter, eqn.invars)]):
+        is_entered = _is_entered(eqn, [*map(is_parameter, eqn.invars)])
+        if not (is_entered or is_sliced(eqn)):
             waiting.append(eqn)
             continue
-        if subjaxprs(eqn):
+        if subjaxprs(eqn) or is_slice(eqn):
             evaluate_waiting()
         given = [*map(read, eqn.invars)]
         with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
@@ -378,6 +406,10 @@ def _evaluate(
                 [called] = subjaxprs(eqn)
                 own = getattr(called, "consts", ())
                 outputs = _evaluate(called, own, given, perturbations)
+            elif is_slice(eqn):
+                x, *starts = given
+                shape = eqn.outvars[0].aval.shape
+                outputs = [perturbations.read_slice(x, starts, shape)]
             else:
                 [x] = given
                 outputs = [replace(_moved(eqn, x), value=apply_to_value(eqn, x.value))]
@@ -448,7 +480,7 @@ def _scan(
 
     def iterate(carry: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
         elements, arrays = given
-        own = perturbations._replace(arrays=shared | arrays)
+        own = perturbations._replace(arrays=shared | arrays, in_loop=True)
         inputs = [*fixed, *carry, *map(of_layer, elements)]
         outputs = _evaluate(body, getattr(body, "consts", ()), inputs, own)
         outputs = [*map(own.read, outputs)]
@@ -495,6 +527,8 @@ def _consumers_of(
     for eqn in jaxpr.eqns:
         given = [*map(read, eqn.invars)]
         parameters = {i: x for i, x in enumerate(given) if x is not None}
+        if stops_gradient(eqn):
+            continue
         if parameters and is_scan(eqn):
             first, _ = carry_of(eqn)
             whole = _perturbed_inside(eqn, given)[:first]

@@ -1,6 +1,7 @@
 """Trees of arrays and scalars: their dtypes, and errors that name a leaf."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from numbers import Complex
 from typing import Any, TypeVar
@@ -68,6 +69,17 @@ def sharding_of(x: Leaf) -> NamedSharding | None:
         return None
     is_traced = isinstance(sharding.mesh, AbstractMesh)
     return None if is_traced and not is_explicit(sharding.mesh) else sharding
+
+
+def num_devices(*arrays: jax.Array) -> int:
+    """The devices over which the compiler may spread arrays, as far as is known."""
+
+    def count(mesh: AbstractMesh | Mesh) -> int:
+        axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        return math.prod(n for n, kind in axes if kind != AxisType.Manual)
+
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return max(map(count, [*meshes, jax.sharding.get_abstract_mesh()]))
 
 
 def is_explicit(mesh: Mesh | AbstractMesh | None) -> bool:

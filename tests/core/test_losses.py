@@ -14,6 +14,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optax_tokenaccum import make_train_step
+from optax_tokenaccum._core import backward
 from optax_tokenaccum.losses import linear_cross_entropy_sum, softmax_cross_entropy_sum
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 37, 16, 60
@@ -38,18 +40,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_float64(options: dict[str, Any], hidden: Any = HIDDEN, head: Any = HEAD) -> Any:
+def in_float64(
+    options: dict[str, Any],
+    hidden: Any = HIDDEN,
+    head: Any = HEAD,
+    labels: Any = LABELS,
+) -> Any:
     """Plain JAX, all logits at once: the sum and both gradients, and the count."""
-    weights = np.asarray(options.get("mask", np.ones(LABELS.shape)), np.float64)
-    weights = np.where(LABELS == options.get("ignore_index", -1), 0, weights)
+    weights = np.asarray(options.get("mask", np.ones(labels.shape)), np.float64)
+    weights = np.where(labels == options.get("ignore_index", -1), 0, weights)
     smoothing = options.get("label_smoothing", 0.0)
 
     def loss_sum(hidden: Any, head: Any) -> Any:
         logits = hidden @ head + np.asarray(options.get("bias", 0))
         if cap := options.get("logit_cap"):
             logits = cap * jnp.tanh(logits / cap)
-        targets = optax.smooth_labels(jax.nn.one_hot(LABELS, VOCABULARY), smoothing)
-        losses = -jnp.sum(targets * jax.nn.log_softmax(logits), -1)
+        targets = jax.nn.one_hot(labels, head.shape[1])
+        targets = optax.smooth_labels(targets, smoothing)
+        products = jnp.where(targets, targets * jax.nn.log_softmax(logits), 0)
+        losses = -jnp.sum(products, -1)
         log_normalizers = jax.nn.logsumexp(logits, axis=-1)
         losses += options.get("z_loss", 0) * log_normalizers**2
         return jnp.sum(weights * losses)
@@ -261,6 +270,129 @@ def test_logits_of_a_chunk_alone_are_in_memory():
     assert temporaries(at_once) > 512 * 4096 * 4 > 4 * chunks
 
 
+# No number of words divides these into blocks of at most 512.
+MANY_WORDS, MANY_TOKENS = 1301, 24
+MANY = (
+    RNG.normal(size=(2, MANY_TOKENS // 2, WIDTH)).astype(np.float32),
+    RNG.normal(size=(WIDTH, MANY_WORDS)).astype(np.float32),
+    RNG.integers(0, MANY_WORDS, (2, MANY_TOKENS // 2)),
+)
+MINUS_INFINITY = np.where(np.arange(MANY_WORDS) < 600, -np.inf, 0).astype(np.float32)
+
+
+def all_logits(hidden: Any, head: Any, labels: Any, **options: Any) -> Any:
+    logits = hidden @ head + options.pop("bias", 0)
+    if cap := options.pop("logit_cap", None):
+        logits = cap * jnp.tanh(logits / cap)
+    return softmax_cross_entropy_sum(logits, labels, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"z_loss": 0.1, "label_smoothing": 0.2, "logit_cap": 5.0},
+        {"bias": np.resize(BIAS, MANY_WORDS), "chunk_size": 5},
+        {"bias": MINUS_INFINITY},
+        {"mask": np.zeros(MANY[2].shape)},
+    ],
+    ids=["none", "numbers", "bias", "minus infinity", "all masked"],
+)
+def test_words_of_blocks_that_do_not_divide_the_vocabulary(options: Any):
+    hidden, head, labels = MANY
+    if options.get("bias") is MINUS_INFINITY:  # of all words of the first block
+        labels = np.maximum(labels, 600)
+    (expected, gradients), count = in_float64(options, hidden, head, labels)
+    (found, num_tokens), of_found = ours(**options)(hidden, head, labels)
+    np.testing.assert_allclose(num_tokens, count)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for x, y in zip(of_found, gradients, strict=True):
+        scale = np.linalg.norm(y) or 1.0
+        assert np.linalg.norm(np.float64(x) - y) <= 2e-6 * scale
+
+
+def test_labels_outside_have_no_gradient_unless_they_are_lost():
+    hidden, head, labels = MANY
+    mask = np.ones(labels.shape)
+    mask[0, :3] = 0
+    outside = labels.copy()
+    outside[0, :3] = MANY_WORDS, -1, 2**30
+    f = ours(mask=mask)
+    chex.assert_trees_all_equal(f(hidden, head, outside), f(hidden, head, labels))
+    assert np.isnan(linear_cross_entropy_sum(hidden, head, outside)[0])
+
+
+def test_gradients_of_gradients_over_many_blocks():
+    def penalty(loss: Any, hidden: Any, head: Any) -> Any:
+        f = jax.grad(lambda *given: loss(*given, MANY[2], z_loss=0.1)[0], (0, 1))
+        return sum(jnp.sum(x**2) for x in f(hidden, head))
+
+    found, expected = (
+        jax.jit(jax.grad(partial(penalty, loss), (0, 1)))(*MANY[:2])
+        for loss in (linear_cross_entropy_sum, all_logits)
+    )
+    assert helpers.relative_error(found, expected) < 2e-6
+
+
+def test_half_precision_adds_up_gradients_over_blocks_in_float32():
+    narrow = [x.astype(jnp.bfloat16) for x in MANY[:2]]
+    (_, expected), _ = in_float64({}, *narrow, MANY[2])
+    (_, _), found = ours()(*narrow, MANY[2])
+    (_, _), whole = ours(at_once)(*narrow, MANY[2])
+    for x, y, z in zip(found, whole, expected, strict=True):
+        assert helpers.relative_error(x, z) < helpers.relative_error(y, z)
+
+
+def test_a_block_of_logits_alone_is_in_memory():
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1024, 64), (64, 8192))]
+    compiled = ours().lower(*shapes, np.zeros(1024, int)).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 1024 * 8192 * 4 / 4
+
+
+@pytest.mark.skipif(
+    not backward.CAN_ADD_IN_PLACE, reason="adds whole gradients below jax 0.11"
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_adds_the_gradient_of_a_block_to_its_sum(tied: bool):
+    width, words = 128, 8200  # more elements than are LARGE
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        head = params["head"].T if tied else params["head"]
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        labels, mask = batch["labels"], batch["mask"]
+        return linear_cross_entropy_sum(hidden, head, labels, mask)
+
+    def plain(params: Any, batch: Any) -> Any:
+        head = params["head"].T if tied else params["head"]
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        return all_logits(hidden, head, batch["labels"], mask=batch["mask"])
+
+    head = RNG.normal(size=(width, words)).astype(np.float32) / 4
+    params = {"head": head.T if tied else head, "w": np.eye(width, dtype=np.float32)}
+    params = jax.tree.map(jnp.asarray, params)
+    batches = [
+        {
+            "x": RNG.normal(size=(2, 6, width)).astype(np.float32),
+            "labels": RNG.integers(0, words, (2, 6)),
+            "mask": np.arange(6) < np.array([[n], [6 - n]]),
+        }
+        for n in (0, 2, 5)
+    ]
+    step = make_train_step(loss_fn, optax.sgd(1.0), len(batches))
+    state = step.init(params)
+    if not tied:  # a CPU turns a tied head
+        lowered = step.accumulate.lower(state, batches[0])
+        options = {"xla_backend_optimization_level": 3}
+        memory: Any = lowered.compile(options).memory_analysis()
+        assert memory.temp_size_in_bytes < head.nbytes / 4
+    state, _ = helpers.run_step(step, state, batches)
+    every = {k: np.concatenate([x[k] for x in batches]) for k in batches[0]}
+    (_, n), expected = jax.value_and_grad(plain, has_aux=True)(params, every)
+    found = helpers.difference(params, state.params)
+    assert helpers.relative_error(found, jax.tree.map(lambda x: x / n, expected)) < 2e-6
+
+
 def test_vmap_and_policies_of_checkpoint():
     def loss_sum(hidden: Any, head: Any, labels: Any) -> Any:
         f = partial(linear_cross_entropy_sum, chunk_size=5, ignore_index=7)
@@ -342,6 +474,24 @@ def test_rows_and_tokens_stay_spread(rows: P, head: P, kind: str):
     expected = f(hidden, weights, labels)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
     assert found[1][0].sharding.is_equivalent_to(given[0].sharding, 3)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(("rows", "head"), SPREAD, ids=str)
+def test_blocks_have_words_of_every_device(rows: P, head: P, kind: str):
+    """No device is sent the whole head, nor a part that is not of one block."""
+    mesh = meshes.make_mesh((4, 2), kind)
+    hidden, labels = np.resize(HIDDEN, (8, 128, 64)), np.resize(LABELS, (8, 128))
+    weights = np.float32(np.resize(HEAD, (64, 8192)) / 16)
+    pairs = zip((hidden, weights, labels), (rows, head, rows), strict=True)
+    given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+    f = ours()
+    with jax.set_mesh(mesh):
+        compiled = f.lower(*given).compile()
+        found = compiled(*given)
+    assert helpers.bytes_sent(compiled) < weights.nbytes / 2
+    expected = f(hidden, weights, labels)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_spread_over_the_vocabulary_on_an_explicit_mesh():

@@ -11,6 +11,8 @@ import problems
 import pytest
 from problems import FEATURES, FEW, LAYERS, check_gradient, layer, value_and_grad
 
+from optax_tokenaccum._core import perturbations
+
 Read = Callable[[Any, Any], jax.Array]
 # JAX adds the number of rows to a negative index, and clamps what a slice gets then.
 INDICES = -9, -5, -4, -1, 0, 2, 3, 7
@@ -66,6 +68,23 @@ def test_rows_at_indices_that_are_clamped(reads: list[Read]):
         return y
 
     check(read_all, 4, [np.int32(i) for i in INDICES])
+
+
+def test_slices_of_a_large_parameter_in_a_loop(monkeypatch: pytest.MonkeyPatch):
+    """Their gradients are added to slices of its sum, at clamped indices too."""
+    monkeypatch.setattr(perturbations, "LARGE", 0)
+
+    def read(params: Any, i: Any, y: Any) -> Any:
+        def body(so_far: Any, j: Any) -> Any:
+            turned = params["table"].T
+            given = jax.lax.dynamic_slice_p.bind(turned, 0 * i, i + j, **sizes)
+            negative = jax.lax.dynamic_slice(params["table"], (i - j, 0), (2, FEATURES))
+            return so_far + y * given.sum(1) * negative.sum(0), None
+
+        sizes = {"slice_sizes": (FEATURES, 2)}
+        return jax.lax.scan(body, y, jnp.arange(3))[0]
+
+    check(read, 4, [np.int32(i) for i in INDICES])
 
 
 @pytest.mark.skipif(
