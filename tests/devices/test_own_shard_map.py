@@ -275,3 +275,27 @@ def test_sums_are_not_divided_and_in_float32(way: str):
     np.testing.assert_array_equal(found, gradient["w"])
     with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'"):
         FUNCTIONS[way]("total")
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "no_collectives"), reason="jax 0.12")
+def test_within_a_window_nothing_is_reduced():
+    """A reduction in a loss, in every micro-batch, is an error while it is traced."""
+
+    def window_of(loss_fn: Any) -> Any:
+        def over_devices(params: Any, window: Any) -> Any:
+            params = jax.tree.map(lambda x: as_varying(x, ["data"]), params)
+            with jax.sharding.no_collectives({"data"}):
+                f = window_value_and_grad(loss_fn, reduction="sum")
+                (loss, (n, _)), sums = f(params, window)
+            loss, n, sums = jax.lax.psum((loss, n, sums), "data")
+            mean = jax.tree.map(lambda x: x / n, (loss, sums))
+            return (mean[0], (n, None)), mean[1]
+
+        return mapped(over_devices)(PARAMS, WINDOW)
+
+    def reduced(params: Any, batch: Any) -> Any:
+        return jax.lax.psum(problems.linear_loss(params, batch), "data")
+
+    check(window_of(problems.linear_loss))
+    with pytest.raises(Exception, match="forbidden by `no_collectives`"):
+        window_of(reduced)
