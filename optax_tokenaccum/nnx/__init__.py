@@ -1,7 +1,9 @@
 """Flax NNX: steps for a model and an `nnx.Optimizer`, which they update in place.
 
-A call splits the model and runs a step of the core: what the optimizer trains are its
-parameters, and all other variables are its model state.
+A call runs a step of the core on the values of the variables: what the optimizer trains
+are its parameters, and all other variables are its model state. The model is split in
+the first call, and again when its graph changed: a layer, a variable or its metadata,
+the optimizer, `train()` or `eval()`.
 """
 
 from collections.abc import Callable, Sequence

@@ -77,6 +77,11 @@ def pages(search: Any, query: str) -> list[str]:
         ("axis_rules", "docs/flax"),
         ("compilation cache", "docs/performance"),
         ("MultiStepsState", "docs/swap"),
+        ("no_collectives", "docs/devices"),
+        ("pinned_host", "docs/devices"),
+        ("reshard_after_forward", "docs/devices"),
+        ("double buffering", "docs/performance"),
+        ("tokamax", "docs/performance"),
     ],
 )
 def test_the_right_page_comes_first(search: Any, query: str, first: str):
