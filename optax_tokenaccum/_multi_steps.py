@@ -6,16 +6,11 @@ from typing import Any, Literal
 import jax
 import optax
 
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.accumulation import Accumulation, SkipFn, make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    DType,
-    OptState,
-    Params,
-    cast_like,
-    check_same_tree,
-)
+from optax_tokenaccum._core.trees import DType, OptState, Params
 from optax_tokenaccum._transformation import (
     Transformation,
     as_transformation,
@@ -178,12 +173,12 @@ def _taken_over(new: OptState, old: OptState) -> OptState:
             f"mini_step {int(old.mini_step)}, of a mean of means without counts. To "
             "give it up, write state._replace(mini_step=0)."
         )
-    check_same_tree(
+    trees.check_same_tree(
         old.inner_opt_state,
         new.inner_opt_state,
         "The old inner state must be one of tx's inner optimizer and parameters",
     )
     return new._replace(
-        gradient_step=cast_like(old.gradient_step, new.gradient_step),
-        inner_opt_state=cast_like(old.inner_opt_state, new.inner_opt_state),
+        gradient_step=trees.cast_like(old.gradient_step, new.gradient_step),
+        inner_opt_state=trees.cast_like(old.inner_opt_state, new.inner_opt_state),
     )

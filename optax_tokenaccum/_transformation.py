@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import trees
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import (
     Accumulation,
     SkipFn,
@@ -17,20 +17,8 @@ from optax_tokenaccum._core.accumulation import (
     make_accumulation,
 )
 from optax_tokenaccum._core.backward import at_most_once
-from optax_tokenaccum._core.checks import check_num_tokens
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    DType,
-    Gradients,
-    Leaf,
-    OptState,
-    Params,
-    T,
-    TracedBool,
-    Tree,
-    zero_unless,
-)
 
 
 def token_accumulation(
@@ -40,7 +28,7 @@ def token_accumulation(
     every_n_tokens: CountSchedule | None = None,
     gradients: Literal["sum", "mean"] = "sum",
     should_skip_update_fn: SkipFn | None = None,
-    accumulator_dtype: DType | None = None,
+    accumulator_dtype: trees.DType | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs `inner` once per window, on the exact token mean of the window's gradients.
 
@@ -145,16 +133,16 @@ def as_transformation(
 def update_window(
     accumulation: Accumulation,
     updates: optax.Updates,
-    state: Tree,
+    state: trees.Tree,
     params: optax.Params | None = None,
     *,
     num_tokens: ArrayLike | None = None,
     value: ArrayLike | None = None,
-    close_window: TracedBool | None = None,
+    close_window: trees.TracedBool | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Updates, TokenAccumulationState]:
     """See `token_accumulation`."""
-    num_tokens = check_num_tokens(num_tokens, updates, extra_args)
+    num_tokens = checks.check_num_tokens(num_tokens, updates, extra_args)
     added = accumulation.add(updates, state, params, num_tokens, value)
     state = added.opt_state
     mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)
@@ -194,7 +182,7 @@ def has_updated(state: optax.OptState) -> jax.Array:
     return flag
 
 
-def window_gradient(state: Tree, params: Params = None) -> Gradients:
+def window_gradient(state: trees.Tree, params: trees.Params = None) -> trees.Gradients:
     """The token mean of the open window's gradients so far, `sum g / sum n`.
 
     It is what the inner optimizer would receive if the window closed now (with
@@ -257,7 +245,7 @@ def _check_is_one(mini_step: jax.Array, name: str) -> None:
         )
 
 
-def _accumulation_in(state: Tree, name: str) -> TokenAccumulationState:
+def _accumulation_in(state: trees.Tree, name: str) -> TokenAccumulationState:
     found = trees.nodes_of(TokenAccumulationState, state)
     if len(found) != 1:
         raise ValueError(
@@ -365,8 +353,10 @@ def with_num_tokens(
         )
 
     def update(
-        updates: Gradients, state: OptState, params: Params | None = None
-    ) -> tuple[Gradients, OptState]:
+        updates: trees.Gradients,
+        state: trees.OptState,
+        params: trees.Params | None = None,
+    ) -> tuple[trees.Gradients, trees.OptState]:
         if not trees.nodes_of(TokenAccumulationState, state):
             raise ValueError("tx must accumulate, or num_tokens would be dropped.")
         return tx.update(updates, state, params, num_tokens=num_tokens, **extra_args)
@@ -377,7 +367,7 @@ def with_num_tokens(
 def _close(
     accumulation: Accumulation,
     state: TokenAccumulationState,
-    closes: TracedBool,
+    closes: trees.TracedBool,
     like: optax.Updates,
     params: optax.Params | None,
     extra_args: dict[str, Any],
@@ -393,8 +383,8 @@ def _close(
     sums = state.grad_sums
 
     def update(
-        sums: Gradients, inner_opt_state: OptState
-    ) -> tuple[Gradients, OptState]:
+        sums: trees.Gradients, inner_opt_state: trees.OptState
+    ) -> tuple[trees.Gradients, trees.OptState]:
         gradient = accumulation.window_gradient(state._replace(grad_sums=sums), like)
         own = {"grad": gradient} if "grad" in extra_args else {}
         return accumulation.inner.update(
@@ -414,12 +404,14 @@ def _close(
         lambda fits, u: [] if fits else trees.zeros_of(u), fits, shapes
     )
 
-    def run(state: TokenAccumulationState, _: Tree) -> tuple[Gradients, Tree, OptState]:
+    def run(
+        state: TokenAccumulationState, _: trees.Tree
+    ) -> tuple[trees.Gradients, trees.Tree, trees.OptState]:
         given = jax.tree.leaves((state.grad_sums, state.inner_opt_state))
         outputs = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *given)
         updates, inner_opt_state = structure.unflatten(outputs)
 
-        def stored(fits: bool, u: Leaf, acc: jax.Array) -> jax.Array:
+        def stored(fits: bool, u: trees.Leaf, acc: jax.Array) -> jax.Array:
             return u.astype(acc.dtype) if fits else acc
 
         kept = jax.tree.map(stored, fits, updates, state.grad_sums)
@@ -430,28 +422,32 @@ def _close(
     due, is_open = state.has_updated, jnp.logical_not(closes)
 
     def update_of(
-        fits: bool, x: jax.Array, u: jax.ShapeDtypeStruct, other: Leaf
-    ) -> Leaf:
-        return zero_unless(due, x).astype(u.dtype) if fits else other
+        fits: bool, x: jax.Array, u: jax.ShapeDtypeStruct, other: trees.Leaf
+    ) -> trees.Leaf:
+        return trees.zero_unless(due, x).astype(u.dtype) if fits else other
 
     updates = jax.tree.map(update_of, fits, state.grad_sums, shapes, others)
-    zero = functools.partial(zero_unless, is_open)
+    zero = functools.partial(trees.zero_unless, is_open)
     return updates, state._replace(grad_sums=jax.tree.map(zero, state.grad_sums))
 
 
-def _at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
+def _at_most_once(
+    runs: trees.TracedBool, body: Callable[[trees.T], trees.T], carry: trees.T
+) -> trees.T:
     """`at_most_once`, with the derivatives of a conditional."""
     if trees.is_concrete(runs):
         return in_conditional(runs, body, carry)
     converted, consts = jax.closure_convert(body, carry)
 
     @jax.custom_jvp
-    def loop(runs: TracedBool, carry: T, *consts: jax.Array) -> T:
+    def loop(runs: trees.TracedBool, carry: trees.T, *consts: jax.Array) -> trees.T:
         return at_most_once(runs, lambda x: converted(x, *consts), carry)
 
     @loop.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[T, T]:
-        def conditional(runs: TracedBool, carry: T, *consts: jax.Array) -> T:
+    def _(primals: Any, tangents: Any) -> tuple[trees.T, trees.T]:
+        def conditional(
+            runs: trees.TracedBool, carry: trees.T, *consts: jax.Array
+        ) -> trees.T:
             return in_conditional(runs, lambda x: converted(x, *consts), carry)
 
         return jax.jvp(conditional, primals, tangents)

@@ -10,18 +10,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import (
-    Gradients,
-    Params,
-    T,
-    Tree,
-    is_concrete,
-    is_float,
-    is_float0,
-    is_number,
-    named_leaves,
-    varying_axes,
-)
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import Gradients, Params, T, Tree
 
 OF_WINDOW = "num_tokens", "value", "grad"  # keywords with values of the window
 # What is tried, in this order, to leave out as little as an optimizer refuses.
@@ -96,14 +86,14 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
 def check_params(params: Params) -> None:
     """Raises, naming the leaf, if a parameter cannot be trained by its gradient."""
     check_nnx_variables(params)
-    for path, leaf in named_leaves(params):
+    for path, leaf in trees.named_leaves(params):
         if "_overwrite_with_gradient" in path:
             raise ValueError(
                 "Scales of 8-bit floats cannot be summed: got the collection "
                 "'_overwrite_with_gradient'. Overwrite it yourself, with the maximum "
                 "over the window."
             )
-        if not is_number(leaf):
+        if not trees.is_number(leaf):
             got = getattr(leaf, "dtype", type(leaf).__name__)
             raise TypeError(
                 f"Parameters must be arrays of numbers: at {path} got {got}. Leave it "
@@ -116,7 +106,7 @@ def check_trains(params: Params, is_read: list[bool]) -> None:
 
     `is_read` is of the parameters, and of other arguments after them.
     """
-    can_train = [*map(is_float, jax.tree.leaves(params))]
+    can_train = [*map(trees.is_float, jax.tree.leaves(params))]
     pairs = zip(can_train, is_read, strict=False)
     if any(can_train) and not any(x and y for x, y in pairs):
         raise ValueError(
@@ -145,11 +135,11 @@ def check_num_tokens(
             "optax_tokenaccum.linen; put optax.chain inside, MultiSteps(optax.chain("
             "clip, inner), k)."
         )
-    if is_concrete(num_tokens):
+    if trees.is_concrete(num_tokens):
         return num_tokens
-    for path, leaf in named_leaves(gradients):
-        axes = sorted(varying_axes(num_tokens) - varying_axes(leaf))
-        if axes and not is_float0(leaf):
+    for path, leaf in trees.named_leaves(gradients):
+        axes = sorted(trees.varying_axes(num_tokens) - trees.varying_axes(leaf))
+        if axes and not trees.is_float0(leaf):
             raise ValueError(
                 "num_tokens must be that of all devices: at "
                 f"{path} got a gradient that is the same along {axes}, and a count "

@@ -18,17 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core.trees import (
-    DType,
-    Leaf,
-    Params,
-    T,
-    Tree,
-    is_concrete,
-    is_explicit,
-    named_leaves,
-    sharding_of,
-)
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import DType, Leaf, Params, T, Tree
 
 ReduceEvery = Literal["window", "micro_batch"]
 Entry = str | tuple[str, ...] | None  # an axis of a partition spec
@@ -53,10 +44,10 @@ class Devices:
         if self.mesh is None:
             return tree
         leaves = []
-        for path, x in named_leaves(tree):
+        for path, x in trees.named_leaves(tree):
             if not is_placed(x):
                 x = put(x, self._sharding())
-            elif is_concrete(x) and x.sharding.mesh != self.mesh:
+            elif trees.is_concrete(x) and x.sharding.mesh != self.mesh:
                 raise ValueError(
                     "Parameters must be on the mesh of the step, or on one device: at "
                     f"{path} got {x.sharding.mesh}, the step has {self.mesh}."
@@ -70,7 +61,7 @@ class Devices:
             return tree
 
         def move(x: Leaf) -> Leaf:
-            is_bound = is_concrete(x) and getattr(x, "committed", False)
+            is_bound = trees.is_concrete(x) and getattr(x, "committed", False)
             return put(x, self._sharding()) if is_bound and not is_placed(x) else x
 
         return jax.tree.map(move, tree)
@@ -78,13 +69,13 @@ class Devices:
     def init(self, init: Callable[[Params], T], params: Params) -> T:
         """What `init` makes of parameters that are placed; laid out like the sums."""
         leaves = jax.tree.leaves(params)
-        if self.mesh is None or not all(map(is_concrete, leaves)):
+        if self.mesh is None or not all(map(trees.is_concrete, leaves)):
             return init(params)
         if not self.device_axis:
             params = jax.tree.map(lambda x: put(x, self._sharding_of_sum(x)), params)
         # An optimizer's init may make arrays from those that the mesh's types bind.
         are_arrays = all(isinstance(x, jax.Array) for x in leaves)
-        binds = is_explicit(self.mesh) and are_arrays
+        binds = trees.is_explicit(self.mesh) and are_arrays
         with jax.set_mesh(self.mesh) if binds else contextlib.nullcontext():
             return init(params)
 
@@ -98,9 +89,11 @@ class Devices:
                 (*self.device_axis, *jnp.shape(p)),
                 self._sharding_of_sum(p),
             )
-            if is_concrete(p):  # never made on one device first, where it may not fit
+            if trees.is_concrete(
+                p
+            ):  # never made on one device first, where it may not fit
                 return jnp.zeros(shape, dtype, device=sharding)
-            zeros, known = jnp.zeros(shape, dtype), sharding_of(p)
+            zeros, known = jnp.zeros(shape, dtype), trees.sharding_of(p)
             if known is None:
                 return zeros
             sharding = NamedSharding(known.mesh, sharding.spec)
@@ -223,7 +216,7 @@ class Devices:
         return NamedSharding(self.mesh, P(*spec))
 
     def _sharding_of_sum(self, p: Leaf) -> NamedSharding:
-        return self._sharding(*self._spec(jnp.shape(p), sharding_of(p)))
+        return self._sharding(*self._spec(jnp.shape(p), trees.sharding_of(p)))
 
     def _spec(
         self, shape: tuple[int, ...], sharding: NamedSharding | None
@@ -253,9 +246,9 @@ class Devices:
 
     def _constrain(self, x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
         mesh: Any = self.mesh
-        if is_concrete(x):
+        if trees.is_concrete(x):
             return x
-        if is_explicit(mesh):  # under auto_axes, which replaces the mesh
+        if trees.is_explicit(mesh):  # under auto_axes, which replaces the mesh
             mesh = jax.sharding.get_abstract_mesh()
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
@@ -299,7 +292,7 @@ def over_devices(
     return jax.shard_map(
         f,
         # Under auto_axes the mesh must be the one of the context.
-        mesh=None if is_explicit(mesh) else mesh,
+        mesh=None if trees.is_explicit(mesh) else mesh,
         axis_names={*names},
         in_specs=in_specs,
         out_specs=out_specs,
@@ -315,7 +308,7 @@ def with_auto_axes(
     `out` is a prefix of the tree that `f` returns, of the shardings that are known.
     """
     mesh = devices.mesh
-    if mesh is None or not is_explicit(mesh):
+    if mesh is None or not trees.is_explicit(mesh):
         return f
     names = mesh.explicit_axes
 
@@ -330,7 +323,7 @@ def with_auto_axes(
 def warn_of_whole_sums(devices: Devices, params: Params) -> bool:
     """Warns if parameters are spread over the data axes, and sums are not."""
     leaves = jax.tree.leaves(params) if devices.warns else []
-    over = [x for x in leaves if {*devices.names} & used(sharding_of(x))]
+    over = [x for x in leaves if {*devices.names} & used(trees.sharding_of(x))]
     if over:
         warnings.warn(
             f"Parameters are spread over data_axes {devices.names}, and every device "

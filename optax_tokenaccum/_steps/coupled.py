@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import trees
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.checks import check_function, check_params
 from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Aux, Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import as_micro_batch
@@ -81,7 +80,7 @@ def coupled_value_and_grad(
       >>> print(jnp.allclose(grad, jax.grad(full_batch_loss)(w), rtol=1e-5))
       True
     """
-    check_function(summary_fn, "summary_fn")
+    checks.check_function(summary_fn, "summary_fn")
 
     def with_state(params: Params, _: None, /, *args: Tree, **kwargs: Tree) -> Any:
         return summary_fn(params, *args, **kwargs), None
@@ -97,7 +96,7 @@ def of_model_state(
     accumulator_dtype: DType | None,
 ) -> Callable[..., Any]:
     """The same for `summary_fn(params, model_state, ...) -> (summary, model_state)`."""
-    check_function(loss_fn, "loss_fn")
+    checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
     )
@@ -134,7 +133,7 @@ def of_model_state(
         num_micro_batches: Bound = None,
         **kwargs: Tree,
     ) -> Any:
-        check_params(params)
+        checks.check_params(params)
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
                 "coupled_value_and_grad must not run in a shard_map, whose devices "

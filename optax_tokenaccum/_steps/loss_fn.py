@@ -7,16 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import (
-    Aux,
-    Leaf,
-    ModelState,
-    Params,
-    Tree,
-    check_same_tree,
-    is_key,
-    named_leaves,
-)
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import Aux, Leaf, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch
 
 
@@ -104,14 +96,14 @@ def _changes(old: Tree, new: Tree) -> Changes:
         "loss_fn must return the model state with the tree, shapes and kinds of "
         "numbers that it was given"
     )
-    check_same_tree(new, old, rule)
+    trees.check_same_tree(new, old, rule)
     changed: Changes = {}
-    pairs = zip(named_leaves(old), jax.tree.leaves(new), strict=True)
+    pairs = zip(trees.named_leaves(old), jax.tree.leaves(new), strict=True)
     for i, ((path, x), y) in enumerate(pairs):
         if y is x:
             continue
         got, kept = jnp.result_type(y), jnp.result_type(x)
-        if _kind(got) > _kind(kept) or is_key(y) != is_key(x):
+        if _kind(got) > _kind(kept) or trees.is_key(y) != trees.is_key(x):
             raise ValueError(f"{rule}: at {path} expected {kept}, got {got}.")
         changed[i] = jnp.asarray(y)
     return changed

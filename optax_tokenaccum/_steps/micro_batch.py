@@ -7,20 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Accumulation, Added
 from optax_tokenaccum._core.backward import zero_perturbations
-from optax_tokenaccum._core.checks import check_trains
 from optax_tokenaccum._core.jaxprs import Trace, collectives
 from optax_tokenaccum._core.perturbations import LossJaxpr
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    ModelState,
-    Params,
-    as_num_tokens,
-    is_key,
-    types_are_marked,
-    varying_axes,
-)
 from optax_tokenaccum._devices.batch import MicroBatch
 from optax_tokenaccum._devices.mesh import Devices, Shardings
 from optax_tokenaccum._devices.per_device_loss import per_device_loss
@@ -38,8 +30,8 @@ class Setup:
 
 def add_micro_batch(
     setup: Setup,
-    params: Params,
-    model_state: ModelState,
+    params: trees.Params,
+    model_state: trees.ModelState,
     opt_state: TokenAccumulationState,
     micro_batch: MicroBatch,
     shardings: Shardings = None,
@@ -52,9 +44,9 @@ def add_micro_batch(
     dtype = opt_state.acc_tokens.dtype
     loss, devices = setup.loss, setup.devices
 
-    def of_rows(params: Params, *given: Any) -> Any:
+    def of_rows(params: trees.Params, *given: Any) -> Any:
         loss_sum, (num_tokens, rest) = loss(params, *given)
-        return loss_sum, (as_num_tokens(num_tokens, dtype), rest)
+        return loss_sum, (trees.as_num_tokens(num_tokens, dtype), rest)
 
     flat, are_spread, stack = devices.flatten_device_axis(
         opt_state.grad_sums, params, shardings
@@ -68,7 +60,7 @@ def add_micro_batch(
     else:
         traced = LossJaxpr(of_rows, params, model_state, micro_batch)
         check_own_map(traced.closed, params)
-        check_trains(params, traced.reads(0))
+        checks.check_trains(params, traced.reads(0))
         perturbed_loss = traced.perturbed_loss(traced.pruned(1).value())
     added = setup.accumulation.add_loss(
         perturbed_loss,
@@ -86,12 +78,12 @@ def add_micro_batch(
     for i, new in changed.items():
         old = leaves[i]
         new = new if new.dtype == old.dtype else new.astype(old.dtype)
-        is_kept = not is_key(old) and i not in counts
+        is_kept = not trees.is_key(old) and i not in counts
         leaves[i] = jnp.where(added.skipped, old, new) if is_kept else new
     return Added(opt_state, added.skipped, aux, structure.unflatten(leaves))
 
 
-def check_own_map(traced: Trace, like: Params, *, is_loss: bool = True) -> None:
+def check_own_map(traced: Trace, like: trees.Params, *, is_loss: bool = True) -> None:
     """Raises if results must be reduced in a `shard_map` of the caller's own.
 
     The gradient of a parameter that devices share is a sum over them, and so is that of
@@ -108,9 +100,9 @@ def check_own_map(traced: Trace, like: Params, *, is_loss: bool = True) -> None:
         return
     sent = {name for _, names in collectives(traced) for name in names} & axes
     wrong: Iterable[str] = sent if is_loss else ()
-    if types_are_marked():
-        differs = [varying_axes(x) for x in traced.out_avals[:2]]
-        own = [varying_axes(x) for x in jax.tree.leaves(like)]
+    if trees.types_are_marked():
+        differs = [trees.varying_axes(x) for x in traced.out_avals[:2]]
+        own = [trees.varying_axes(x) for x in jax.tree.leaves(like)]
         shared = {name for name in axes if not all(name in x for x in own)}
         wrong = frozenset().union(*differs) & (shared | sent)
     if wrong:

@@ -10,24 +10,11 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
-from optax_tokenaccum._core.donation import (
-    copy_aliased,
-)
-from optax_tokenaccum._core.trees import (
-    Leaf,
-    Tree,
-    is_concrete,
-)
-from optax_tokenaccum._devices.mesh import (
-    with_auto_axes,
-)
+from optax_tokenaccum._core.donation import copy_aliased
+from optax_tokenaccum._core.trees import Leaf, Tree, is_concrete
+from optax_tokenaccum._devices.mesh import with_auto_axes
 from optax_tokenaccum._steps.micro_batch import Setup
-from optax_tokenaccum._steps.state import (
-    Memo,
-    StepMetrics,
-    StepState,
-    tag,
-)
+from optax_tokenaccum._steps.state import Memo, StepMetrics, StepState, tag
 
 
 class Owner(Protocol):

@@ -12,31 +12,10 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optax_tokenaccum._core import checks, donation, trees
 from optax_tokenaccum._core.backward import zero_if
-from optax_tokenaccum._core.checks import check_params
-from optax_tokenaccum._core.donation import (
-    canonicalize_state,
-    copy_for_donation,
-    scalar_sharding,
-)
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Gradients,
-    Leaf,
-    ModelState,
-    OptState,
-    Params,
-    TracedBool,
-    Tree,
-    is_concrete,
-    sharding_of,
-    unshared_zeros,
-)
-from optax_tokenaccum._devices.mesh import (
-    Shardings,
-    put,
-    warn_of_whole_sums,
-)
+from optax_tokenaccum._devices.mesh import Shardings, put, warn_of_whole_sums
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.program import MEMO, HostInfo, StateLayout, remember
 from optax_tokenaccum._steps.state import (
@@ -64,11 +43,11 @@ class Step(abc.ABC):
     def __post_init__(self) -> None:
         """Makes the programs."""
 
-    def __getstate__(self) -> dict[str, Tree]:
+    def __getstate__(self) -> dict[str, trees.Tree]:
         return self.__dict__ | {"_layouts": {}}
 
     def init(
-        self, params: ParamsT, model_state: ModelState = None
+        self, params: ParamsT, model_state: trees.ModelState = None
     ) -> StepState[ParamsT]:
         """Returns a state with copies of the arrays: the caller's are never donated.
 
@@ -98,10 +77,10 @@ class Step(abc.ABC):
         if has_model_state != (model_state is not None):
             given = ", model_state" * has_model_state
             raise TypeError(f"has_model_state={has_model_state}: init(params{given}).")
-        check_params(params)
+        checks.check_params(params)
         leaves = jax.tree.leaves((params, model_state))
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-        own = shapes_of if is_abstract else copy_for_donation
+        own = shapes_of if is_abstract else donation.copy_for_donation
         params = self.setup.devices.place(own(params))
         init = self._of_shapes if is_abstract else self._init
         if not self._warned:
@@ -110,19 +89,19 @@ class Step(abc.ABC):
         opt_state = own(self.setup.devices.init(init, params))
         if model_state is not None:
             model_state = self.setup.devices.place(
-                canonicalize_state(params, own(model_state))
+                donation.canonicalize_state(params, own(model_state))
             )
         state = StepState(params, opt_state, model_state)
         remember(state, HostInfo(self.layout_of(state), count=0))
         return state
 
     @abc.abstractmethod
-    def _init(self, params: Params) -> OptState:
+    def _init(self, params: trees.Params) -> trees.OptState:
         """The `opt_state` of new parameters."""
 
-    def _of_shapes(self, params: Params) -> OptState:
+    def _of_shapes(self, params: trees.Params) -> trees.OptState:
         """On a mesh, `init` is traced on an Explicit one, whose types tell where."""
-        place = scalar_sharding(params)
+        place = donation.scalar_sharding(params)
         if not isinstance(place, NamedSharding):
             made = jax.eval_shape(self._init, params)
             return jax.tree.map(lambda x: put(x, x.sharding or place), made)
@@ -158,13 +137,13 @@ class Step(abc.ABC):
 
     def layout_of(self, state: StepState) -> StateLayout:
         leaves, structure = jax.tree.flatten(state)
-        found = tuple(map(sharding_of, leaves))
+        found = tuple(map(trees.sharding_of, leaves))
         shardings = found if any(x is not None for x in found) else None
-        key = structure, shardings, all(map(is_concrete, leaves))
+        key = structure, shardings, all(map(trees.is_concrete, leaves))
         model = jax.tree.structure(state.model_state)
         return self._layouts.setdefault(key, StateLayout(self, *key, model))
 
-    def _check_sums(self, sums: Gradients, params: Params) -> None:
+    def _check_sums(self, sums: trees.Gradients, params: trees.Params) -> None:
         """Raises `ValueError` if the sums belong to a different number of devices."""
         leaves = jax.tree.leaves(params)
         for acc, p in zip(jax.tree.leaves(sums), leaves, strict=False):
@@ -191,18 +170,18 @@ class Step(abc.ABC):
 
     def _update(
         self,
-        params: Params,
+        params: trees.Params,
         opt_state: TokenAccumulationState,
-        closes: TracedBool,
+        closes: trees.TracedBool,
         shardings: Shardings,
-    ) -> tuple[Params, TokenAccumulationState, StepMetrics]:
+    ) -> tuple[trees.Params, TokenAccumulationState, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         accumulation, devices = self.setup.accumulation, self.setup.devices
         metrics = self._metrics(opt_state)
 
         def update(
-            state: TokenAccumulationState, held: tuple[Params, jax.Array]
-        ) -> tuple[Gradients, tuple[Params, jax.Array], OptState]:
+            state: TokenAccumulationState, held: tuple[trees.Params, jax.Array]
+        ) -> tuple[trees.Gradients, tuple[trees.Params, jax.Array], trees.OptState]:
             sums = devices.reduce_over_devices(state.grad_sums, shardings)
             whole, params = state._replace(grad_sums=sums), held[0]
             gradient, norm = accumulation.gradient_and_norm(whole, params)
@@ -214,7 +193,7 @@ class Step(abc.ABC):
             params = devices.constrain(params, shardings, like_sums=True)
             made = (params, norm), inner_state
             # Until the update has ended, their memory is free for what it computes.
-            return unshared_zeros(state.grad_sums, made), *made
+            return trees.unshared_zeros(state.grad_sums, made), *made
 
         params = devices.constrain(params, shardings, like_sums=True)
         try:
@@ -240,16 +219,16 @@ class Step(abc.ABC):
         return params, closed, metrics
 
 
-def _applied(param: jax.Array, update: jax.Array) -> Leaf:
+def _applied(param: jax.Array, update: jax.Array) -> trees.Leaf:
     """The parameter plus its update, which weight decay gives an integer too."""
     is_trained = jnp.issubdtype(param.dtype, jnp.inexact)
     return optax.apply_updates(param, update) if is_trained else param
 
 
-def shapes_of(tree: Tree) -> Tree:
+def shapes_of(tree: trees.Tree) -> trees.Tree:
     """Shapes in the place of arrays, with a sharding where one was chosen."""
 
-    def shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
+    def shape_of(x: trees.Leaf) -> jax.ShapeDtypeStruct:
         is_placed = getattr(x, "committed", hasattr(x, "sharding"))
         sharding = x.sharding if is_placed else None
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)

@@ -5,18 +5,11 @@ from collections.abc import Callable, Sequence
 import jax
 import optax
 
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Added, SkipFn, make_accumulation
-from optax_tokenaccum._core.checks import check_function
 from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Batch,
-    DType,
-    ModelState,
-    Params,
-    Tree,
-    is_concrete,
-)
+from optax_tokenaccum._core.trees import Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._steps.keywords import as_keywords
@@ -234,7 +227,7 @@ class TrainStep(Step):
         keeps_count = self.setup.accumulation.should_skip_update_fn is None
         k = schedule.every_k  # each micro-batch closes its window, if it is 1
         is_known = isinstance(k, int) and k > 1 and keeps_count
-        if not (is_known and is_concrete(counter)):
+        if not (is_known and trees.is_concrete(counter)):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
         traced = (self._micro_batch(batch, rng, loss_kwargs),)
         known = self.lookup(state)
@@ -347,7 +340,7 @@ def make_train_step(
       False 1.0 0.0
       True 4.0 0.2
     """
-    check_function(loss_fn, "loss_fn")
+    checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
         make_schedule(every_k_schedule, every_n_tokens),

@@ -12,13 +12,7 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.accumulation import Added
-from optax_tokenaccum._core.trees import (
-    Aux,
-    Batch,
-    ModelState,
-    Params,
-    Tree,
-)
+from optax_tokenaccum._core.trees import Aux, Batch, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch
 from optax_tokenaccum._devices.mesh import Shardings
 from optax_tokenaccum._steps.layer_axes import (
