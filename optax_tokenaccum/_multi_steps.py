@@ -8,7 +8,7 @@ import optax
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.accumulation import Accumulation, SkipFn, make_accumulation
-from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.schedule import CountSchedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import DType, OptState, Params
 from optax_tokenaccum._transformation import (
@@ -70,18 +70,17 @@ class MultiSteps:
           ValueError: as for `token_accumulation`.
           TypeError: as for `token_accumulation`, or `every_k_schedule` is `None`.
         """
-        schedule = make_schedule(every_k_schedule, None)
-        if not schedule.is_set:
+        if every_k_schedule is None:
             raise TypeError("MultiSteps needs every_k_schedule: got None.")
-        accumulation = make_accumulation(
+        self.accumulation = make_accumulation(
             opt,
-            schedule,
+            every_k_schedule,
+            None,
             gradients,
             should_skip_update_fn,
             accumulator_dtype,
             token_mean=use_grad_mean,
         )
-        self.accumulation = accumulation
         self.inner_opt = optax.with_extra_args_support(opt)
 
     def init(self, params: Params) -> TokenAccumulationState:

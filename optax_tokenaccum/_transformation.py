@@ -17,7 +17,7 @@ from optax_tokenaccum._core.accumulation import (
     make_accumulation,
 )
 from optax_tokenaccum._core.backward import at_most_once
-from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.schedule import CountSchedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 
 
@@ -108,9 +108,13 @@ def token_accumulation(
       0.0
       -3.0
     """
-    schedule = make_schedule(every_k_schedule, every_n_tokens)
     accumulation = make_accumulation(
-        inner, schedule, gradients, should_skip_update_fn, accumulator_dtype
+        inner,
+        every_k_schedule,
+        every_n_tokens,
+        gradients,
+        should_skip_update_fn,
+        accumulator_dtype,
     )
     update = functools.partial(update_window, accumulation)
     return as_transformation(accumulation, accumulation.init, update)

@@ -20,7 +20,7 @@ from optax_tokenaccum._core.backward import (
     zero_perturbations,
 )
 from optax_tokenaccum._core.perturbations import PerturbedLoss, contribution
-from optax_tokenaccum._core.schedule import Schedule
+from optax_tokenaccum._core.schedule import CountSchedule, Schedule, make_schedule
 from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
@@ -95,16 +95,16 @@ class Accumulation:
 
     def dtypes(self, params: trees.Params) -> trees.Tree:
         """The dtypes of the sums, by the tree of the parameters."""
-        return jax.tree.map(self._dtype_of, params)
 
-    def _dtype_of(self, param: jax.Array) -> trees.DType:
-        """The dtype of a parameter's sum, complex if the parameter is."""
-        given = jnp.result_type(param)
-        if self.accumulator_dtype is None:
-            return trees.at_least_float32(given)
-        if jnp.issubdtype(given, jnp.complexfloating):
-            return trees.common_dtype(self.accumulator_dtype, jnp.complex64)
-        return self.accumulator_dtype
+        def dtype_of(param: jax.Array) -> trees.DType:
+            given = jnp.result_type(param)
+            if self.accumulator_dtype is None:
+                return trees.at_least_float32(given)
+            if jnp.issubdtype(given, jnp.complexfloating):
+                return trees.common_dtype(self.accumulator_dtype, jnp.complex64)
+            return self.accumulator_dtype
+
+        return jax.tree.map(dtype_of, params)
 
     def add(
         self,
@@ -149,10 +149,7 @@ class Accumulation:
         state: TokenAccumulationState,
         params: trees.Params,
         is_spread: list[bool],
-        *,
-        reduce_over_devices: Callable[
-            [trees.Gradients], trees.Gradients
-        ] = lambda gradients: gradients,
+        reduce_over_devices: Callable[[trees.Gradients], trees.Gradients],
     ) -> Added:
         """Differentiates a perturbed loss, and adds the micro-batch.
 
@@ -231,7 +228,6 @@ class Accumulation:
         return jnp.asarray(returned[0], jnp.bool_), returned[1]
 
     def _weighted(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        """A gradient or the loss as a sum over tokens."""
         # Without a token mean, the inner optimizer is given the sum of what was given.
         is_mean = self.token_mean and self.gradients == "mean"
         return x * num_tokens.astype(x.dtype) if is_mean else x
@@ -375,13 +371,15 @@ class Accumulation:
 
 def make_accumulation(
     inner: optax.GradientTransformation,
-    schedule: Schedule,
+    every_k_schedule: CountSchedule | None = None,
+    every_n_tokens: CountSchedule | None = None,
     gradients: Literal["sum", "mean"] = "sum",
     should_skip_update_fn: SkipFn | None = None,
     accumulator_dtype: trees.DType | None = None,
     token_mean: bool = True,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
+    schedule = make_schedule(every_k_schedule, every_n_tokens)
     if gradients not in ("sum", "mean"):
         raise ValueError(
             f"gradients must be 'sum' or 'mean', what they are of: got {gradients!r}."

@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Aux, Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import as_micro_batch
 from optax_tokenaccum._devices.mesh import Devices
@@ -98,7 +97,7 @@ def of_model_state(
     """The same for `summary_fn(params, model_state, ...) -> (summary, model_state)`."""
     checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
-        optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
+        optax.identity(), accumulator_dtype=accumulator_dtype
     )
 
     def loss_and_aux(summaries: Tree) -> tuple[jax.Array, Aux]:

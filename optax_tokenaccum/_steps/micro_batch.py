@@ -67,9 +67,7 @@ def add_micro_batch(
         opt_state._replace(grad_sums=flat),
         params,
         are_spread,
-        reduce_over_devices=lambda gradients: devices.reduce_over_devices(
-            stack(gradients), shardings
-        ),
+        lambda gradients: devices.reduce_over_devices(stack(gradients), shardings),
     )
     aux, changed = added.aux
     opt_state = added.opt_state._replace(grad_sums=stack(added.opt_state.grad_sums))

@@ -7,7 +7,7 @@ import optax
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Added, SkipFn, make_accumulation
-from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.schedule import CountSchedule
 from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
@@ -343,7 +343,8 @@ def make_train_step(
     checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
-        make_schedule(every_k_schedule, every_n_tokens),
+        every_k_schedule,
+        every_n_tokens,
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )

@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._devices.batch import as_micro_batch
 from optax_tokenaccum._devices.mesh import Devices
 from optax_tokenaccum._steps import window
@@ -107,7 +106,7 @@ def window_value_and_grad(
     checks.check_function(loss_fn, "loss_fn")
     _check_reduction(reduction)
     accumulation = make_accumulation(
-        optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
+        optax.identity(), accumulator_dtype=accumulator_dtype
     )
     loss = Loss(loss_fn, has_aux, has_model_state)
     setup = Setup(loss, accumulation, Devices())
@@ -226,7 +225,7 @@ def accumulate_over_window(
     checks.check_function(value_and_grad_fn, "value_and_grad_fn")
     _check_reduction(reduction)
     accumulation = make_accumulation(
-        optax.identity(), make_schedule(), gradients, None, accumulator_dtype
+        optax.identity(), gradients=gradients, accumulator_dtype=accumulator_dtype
     )
     form = "(value, (num_tokens, aux))" if has_aux else "(value, num_tokens)"
     rule = (

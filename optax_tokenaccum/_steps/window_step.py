@@ -9,7 +9,6 @@ import optax
 from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._core.checks import check_function
 from optax_tokenaccum._core.donation import canonicalize_state
-from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Batch, DType, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
@@ -200,7 +199,6 @@ def make_window_step(
     check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
-        make_schedule(),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )

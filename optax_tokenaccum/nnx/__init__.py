@@ -12,7 +12,6 @@ import optax
 from flax import nnx
 
 from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
-from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Aux, Batch, DType, Tree
 from optax_tokenaccum._devices.mesh import ReduceEvery, make_devices
 from optax_tokenaccum._steps import value_and_grad as _value_and_grad
@@ -149,7 +148,6 @@ def make_window_step(
     devices = make_devices(mesh, data_axes, reduce_every)
     accumulation = make_accumulation(
         optax.identity(),
-        make_schedule(),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )
