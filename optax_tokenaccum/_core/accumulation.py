@@ -271,9 +271,9 @@ class Accumulation:
 
         `run(state, carried)` makes the update. It returns what takes the memory of the
         sums (zeros, or updates), new values of `carried`, and the inner optimizer's
-        state. Without an update, sums and `carried` are returned as they are: a window
-        without tokens may hold sums, of losses that are real.
+        state. Without an update, sums and `carried` are returned as they are.
         """
+        # A window without tokens may hold sums, of losses that are real.
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def run_on(
@@ -330,10 +330,8 @@ class Accumulation:
     def window_gradient_in_place(
         self, state: TokenAccumulationState, like: trees.Gradients
     ) -> trees.Gradients:
-        """The same, in the memory of the sums.
-
-        In sums that are narrower than float32 the quotient would be rounded twice.
-        """
+        """The same, in the memory of the sums."""
+        # In sums that are narrower than float32 the quotient would be rounded twice.
         if CAN_ADD_IN_PLACE and trees.are_wide(state.grad_sums):
             return trees.cast_like(self._quotients(state), like)
         return self.window_gradient(state, like)
@@ -411,10 +409,7 @@ def norm_of(gradients: trees.Gradients, dtype: trees.DType) -> jax.Array:
 def in_conditional(
     runs: trees.TracedBool, body: Callable[[trees.T], trees.T], carry: trees.T
 ) -> trees.T:
-    """`body(carry)` if `runs`, else `carry`, in a `jax.lax.cond` or a plain `if`.
-
-    An eager `cond` would compile in every call.
-    """
-    if trees.is_concrete(runs):
+    """`body(carry)` if `runs`, else `carry`, in a `jax.lax.cond` or a plain `if`."""
+    if trees.is_concrete(runs):  # an eager `cond` would compile in every call
         return body(carry) if runs else carry
     return jax.lax.cond(runs, body, lambda carry: carry, carry)

@@ -32,7 +32,6 @@ from optax_tokenaccum._core.trees import Aux, Gradients, Params, T, TracedBool, 
 # arrays, without an error (fixed in jax commit 5991d42590).
 CAN_ADD_IN_PLACE = jax.__version_info__ >= (0, 11)
 
-
 # Asks `with_refs` for a gradient as a value.
 AS_VALUE: Any = jax.ad.GradValue() if hasattr(jax, "ad") else False
 
@@ -55,14 +54,15 @@ def add_gradients(
 ) -> AddedGradients:
     """Adds the gradients of a micro-batch to the sums.
 
-    Only paths, shapes and dtypes of `params` matter. A scan over a sum whose first axis
-    is spread over devices (`is_spread`) would gather it.
+    Only paths, shapes and dtypes of `params` matter. `is_spread`: whether the first
+    axis of a sum is spread over devices.
     """
     perturbations = zero_perturbations(sums, jax.tree.leaves(params))
     evaluate, args, consumers = loss
     leaves = [i for i, x in enumerate(perturbations) if x is not None]
     layered = {i for i in leaves if FIRST_AXIS in consumers[i]}
-    # Why gradients are returned, and added after the backward pass.
+    # Why gradients are returned, and added after the backward pass. A scan over a sum
+    # whose first axis is spread would gather it.
     returned = {i: "its first axis is spread" for i in layered if is_spread[i]}
     for i in leaves:
         if not trees.are_wide(sums[i]):
@@ -219,11 +219,9 @@ def can_overwrite(sums: Gradients) -> bool:
 
 
 def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
-    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
-
-    It is a loop of zero or one trips, because a GPU copies what a conditional passes on
-    in one branch and replaces in the other. JAX cannot differentiate it in reverse.
-    """
+    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`."""
+    # A loop of zero or one trips, because a GPU copies what a conditional passes on in
+    # one branch and replaces in the other. JAX cannot differentiate it in reverse.
 
     def trip(so_far: tuple[TracedBool, T]) -> tuple[TracedBool, T]:
         runs, carry = so_far

@@ -119,10 +119,7 @@ def _is_replicated(x: trees.Leaf, names: tuple[str, ...]) -> bool:
 
 
 def _check_are_everywhere(leaves: list[trees.Leaf]) -> None:
-    """Raises `ValueError` for arrays of this process alone, if devices are elsewhere.
-
-    Each process would take its own rows for those of all of them.
-    """
+    # Each process would take its own rows for those of all of them.
     for x in leaves:
         if hasattr(x, "__array__") and trees.is_concrete(x) and not is_placed(x):
             raise ValueError(

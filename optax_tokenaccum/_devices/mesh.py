@@ -85,10 +85,8 @@ class Devices:
         def zero(p: Leaf, dtype: DType) -> Leaf:
             if self.mesh is None:
                 return jnp.zeros_like(p, dtype)
-            shape, sharding = (
-                (*self.device_axis, *jnp.shape(p)),
-                self._sharding_of_sum(p),
-            )
+            shape = *self.device_axis, *jnp.shape(p)
+            sharding = self._sharding_of_sum(p)
             if trees.is_concrete(
                 p
             ):  # never made on one device first, where it may not fit
@@ -106,10 +104,8 @@ class Devices:
     ) -> tuple[Params, list[bool], Callable[[Params], Params]]:
         """The sums as arrays that the gradients of all devices can be added to.
 
-        Returns:
-          `(flat sums, are_spread, stack)`. Where each device has its own
-          sum, flat sums are `[devices * n, ...]`. The flags say, for each sum, whether
-          further devices share its first axis. `stack` also restores shardings.
+        Returns `(flat sums, are_spread, stack)`. The flags say, for each sum, whether
+        further devices share its first axis. `stack` also restores shardings.
         """
         leaves, structure = jax.tree.flatten(sums)
         shapes = [*map(jnp.shape, jax.tree.leaves(params))]
@@ -149,18 +145,13 @@ class Devices:
     def constrain(
         self, params: T, shardings: Shardings, *, like_sums: bool = False
     ) -> T:
-        """Parameters in their own shardings, or laid out like the sums.
-
-        The update computes them like the sums, which may be spread further.
-        """
+        """Parameters in their own shardings, or laid out like the sums."""
         if self.mesh is None or self.device_axis or shardings is None:
             return params
 
         def placed(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-            own = entries_of(sharding, x.ndim)
-            return self._constrain(
-                x, self._spec(x.shape, sharding) if like_sums else own
-            )
+            of_sum, own = self._spec(x.shape, sharding), entries_of(sharding, x.ndim)
+            return self._constrain(x, of_sum if like_sums else own)
 
         leaves, structure = jax.tree.flatten(params)
         return structure.unflatten(map(placed, leaves, shardings))
@@ -221,11 +212,7 @@ class Devices:
     def _spec(
         self, shape: tuple[int, ...], sharding: NamedSharding | None
     ) -> list[Entry]:
-        """The spec of the sum of a parameter with this shape and sharding.
-
-        Without a sum on each device, the longest axis that the data axes divide is
-        spread over them.
-        """
+        """The spec of the sum of a parameter with this shape and sharding."""
         spec = entries_of(sharding, len(shape))
         if self.mesh is None:
             return spec
@@ -234,8 +221,9 @@ class Devices:
         if self.device_axis:
             others = [name for name in self.mesh.axis_names if name not in self.names]
             return [entry_of(self.names), *only(others, spec)]
-        # ZeRO-2: data axes that the parameter leaves free spread its sum, so that each
-        # gradient is scattered instead of copied to all devices.
+        # ZeRO-2: data axes that the parameter leaves free spread the longest axis of
+        # its sum that they divide, so that each gradient is scattered instead of copied
+        # to all devices.
         free = tuple(n for n in self.names if n not in used(sharding))
         parts = math.prod(self.mesh.shape[name] for name in free)
         for axis in np.argsort([-n for n in shape], kind="stable"):
@@ -284,11 +272,7 @@ def over_devices(
     in_specs: Tree,
     out_specs: Tree,
 ) -> Callable[..., T]:
-    """Applies `f` to each device's part along these axes.
-
-    Types do not mark values that differ between devices: with marks, a `loss_fn` with a
-    loop that starts from zeros would have to cast these zeros first.
-    """
+    """Applies `f` to each device's part along these axes."""
     return jax.shard_map(
         f,
         # Under auto_axes the mesh must be the one of the context.
@@ -296,6 +280,8 @@ def over_devices(
         axis_names={*names},
         in_specs=in_specs,
         out_specs=out_specs,
+        # Types do not mark values that differ between devices: with marks, a `loss_fn`
+        # with a loop that starts from zeros would have to cast these zeros first.
         check_vma=False,
     )
 

@@ -72,12 +72,7 @@ class Program(abc.ABC, Generic[StepT]):
     """A jitted function: `program(state, ...) -> (state, StepMetrics)`.
 
     A state over several devices stays where it is: the program's outputs get the
-    shardings of the state. Otherwise the compiler would choose them, for example for a
-    moment whose shape matches no parameter, and the next call would compile again.
-
-    Donated arguments come first, in the order in which they are returned: `jit` pairs
-    donated buffers with outputs of the same shape in order, and pairing a parameter
-    with a moment of its shape costs XLA a copy of both.
+    shardings of the state.
     """
 
     row_axis = 0  # along which the `aux` of devices are stacked
@@ -148,12 +143,10 @@ class Program(abc.ABC, Generic[StepT]):
         return Lowered(lowered, self._call)
 
     def make_ready(self, state: StepState, layout: StateLayout) -> None:
-        """Compiles a program without other arguments; its call finds it in the cache.
-
-        The caller asks `layout.is_ready` before.
-        """
-        if layout.is_concrete:
+        """Compiles a program that takes only a state; its call finds it compiled."""
+        if layout.is_concrete and not layout.is_ready:
             self._lower(state, layout, ()).compile()
+        layout.is_ready = True
 
     def _lower(
         self, state: StepState, layout: StateLayout, traced: tuple[Tree, ...]
@@ -182,10 +175,15 @@ class Program(abc.ABC, Generic[StepT]):
         # Metrics are scalars on every device, except `aux`, which may have rows.
         metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
         body = functools.partial(self.body, shardings=of_params)
-        # In an outer `jit`, the caller's program decides where arrays are.
+        # The compiler would choose other shardings, for example for a moment whose
+        # shape matches no parameter, and the next call would compile again. In an outer
+        # `jit`, the caller's program decides where arrays are.
         is_pinned = layout.shardings is not None and layout.is_concrete
         return jax.jit(
             with_auto_axes(body, devices, (out, metrics)),
+            # First, and in the order of the outputs: `jit` pairs donated buffers with
+            # outputs of the same shape in order, and pairing a parameter with a moment
+            # of its shape costs XLA a copy of both.
             donate_argnums=0 if self.step.donate else (),
             out_shardings=(out, None) if is_pinned else None,
         )

@@ -6,7 +6,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 
 from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
+from optax_tokenaccum._core.state import TokenAccumulationState
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -88,55 +88,11 @@ class StepMetrics(NamedTuple):
     aux: trees.Aux = None
 
 
-def with_added(metrics: StepMetrics, skipped: jax.Array, aux: trees.Aux) -> StepMetrics:
-    """The metrics of a window, with those of what was added to it."""
-    return metrics._replace(skipped=skipped, aux=aux)
-
-
-def micro_batches_seen(opt_state: TokenAccumulationState) -> jax.Array:
-    """How many the open window has seen, rejected ones too."""
-    if isinstance(opt_state.skip_state, SkipState):
-        return opt_state.mini_step + opt_state.skip_state.rejected
-    return opt_state.mini_step
-
-
 def tag(state: StepState) -> trees.Leaf:
     """The array by whose identity the host finds what it knows about a state."""
     if isinstance(state.opt_state, TokenAccumulationState):
         return state.opt_state.mini_step
     return next(iter(jax.tree.leaves(state.params)), None)
-
-
-def require_step_state(
-    state: trees.Tree, opt_state_type: type, *, has_model_state: bool
-) -> None:
-    """Raises if a step cannot take the state."""
-    if not isinstance(state, StepState):
-        raise TypeError(
-            "The state must be the StepState that step.init or the last call "
-            f"returned: got a {type(state).__name__}. Write state, metrics = step("
-            "state, batch); take a checkpoint that was restored without a target over "
-            "with reshard_state(state, step.init(params))."
-        )
-    if (state.model_state is not None) != has_model_state:
-        raise TypeError(
-            f"The state must be of a step with has_model_state={has_model_state}: got "
-            "the state of another. Take its parts over into step.init(...)."
-        )
-    if not isinstance(state.opt_state, opt_state_type):
-        raise TypeError(
-            f"The opt_state must be a {opt_state_type.__name__}, because a train step "
-            f"has sums and a window step none: got a {type(state.opt_state).__name__}. "
-            "Between windows, take gradient_step and inner_opt_state over into "
-            "step.init(params).opt_state."
-        )
-    array = tag(state)  # every call donates it
-    if isinstance(array, jax.Array) and trees.is_concrete(array) and array.is_deleted():
-        raise ValueError(
-            "The state was given to an earlier call, which donated its buffers. Go on "
-            "with the state that this call returned; if it failed while it ran, "
-            "restore a checkpoint. donate=False keeps old states."
-        )
 
 
 class Memo(Generic[KeyT, ValueT]):

@@ -18,13 +18,7 @@ from optax_tokenaccum._core.state import TokenAccumulationState
 from optax_tokenaccum._devices.mesh import Shardings, put, warn_of_whole_sums
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.program import MEMO, HostInfo, StateLayout, remember
-from optax_tokenaccum._steps.state import (
-    ParamsT,
-    StepMetrics,
-    StepState,
-    require_step_state,
-    tag,
-)
+from optax_tokenaccum._steps.state import ParamsT, StepMetrics, StepState, tag
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -122,7 +116,34 @@ class Step(abc.ABC):
     def require(self, state: StepState) -> None:
         """Raises if this step cannot take the state."""
         has_model_state = self.setup.loss.has_model_state
-        require_step_state(state, self.opt_state_type, has_model_state=has_model_state)
+        if not isinstance(state, StepState):
+            raise TypeError(
+                "The state must be the StepState that step.init or the last call "
+                f"returned: got a {type(state).__name__}. Write state, metrics = step("
+                "state, batch); take a checkpoint that was restored without a target "
+                "over with reshard_state(state, step.init(params))."
+            )
+        if (state.model_state is not None) != has_model_state:
+            raise TypeError(
+                f"The state must be of a step with has_model_state={has_model_state}: "
+                "got the state of another. Take its parts over into step.init(...)."
+            )
+        if not isinstance(state.opt_state, self.opt_state_type):
+            got = type(state.opt_state).__name__
+            raise TypeError(
+                f"The opt_state must be a {self.opt_state_type.__name__}, because a "
+                f"train step has sums and a window step none: got a {got}. Between "
+                "windows, take gradient_step and inner_opt_state over into "
+                "step.init(params).opt_state."
+            )
+        array = tag(state)  # every call donates it
+        is_concrete = isinstance(array, jax.Array) and trees.is_concrete(array)
+        if is_concrete and array.is_deleted():
+            raise ValueError(
+                "The state was given to an earlier call, which donated its buffers. Go "
+                "on with the state that this call returned; if it failed while it ran, "
+                "restore a checkpoint. donate=False keeps old states."
+            )
 
     def lookup(self, state: StepState) -> HostInfo:
         """What is known of the state of a call, also if another step returned it."""

@@ -8,7 +8,7 @@ import optax
 from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Added, SkipFn, make_accumulation
 from optax_tokenaccum._core.schedule import CountSchedule
-from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
 from optax_tokenaccum._core.trees import Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
@@ -16,20 +16,14 @@ from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, LossFn
 from optax_tokenaccum._steps.micro_batch import Setup, add_micro_batch
 from optax_tokenaccum._steps.program import HostInfo, Program
-from optax_tokenaccum._steps.state import (
-    StepMetrics,
-    StepState,
-    micro_batches_seen,
-    with_added,
-)
+from optax_tokenaccum._steps.state import StepMetrics, StepState
 from optax_tokenaccum._steps.step import Step
 
 
 class Accumulate(Program["TrainStep"]):
-    """The program for every micro-batch.
+    """The program for every micro-batch: it reads the parameters, and adds to the sums.
 
-    It only reads the parameters, and is not given the inner optimizer's state. It
-    donates the sums, and adds each gradient to them as soon as that is computed.
+    It is not given the inner optimizer's state.
     """
 
     def arguments(
@@ -61,7 +55,7 @@ class Accumulate(Program["TrainStep"]):
         opt_state, model_state = donated
         added = self.step._add(kept, model_state, opt_state, micro_batch, shardings)
         metrics = self.step._metrics(added.opt_state)
-        metrics = with_added(metrics, added.skipped, added.aux)
+        metrics = metrics._replace(skipped=added.skipped, aux=added.aux)
         return (added.opt_state, added.model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
@@ -120,7 +114,7 @@ class AccumulateAndClose(Program["TrainStep"]):
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
         params, opt_state, metrics = step._update(params, opt_state, closes, shardings)
-        metrics = with_added(metrics, added.skipped, added.aux)
+        metrics = metrics._replace(skipped=added.skipped, aux=added.aux)
         return (params, opt_state, added.model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
@@ -178,10 +172,12 @@ class TrainStep(Step):
         micro_batch: MicroBatch,
         shardings: Shardings,
     ) -> Added:
-        """Adds a micro-batch to the open window."""
         self._check_sums(opt_state.grad_sums, params)
-        place = opt_state.gradient_step, micro_batches_seen(opt_state)
-        micro_batch = micro_batch.with_key_at(*place)
+        seen, skip_state = opt_state.mini_step, opt_state.skip_state
+        if isinstance(skip_state, SkipState):
+            # The noise of a rejected micro-batch is not drawn again.
+            seen = seen + skip_state.rejected
+        micro_batch = micro_batch.with_key_at(opt_state.gradient_step, seen)
         return add_micro_batch(
             self.setup, params, model_state, opt_state, micro_batch, shardings
         )
@@ -235,13 +231,11 @@ class TrainStep(Step):
             known = known._replace(count=int(jax.device_get(counter)))
         # Compile the close before `accumulate` donates the sums: after an error in the
         # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
-        if not known.layout.is_ready:
-            self.close_window.make_ready(state, known.layout)
-            known.layout.is_ready = True
+        self.close_window.make_ready(state, known.layout)
         state, metrics, known = self.accumulate.run(state, known, traced)
         if known.count is not None and known.count >= k:
             state, closed, _ = self.close_window.run(state, known, ())
-            metrics = with_added(closed, metrics.skipped, metrics.aux)
+            metrics = closed._replace(skipped=metrics.skipped, aux=metrics.aux)
         return state, metrics
 
 

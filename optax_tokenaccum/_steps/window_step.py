@@ -16,12 +16,7 @@ from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, LossFn
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.program import HostInfo, Program
-from optax_tokenaccum._steps.state import (
-    StepMetrics,
-    StepState,
-    WindowOptState,
-    with_added,
-)
+from optax_tokenaccum._steps.state import StepMetrics, StepState, WindowOptState
 from optax_tokenaccum._steps.step import Step
 from optax_tokenaccum._steps.window import (
     Bound,
@@ -79,7 +74,8 @@ class RunWindow(Program["WindowStep"]):
         opt_state = WindowOptState(
             new.gradient_step.astype(old.gradient_step.dtype), new.inner_opt_state
         )
-        return (params, opt_state, model_state), with_added(metrics, skipped, aux)
+        metrics = metrics._replace(skipped=skipped, aux=aux)
+        return (params, opt_state, model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
         return known
