@@ -52,9 +52,7 @@ class Accumulation:
     ) -> TokenAccumulationState:
         """The state of a run. `sums` are zeros like the parameters, unless given."""
         checks.check_params(params)
-        inner_opt_state = self.init_inner(params)
-        sums = self.zeros(params) if sums is None else sums
-        return self.empty_window(params, sums, inner_opt_state)
+        return self.empty_window(params, sums, self.init_inner(params))
 
     def init_inner(self, params: trees.Params) -> trees.OptState:
         """The state of the inner optimizer, which must not accumulate too."""
@@ -67,11 +65,13 @@ class Accumulation:
     def empty_window(
         self,
         params: trees.Params,
-        sums: trees.Gradients,
+        sums: trees.Gradients | None = None,
         inner_opt_state: trees.OptState = (),
     ) -> TokenAccumulationState:
-        dtypes = jax.tree.leaves(self.dtypes(params))
-        dtype = trees.common_dtype(jnp.float32, *dtypes)
+        dtypes = self.dtypes(params)
+        if sums is None:
+            sums = jax.tree.map(jnp.zeros_like, params, dtypes)
+        dtype = trees.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
         zero, gradient_step = jnp.zeros((), dtype).real, jnp.zeros((), jnp.int32)
         skip_state: SkipState | tuple[()] = ()
         if self.should_skip_update_fn is not None:
@@ -89,9 +89,6 @@ class Accumulation:
             skip_state=skip_state,
         )
         return donation.canonicalize_state(params, state)
-
-    def zeros(self, params: trees.Params) -> trees.Gradients:
-        return jax.tree.map(jnp.zeros_like, params, self.dtypes(params))
 
     def dtypes(self, params: trees.Params) -> trees.Tree:
         """The dtypes of the sums, by the tree of the parameters."""

@@ -29,7 +29,8 @@ class Accumulate(Program["TrainStep"]):
     def arguments(
         self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Tree
     ) -> tuple[MicroBatch]:
-        return (self.step._micro_batch(batch, rng, loss_kwargs),)
+        devices = self.step.setup.devices
+        return (as_micro_batch(batch, rng, as_keywords(loss_kwargs), devices),)
 
     def partition(
         self, state: StepState
@@ -159,11 +160,6 @@ class TrainStep(Step):
         sums = self.setup.devices.zeros(params, self.setup.accumulation.dtypes(params))
         return self.setup.accumulation.init(params, sums)
 
-    def _micro_batch(
-        self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
-    ) -> MicroBatch:
-        return as_micro_batch(batch, rng, as_keywords(loss_kwargs), self.setup.devices)
-
     def _add(
         self,
         params: Params,
@@ -225,7 +221,7 @@ class TrainStep(Step):
         is_known = isinstance(k, int) and k > 1 and keeps_count
         if not (is_known and trees.is_concrete(counter)):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
-        traced = (self._micro_batch(batch, rng, loss_kwargs),)
+        traced = self.accumulate.arguments(batch, rng=rng, **loss_kwargs)
         known = self.lookup(state)
         if known.count is None:  # the device is read once
             known = known._replace(count=int(jax.device_get(counter)))
@@ -277,10 +273,8 @@ def make_train_step(
         mean as `loss_sum + c * aux_loss * num_tokens`. The most likely mistake is a
         loss that is not a sum, or a count from another mask: `check_loss_fn` finds it.
       optimizer: the plain inner optimizer, run once per window. Put clipping inside it.
-      every_k_schedule: the number of micro-batches in a window, or a function from
-        `gradient_step` to that number.
-      every_n_tokens: closes the window, instead, once it holds at least this number of
-        tokens; or a function from `gradient_step` to that number. With neither, call
+      every_k_schedule: micro-batches in a window, as in `token_accumulation`.
+      every_n_tokens: used instead, as in `token_accumulation`. With neither, call
         `accumulate` and `close_window`.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
       has_model_state: for batch normalization and everything else that the forward pass

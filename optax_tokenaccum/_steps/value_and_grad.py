@@ -263,7 +263,7 @@ def accumulate_over_window(
         types = traced.out_avals[len(jax.tree.leaves(values)) :]
         check_own_map(traced, types, is_loss=False)
         summed = without_float0(like)
-        empty = accumulation.empty_window(summed, accumulation.zeros(summed))
+        empty = accumulation.empty_window(summed)
 
         def add(
             i: ArrayLike, batch: trees.Batch, state: trees.Tree

@@ -33,7 +33,7 @@ def run_window(
     model_state: ModelState,
     micro_batches: MicroBatch,
     num_micro_batches: Bound,
-    gradient_step: ArrayLike | None = None,
+    gradient_step: jax.Array | None = None,
     shardings: Shardings = None,
 ) -> Added:
     """Runs the micro-batches, from an empty window to one that may be closed.
@@ -45,11 +45,8 @@ def run_window(
 
     def given(batch: Batch, i: ArrayLike) -> MicroBatch:
         own = dataclasses.replace(micro_batches, batch=batch, axis=0)
-        return (
-            own.with_key_at(i)
-            if gradient_step is None
-            else own.with_key_at(gradient_step, i)
-        )
+        position = (i,) if gradient_step is None else (gradient_step, i)
+        return own.with_key_at(*position)
 
     layer_axes: LayerAxes = {}
     # Layers of matrices. A skip function is shown gradients with the axes of the user.
@@ -69,8 +66,8 @@ def run_window(
     shardings = shardings_of_moved(shardings, layer_axes)
     sums = setup.devices.zeros(params, accumulation.dtypes(params))
     empty = accumulation.empty_window(params, sums)
-    updates = 0 if gradient_step is None else gradient_step
-    empty = empty._replace(gradient_step=jnp.asarray(updates, jnp.int32))
+    if gradient_step is not None:
+        empty = empty._replace(gradient_step=gradient_step)
 
     def add(i: ArrayLike, batch: Batch, carry: Tree) -> tuple[Tree, Aux]:
         state, model_state, any_skipped = carry
