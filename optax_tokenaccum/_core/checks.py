@@ -48,12 +48,7 @@ def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> i
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """`inner`, whose `update` is given the window's keywords only if it takes them.
-
-    `optax.chain` and the like give every keyword to all their members, and a member may
-    refuse one. Which ones to leave out is found by trying, once for each set of
-    keywords. If nothing helps, the first error is raised.
-    """
+    """`inner`, whose `update` is given the window's keywords only if it takes them."""
     if not hasattr(inner, "update"):
         raise TypeError(
             "The inner optimizer must be one of optax, such as optax.adamw(1e-3): got "
@@ -67,6 +62,9 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Gradients, state: Tree, params: Params | None = None, **extra: Any
     ) -> Any:
+        # `optax.chain` and the like give every keyword to all their members, and a
+        # member may refuse one. Which ones to leave out is found by trying, once for
+        # each set of keywords. If nothing helps, the first error is raised.
         first: TypeError | None = None
         for left_out in accepts.get(frozenset(extra), LEFT_OUT):
             kept = {k: x for k, x in extra.items() if k not in left_out}
@@ -152,12 +150,7 @@ def check_num_tokens(
 
 
 def check_nnx_variables(params: Params) -> None:
-    """Raises `TypeError`, naming the variable, if only NNX can treat it rightly.
-
-    To jax, a variable that a model holds twice is two leaves, and statistics are leaves
-    like parameters. Outside of a model, a `State` may hold variables of the user's own
-    types: they were selected by type.
-    """
+    """Raises `TypeError`, naming the variable, if only NNX can treat it rightly."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:  # then no variable can be among the parameters
         return
@@ -165,6 +158,9 @@ def check_nnx_variables(params: Params) -> None:
     def is_module(x: Any) -> bool:
         return isinstance(x, nnx.Module)
 
+    # To jax, a variable that a model holds twice is two leaves, and statistics are
+    # leaves like parameters. Outside of a model, a `State` may hold variables of the
+    # user's own types: they were selected by type.
     untrained = nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState
     if any(map(is_module, jax.tree.leaves(params, is_leaf=is_module))):
         untrained = (nnx.Variable,)

@@ -29,19 +29,17 @@ def _static() -> Any:
 class MicroBatch:
     """What a call gives to a loss besides the parameters and the model's state.
 
-    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`. On a
-    mesh, `is_replicated` tells of each leaf of the batch whether every device has all
-    of it: inside `jit`, arrays on a mesh with Auto axes no longer tell how they are
-    placed. `axis` is the axis of the rows in the other leaves, spread over the data
-    axes of `entry`.
+    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`.
     """
 
     batch: trees.Batch
     rng: trees.Leaf  # one key for all devices, if there is one
     loss_kwargs: Any  # `Keywords`, or a tree that tells of them
+    # On a mesh, of each leaf of the batch, whether every device has all of it: inside
+    # `jit`, arrays on a mesh with Auto axes no longer tell how they are placed.
     is_replicated: tuple[bool, ...] = _static()
-    axis: int = _static()
-    entry: Entry = _static()
+    axis: int = _static()  # of the rows in the other leaves
+    entry: Entry = _static()  # the data axes, over which rows are spread
 
     def specs(self) -> "MicroBatch":
         """How it is spread over the data axes; a prefix of its tree."""

@@ -139,11 +139,8 @@ def _check_names(
 def _check_counts(
     traced: LossJaxpr, varies: trees.Tree, size: int, model_state: trees.ModelState
 ) -> None:
-    """Raises `ValueError` unless counts can be added up, and states be unified.
-
-    `varies` tells of each leaf of the model state and of the micro-batch whether
-    devices have different values.
-    """
+    """Raises `ValueError` unless counts can be added up, and states be unified."""
+    # Of each argument's leaves, whether devices have different values.
     own = [*[False] * traced.num_params, *jax.tree.leaves(varies)]
 
     def needs(output: int) -> set[bool]:

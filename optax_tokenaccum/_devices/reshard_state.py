@@ -76,10 +76,7 @@ def reshard_state(state: trees.Tree, like: trees.T) -> trees.T:
 
 
 def _by_name(tree: trees.Tree) -> dict[tuple[str, ...], trees.Leaf]:
-    """The leaves by keys, attributes and indices of their paths.
-
-    These are the same in the dictionary that a checkpoint makes of a state.
-    """
+    """The leaves by their paths, as in the dictionary that a checkpoint makes."""
     leaves = tree_leaves_with_path(tree)
     return {tuple(keystr((x,), simple=True) for x in p): leaf for p, leaf in leaves}
 

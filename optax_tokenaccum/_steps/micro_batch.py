@@ -36,11 +36,7 @@ def add_micro_batch(
     micro_batch: MicroBatch,
     shardings: Shardings = None,
 ) -> Added:
-    """Differentiates the loss of a micro-batch, and adds it to the open window.
-
-    A skipped micro-batch leaves no trace, neither in the sums nor in the model state,
-    except that keys move on: its noise is not drawn again.
-    """
+    """Differentiates the loss of a micro-batch, and adds it to the open window."""
     dtype = opt_state.acc_tokens.dtype
     loss, devices = setup.loss, setup.devices
 
@@ -72,6 +68,8 @@ def add_micro_batch(
     aux, changed = added.aux
     opt_state = added.opt_state._replace(grad_sums=stack(added.opt_state.grad_sums))
     leaves, structure = jax.tree.flatten(model_state)
+    # A skipped micro-batch leaves no trace, neither in the sums nor in the model state,
+    # except that keys move on: its noise is not drawn again.
     counts = getattr(model_state, "key_counts", tuple)()
     for i, new in changed.items():
         old = leaves[i]
@@ -84,19 +82,16 @@ def add_micro_batch(
 def check_own_map(traced: Trace, like: trees.Params, *, is_loss: bool = True) -> None:
     """Raises if results must be reduced in a `shard_map` of the caller's own.
 
-    The gradient of a parameter that devices share is a sum over them, and so is that of
-    a loss that reads from other devices.
-
-    Args:
-      traced: the trace of a function that returns `loss_sum, num_tokens` and more.
-      like: the parameters, or gradients of them.
-      is_loss: whether the function is differentiated, so that without types nothing
-        tells whether what it reads from other devices gets its gradient.
+    `traced` is a function that returns `loss_sum, num_tokens` and more, and `like` are
+    the parameters, or gradients of them.
     """
     axes = {*jax.sharding.get_abstract_mesh().manual_axes}
     if not axes:
         return
+    # The gradient of a parameter that devices share is a sum over them, and so is that
+    # of a loss that reads from other devices.
     sent = {name for _, names in collectives(traced) for name in names} & axes
+    # Without types, nothing tells whether what a loss reads from others is summed up.
     wrong: Iterable[str] = sent if is_loss else ()
     if trees.types_are_marked():
         differs = [trees.varying_axes(x) for x in traced.out_avals[:2]]

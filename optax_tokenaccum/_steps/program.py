@@ -33,22 +33,18 @@ StepT = TypeVar("StepT", bound=Owner)
 
 @dataclasses.dataclass(eq=False)
 class StateLayout:
-    """The structure of a step's states and the shardings of their leaves.
-
-    `shardings` is `None` if no leaf is on a mesh; `model` is the structure of the model
-    state. `jitted` has the functions of the step's programs for such states; `is_ready`
-    tells whether the program that closes the window is compiled.
-    """
+    """The structure of a step's states and the shardings of their leaves."""
 
     step: Owner
     structure: PyTreeDef
-    shardings: tuple[NamedSharding | None, ...] | None
+    shardings: tuple[NamedSharding | None, ...] | None  # `None`: no leaf is on a mesh
     is_concrete: bool
-    model: PyTreeDef
+    model: PyTreeDef  # the structure of the model state
+    # The functions of the step's programs for such states.
     jitted: dict["Program", jax.stages.Wrapped] = dataclasses.field(
         default_factory=dict
     )
-    is_ready: bool = False
+    is_ready: bool = False  # whether the program that closes the window is compiled
 
 
 class HostInfo(NamedTuple):
@@ -88,8 +84,8 @@ class Program(abc.ABC, Generic[StepT]):
     def body(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, StepMetrics]:
         """The function to jit: `body(donated, kept, *traced, shardings=...)`.
 
-        It returns new values of what is donated, and metrics. The shardings are those
-        of the parameters.
+        It returns new values of what is donated, and metrics. `shardings`: of the
+        parameters.
         """
 
     def partition(

@@ -94,18 +94,15 @@ class Step(abc.ABC):
         """The `opt_state` of new parameters."""
 
     def _of_shapes(self, params: trees.Params) -> trees.OptState:
-        """On a mesh, `init` is traced on an Explicit one, whose types tell where."""
         place = donation.scalar_sharding(params)
         if not isinstance(place, NamedSharding):
             made = jax.eval_shape(self._init, params)
             return jax.tree.map(lambda x: put(x, x.sharding or place), made)
-        mesh = place.mesh
+        mesh = place.mesh  # traced on an Explicit one, whose types tell where
         explicit = (AxisType.Explicit,) * len(mesh.axis_names)
         typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=explicit)
 
-        def on(
-            mesh: Mesh | AbstractMesh, x: jax.ShapeDtypeStruct
-        ) -> jax.ShapeDtypeStruct:
+        def on(mesh: Mesh | AbstractMesh, x: jax.ShapeDtypeStruct) -> trees.Leaf:
             return put(x, NamedSharding(mesh, x.sharding.spec if x.sharding else P()))
 
         like = jax.tree.map(functools.partial(on, typed), params)

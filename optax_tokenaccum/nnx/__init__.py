@@ -38,11 +38,9 @@ def make_train_step(
     for a micro-batch without tokens, because its rows are real. A micro-batch that
     `should_skip_update_fn` rejects changes no variable.
 
-    Over several devices, with `reduce_every="window"`, each device computes the
-    statistics of its own rows, and the model takes their mean: in `nnx.BatchNorm`, the
-    mean of all rows, and a variance without the part between devices. Keys are folded
-    with the index of the device, so that masks differ. A variable of whole numbers may
-    not depend on the rows. With `reduce_every="micro_batch"`, `loss_fn` sees all rows.
+    Over several devices, variables are those of `has_model_state` in the step of the
+    core: with `reduce_every="window"`, `nnx.BatchNorm` has the mean of all rows, and a
+    variance without the part between devices, and masks differ by device.
 
     Args:
       loss_fn: `loss_fn(model, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss
