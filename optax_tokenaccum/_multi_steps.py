@@ -143,7 +143,8 @@ def from_multi_steps_state(
       >>> optimizer = MultiSteps(inner, 4)
       >>> state = from_multi_steps_state(optimizer, old_state, params)
     """
-    flatten = functools.partial(jax.tree.flatten, is_leaf=_is_accumulation)
+    kind = TokenAccumulationState | optax.MultiStepsState
+    flatten = functools.partial(jax.tree.flatten, is_leaf=lambda x: isinstance(x, kind))
     ours, structure = flatten(tx.init(params))
     if not any(isinstance(x, TokenAccumulationState) for x in ours):
         raise ValueError("tx must accumulate, with an optimizer of optax_tokenaccum.")
@@ -157,10 +158,6 @@ def from_multi_steps_state(
             "nnx.Optimizer, give nnx.pure(optimizer.opt_state)."
         )
     return jax.tree.unflatten(structure, map(_taken_over, ours, theirs))
-
-
-def _is_accumulation(x: object) -> bool:
-    return isinstance(x, TokenAccumulationState | optax.MultiStepsState)
 
 
 def _taken_over(new: OptState, old: OptState) -> OptState:

@@ -140,13 +140,14 @@ def of_model_state(
                 "spread."
             )
         check_micro_batches(micro_batches, num_micro_batches)
+        keywords = as_keywords(kwargs)
 
         def summarize(
             i: ArrayLike, batch: Batch, state: ModelState
         ) -> tuple[ModelState, Tree]:
             key = {} if rng is None else {"rng": trees.fold_key(rng, i)}
             # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
-            own, given = jax.tree.map(jnp.asarray, (params, as_keywords(kwargs)))
+            own, given = jax.tree.map(jnp.asarray, (params, keywords))
             summary, state = summary_fn(own, state, batch, **given.build(), **key)
             return state, jax.tree.map(jnp.asarray, summary)
 
@@ -159,7 +160,6 @@ def of_model_state(
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
         rows = micro_batches, weights
-        keywords = as_keywords(kwargs)
         given = as_micro_batch(rows, rng, keywords, setup.devices, axis=1)
         window = run_window(setup, params, model_state, given, num_micro_batches)
         grads = trees.cast_like(window.opt_state.grad_sums, params)

@@ -29,6 +29,7 @@ class Owner(Protocol):
 
 
 StepT = TypeVar("StepT", bound=Owner)
+Partition = tuple[Tree, Tree, Callable[[Tree], StepState]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,15 +83,13 @@ class Program(abc.ABC, Generic[StepT]):
 
     @abc.abstractmethod
     def body(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, StepMetrics]:
-        """The function to jit: `body(donated, kept, *traced, shardings=...)`.
+        """The function to jit: `body(shardings, donated, kept, *traced)`.
 
-        It returns new values of what is donated, and metrics. `shardings`: of the
-        parameters.
+        It returns new values of what is donated, and metrics. The shardings are those
+        of the parameters.
         """
 
-    def partition(
-        self, state: StepState
-    ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
+    def partition(self, state: StepState) -> Partition:
         """Returns `(donated, kept, combine)`: the parts of a state that are needed.
 
         `combine(donated)` is the state with new values of what was donated. Parts are
@@ -170,7 +169,7 @@ class Program(abc.ABC, Generic[StepT]):
         unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
         # Metrics are scalars on every device, except `aux`, which may have rows.
         metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
-        body = functools.partial(self.body, shardings=of_params)
+        body = functools.partial(self.body, of_params)
         # The compiler would choose other shardings, for example for a moment whose
         # shape matches no parameter, and the next call would compile again. In an outer
         # `jit`, the caller's program decides where arrays are.

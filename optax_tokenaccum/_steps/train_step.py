@@ -1,6 +1,6 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import optax
@@ -15,7 +15,7 @@ from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, LossFn
 from optax_tokenaccum._steps.micro_batch import Setup, add_micro_batch
-from optax_tokenaccum._steps.program import HostInfo, Program
+from optax_tokenaccum._steps.program import HostInfo, Partition, Program
 from optax_tokenaccum._steps.state import StepMetrics, StepState
 from optax_tokenaccum._steps.step import Step
 
@@ -32,9 +32,7 @@ class Accumulate(Program["TrainStep"]):
         devices = self.step.setup.devices
         return (as_micro_batch(batch, rng, as_keywords(loss_kwargs), devices),)
 
-    def partition(
-        self, state: StepState
-    ) -> tuple[Tree, Params, Callable[[Tree], StepState]]:
+    def partition(self, state: StepState) -> Partition:
         inner = state.opt_state.inner_opt_state
 
         def combine(donated: Tree) -> StepState:
@@ -46,12 +44,7 @@ class Accumulate(Program["TrainStep"]):
         return (opt_state, state.model_state), state.params, combine
 
     def body(
-        self,
-        donated: Tree,
-        kept: Params,
-        micro_batch: MicroBatch,
-        *,
-        shardings: Shardings,
+        self, shardings: Shardings, donated: Tree, kept: Params, micro_batch: MicroBatch
     ) -> tuple[Tree, StepMetrics]:
         opt_state, model_state = donated
         added = self.step._add(kept, model_state, opt_state, micro_batch, shardings)
@@ -72,9 +65,7 @@ class Close(Program["TrainStep"]):
     def arguments(self) -> tuple[()]:
         return ()
 
-    def partition(
-        self, state: StepState
-    ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
+    def partition(self, state: StepState) -> Partition:
         def combine(donated: Tree) -> StepState:
             params, opt_state = donated
             return state._replace(params=params, opt_state=opt_state)
@@ -82,7 +73,7 @@ class Close(Program["TrainStep"]):
         return (state.params, state.opt_state), (), combine
 
     def body(
-        self, donated: Tree, kept: Tree, *, shardings: Shardings
+        self, shardings: Shardings, donated: Tree, kept: Tree
     ) -> tuple[Tree, StepMetrics]:
         params, opt_state = donated
         self.step._check_sums(opt_state.grad_sums, params)
@@ -101,12 +92,7 @@ class AccumulateAndClose(Program["TrainStep"]):
     arguments = Accumulate.arguments
 
     def body(
-        self,
-        donated: Tree,
-        kept: Tree,
-        micro_batch: MicroBatch,
-        *,
-        shardings: Shardings,
+        self, shardings: Shardings, donated: Tree, kept: Tree, micro_batch: MicroBatch
     ) -> tuple[Tree, StepMetrics]:
         step, (params, opt_state, model_state) = self.step, donated
         added = step._add(params, model_state, opt_state, micro_batch, shardings)

@@ -52,12 +52,11 @@ class RunWindow(Program["WindowStep"]):
 
     def body(
         self,
+        shardings: Shardings,
         donated: Tree,
         kept: Tree,
         micro_batches: MicroBatch,
         num_micro_batches: Bound,
-        *,
-        shardings: Shardings,
     ) -> tuple[Tree, StepMetrics]:
         step, (params, old, model_state) = self.step, donated
         window, skipped, aux, model_state = run_window(
