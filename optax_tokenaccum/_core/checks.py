@@ -87,9 +87,8 @@ def check_params(params: Params) -> None:
     for path, leaf in trees.named_leaves(params):
         if "_overwrite_with_gradient" in path:
             raise ValueError(
-                "Scales of 8-bit floats cannot be summed: got the collection "
-                "'_overwrite_with_gradient'. Overwrite it yourself, with the maximum "
-                "over the window."
+                f"Scales of 8-bit floats cannot be summed: got {path}. Overwrite them "
+                "yourself, with the maximum over the window."
             )
         if not trees.is_number(leaf):
             got = getattr(leaf, "dtype", type(leaf).__name__)

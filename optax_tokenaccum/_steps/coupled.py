@@ -135,9 +135,8 @@ def of_model_state(
         checks.check_params(params)
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                "coupled_value_and_grad must not run in a shard_map, whose devices "
-                "would couple their own rows. Call it in a jit, with a batch that is "
-                "spread."
+                "In a shard_map, coupled_value_and_grad would couple each device's own "
+                "rows. Call it in a jit, with a batch that is spread."
             )
         check_micro_batches(micro_batches, num_micro_batches)
         keywords = as_keywords(kwargs)

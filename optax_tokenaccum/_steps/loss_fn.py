@@ -1,7 +1,8 @@
 """What a `loss_fn` is: its arguments and results."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,10 @@ from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.trees import Aux, Leaf, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch
 
-
-class LossFn(Protocol):
-    """`loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`.
-
-    With `has_aux` it returns `(loss_sum, (num_tokens, aux))`. With `has_model_state` it
-    is `loss_fn(params, model_state, batch, **kwargs) -> (returned, model_state)`.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
+# `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`; with `has_aux`,
+# `(loss_sum, (num_tokens, aux))`. With `has_model_state` it is `loss_fn(params,
+# model_state, batch, **kwargs) -> (returned, model_state)`.
+LossFn = Callable[..., Any]
 # Leaves of the model's state that a loss changed, by their index.
 Changes = dict[int, jax.Array]
 

@@ -40,14 +40,9 @@ class RunWindow(Program["WindowStep"]):
         **loss_kwargs: Tree,
     ) -> tuple[MicroBatch, Bound]:
         check_micro_batches(micro_batches, num_micro_batches)
+        keywords, devices = as_keywords(loss_kwargs), self.step.setup.devices
         with explained(micro_batches):
-            given = as_micro_batch(
-                micro_batches,
-                rng,
-                as_keywords(loss_kwargs),
-                self.step.setup.devices,
-                axis=1,
-            )
+            given = as_micro_batch(micro_batches, rng, keywords, devices, axis=1)
         return given, num_micro_batches
 
     def body(
