@@ -9,16 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import checks, donation, trees
-from optax_tokenaccum._core.backward import (
-    CAN_ADD_IN_PLACE,
-    add,
-    add_gradients,
-    at_most_once,
-    can_overwrite,
-    report,
-    zero_perturbations,
-)
+from optax_tokenaccum._core import backward, checks, donation, trees
 from optax_tokenaccum._core.perturbations import PerturbedLoss, contribution
 from optax_tokenaccum._core.schedule import CountSchedule, Schedule, make_schedule
 from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
@@ -134,7 +125,7 @@ class Accumulation:
                 return so_far
             wide = jnp.asarray(x).astype(trees.at_least_float32(so_far.dtype))
             x = contribution(self._weighted(wide, n), n)
-            return add(so_far, trees.zero_unless(~skipped, x))
+            return backward.add(so_far, trees.zero_unless(~skipped, x))
 
         sums = jax.tree.map(add_leaf, state.grad_sums, gradients)
         weighted = self._weighted(jnp.asarray(value), n)
@@ -157,21 +148,21 @@ class Accumulation:
         leaves = jax.tree.leaves(params)
         skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
         if self.should_skip_update_fn is None:
-            added = add_gradients(loss, sums, params, is_spread)
+            added = backward.add_gradients(loss, sums, params, is_spread)
             sums, value, (n, aux) = added
         else:
             why = "should_skip_update_fn is given the whole gradient"
-            report(params, dict.fromkeys(range(len(leaves)), why))
+            backward.report(params, dict.fromkeys(range(len(leaves)), why))
             differentiate = jax.value_and_grad(loss, has_aux=True)
             (value, (n, aux)), gradients = differentiate(
-                zero_perturbations(sums, leaves)
+                backward.zero_perturbations(sums, leaves)
             )
             pairs = zip(gradients, sums, strict=True)
             whole = [jnp.zeros_like(x) if g is None else g for g, x in pairs]
             over_all = reduce_over_devices(structure.unflatten(whole))
             skipped, skip_state = self.should_skip(over_all, state, params, n)
             sums = [
-                add(x, trees.zero_unless(~skipped, g))
+                backward.add(x, trees.zero_unless(~skipped, g))
                 for x, g in zip(sums, whole, strict=True)
             ]
         sums = structure.unflatten(sums)
@@ -241,7 +232,7 @@ class Accumulation:
         """The state with new sums of gradients; adds the other numbers."""
 
         def add_number(so_far: jax.Array, x: jax.Array) -> jax.Array:
-            return add(so_far, jnp.where(skipped, jnp.zeros_like(x), x))
+            return backward.add(so_far, jnp.where(skipped, jnp.zeros_like(x), x))
 
         new = state._replace(
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
@@ -262,7 +253,7 @@ class Accumulation:
             tuple[trees.Gradients, trees.T, trees.OptState],
         ],
         carried: trees.T,
-        loop: Callable[..., Any] = at_most_once,
+        loop: Callable[..., Any] = backward.at_most_once,
     ) -> tuple[TokenAccumulationState, trees.T]:
         """If `closes`, ends the window, with an update if it holds any token.
 
@@ -284,7 +275,7 @@ class Accumulation:
         def zero_if_closed(x: jax.Array) -> jax.Array:
             return jnp.where(closes, jnp.zeros_like(x), x)
 
-        run_if = loop if can_overwrite(state.grad_sums) else in_conditional
+        run_if = loop if backward.can_overwrite(state.grad_sums) else in_conditional
         carry = state.grad_sums, carried, state.inner_opt_state
         kept, carried, inner_opt_state = run_if(due, run_on, carry)
         skip_state = state.skip_state
@@ -329,7 +320,7 @@ class Accumulation:
     ) -> trees.Gradients:
         """The same, in the memory of the sums."""
         # In sums that are narrower than float32 the quotient would be rounded twice.
-        if CAN_ADD_IN_PLACE and trees.are_wide(state.grad_sums):
+        if backward.CAN_ADD_IN_PLACE and trees.are_wide(state.grad_sums):
             return trees.cast_like(self._quotients(state), like)
         return self.window_gradient(state, like)
 
@@ -338,7 +329,7 @@ class Accumulation:
     ) -> tuple[trees.Gradients, jax.Array]:
         """The gradient of a window, and its global norm, for an update."""
         dtype = state.acc_value.dtype
-        if can_overwrite(state.grad_sums) and trees.are_wide(state.grad_sums):
+        if backward.can_overwrite(state.grad_sums) and trees.are_wide(state.grad_sums):
             # A TPU would store gradients that are narrower than their sums, unless it
             # casts them where the update reads them.
             quotients = self._quotients(state)
@@ -358,7 +349,7 @@ class Accumulation:
 
         # The loop is what makes XLA reuse the memory of the sums. An empty window has
         # nothing to divide.
-        return at_most_once(state.mini_step > 0, divide, state.grad_sums)
+        return backward.at_most_once(state.mini_step > 0, divide, state.grad_sums)
 
     def _mean(self, x: jax.Array, state: TokenAccumulationState) -> jax.Array:
         return trees.token_mean(x, state.acc_tokens) if self.token_mean else x

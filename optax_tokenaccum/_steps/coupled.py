@@ -13,16 +13,11 @@ from optax_tokenaccum._core.accumulation import make_accumulation
 from optax_tokenaccum._core.trees import Aux, Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import as_micro_batch
 from optax_tokenaccum._devices.mesh import Devices
+from optax_tokenaccum._steps import window
 from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, describe
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.value_and_grad import without_state
-from optax_tokenaccum._steps.window import (
-    Bound,
-    check_micro_batches,
-    for_each,
-    run_window,
-)
 
 
 def coupled_value_and_grad(
@@ -129,7 +124,7 @@ def of_model_state(
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Bound = None,
+        num_micro_batches: window.Bound = None,
         **kwargs: Tree,
     ) -> Any:
         checks.check_params(params)
@@ -138,7 +133,7 @@ def of_model_state(
                 "In a shard_map, coupled_value_and_grad would couple each device's own "
                 "rows. Call it in a jit, with a batch that is spread."
             )
-        check_micro_batches(micro_batches, num_micro_batches)
+        window.check_micro_batches(micro_batches, num_micro_batches)
         keywords = as_keywords(kwargs)
 
         def summarize(
@@ -150,7 +145,7 @@ def of_model_state(
             summary, state = summary_fn(own, state, batch, **given.build(), **key)
             return state, jax.tree.map(jnp.asarray, summary)
 
-        _, summaries = for_each(
+        _, summaries = window.for_each(
             summarize, model_state, micro_batches, num_micro_batches, True, "summary_fn"
         )
         if not any(map(trees.is_float, jax.tree.leaves(summaries))):
@@ -160,9 +155,9 @@ def of_model_state(
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
         rows = micro_batches, weights
         given = as_micro_batch(rows, rng, keywords, setup.devices, axis=1)
-        window = run_window(setup, params, model_state, given, num_micro_batches)
-        grads = trees.cast_like(window.opt_state.grad_sums, params)
-        return (values, window.model_state), grads
+        added = window.run_window(setup, params, model_state, given, num_micro_batches)
+        grads = trees.cast_like(added.opt_state.grad_sums, params)
+        return (values, added.model_state), grads
 
     return value_and_grad
 
