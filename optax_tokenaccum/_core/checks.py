@@ -33,16 +33,16 @@ def as_micro_batches(micro_batches: Iterable[T]) -> list[T]:
     return list(micro_batches)
 
 
-def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> int:
+def as_count(count: Any, name: str, *, otherwise: str = "") -> int:
     """`count`, of any integer type, as an int; `otherwise` ends the rule in errors."""
-    rule = f"{name} must be an integer of at least {least}{otherwise}"
+    rule = f"{name} must be an integer of at least 1{otherwise}"
     try:
         given = None if isinstance(count, bool) else operator.index(count)
     except TypeError:
         given = None
     if given is None:
         raise TypeError(f"{rule}: got a {type(count).__name__}.")
-    if given < least:
+    if given < 1:
         raise ValueError(f"{rule}: got {given}.")
     return given
 

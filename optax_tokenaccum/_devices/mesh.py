@@ -87,9 +87,8 @@ class Devices:
                 return jnp.zeros_like(p, dtype)
             shape = *self.device_axis, *jnp.shape(p)
             sharding = self._sharding_of_sum(p)
-            if trees.is_concrete(
-                p
-            ):  # never made on one device first, where it may not fit
+            # Never made on one device first, where it may not fit.
+            if trees.is_concrete(p):
                 return jnp.zeros(shape, dtype, device=sharding)
             zeros, known = jnp.zeros(shape, dtype), trees.sharding_of(p)
             if known is None:

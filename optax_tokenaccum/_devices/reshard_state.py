@@ -63,13 +63,12 @@ def reshard_state(state: trees.Tree, like: trees.T) -> trees.T:
         for name in gone:
             del saved[name]
     for name in saved.keys() & wanted.keys():
+        old, new = saved[name], wanted[name]
         if "grad_sums" in name:
-            saved[name] = _regrouped(saved[name], wanted[name])
-        elif trees.is_key(wanted[name]) and not trees.is_key(
-            saved[name]
-        ):  # as NumPy restores it
-            impl = jax.random.key_impl(wanted[name])
-            saved[name] = jax.random.wrap_key_data(saved[name], impl=impl)
+            saved[name] = _regrouped(old, new)
+        elif trees.is_key(new) and not trees.is_key(old):  # as NumPy restores it
+            impl = jax.random.key_impl(new)
+            saved[name] = jax.random.wrap_key_data(old, impl=impl)
     trees.check_same_tree(saved, wanted, "The states must be of the same training")
     leaves = [_put(saved[name], x) for name, x in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
