@@ -102,7 +102,6 @@ class Accumulation:
         num_tokens: ArrayLike | None,
         value: ArrayLike | None = None,
     ) -> Added:
-        """Adds a micro-batch to the window."""
         if not isinstance(state, TokenAccumulationState):
             raise TypeError(
                 "The state must be the TokenAccumulationState that init or the last "
@@ -154,9 +153,8 @@ class Accumulation:
             why = "should_skip_update_fn is given the whole gradient"
             backward.report(params, dict.fromkeys(range(len(leaves)), why))
             differentiate = jax.value_and_grad(loss, has_aux=True)
-            (value, (n, aux)), gradients = differentiate(
-                backward.zero_perturbations(sums, leaves)
-            )
+            perturbations = backward.zero_perturbations(sums, leaves)
+            (value, (n, aux)), gradients = differentiate(perturbations)
             pairs = zip(gradients, sums, strict=True)
             whole = [jnp.zeros_like(x) if g is None else g for g, x in pairs]
             over_all = reduce_over_devices(structure.unflatten(whole))
@@ -208,7 +206,6 @@ class Accumulation:
         return skipped, SkipState(of_function, old.rejected + skipped.astype(jnp.int32))
 
     def _asked(self, *given: trees.Tree) -> tuple[jax.Array, trees.Tree]:
-        """What `should_skip_update_fn` returns."""
         assert self.should_skip_update_fn is not None
         returned: Any = self.should_skip_update_fn(*given)
         if not isinstance(returned, tuple) or jnp.shape(returned[0]) != ():
@@ -387,11 +384,10 @@ def make_accumulation(
 
 
 def norm_of(gradients: trees.Gradients, dtype: trees.DType) -> jax.Array:
-    """The global norm, in `dtype`."""
-    wide = jax.tree.map(
-        lambda x: x.astype(trees.common_dtype(x.dtype, dtype)), gradients
-    )
-    return optax.tree.norm(wide).astype(dtype)
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(trees.common_dtype(x.dtype, dtype))
+
+    return optax.tree.norm(jax.tree.map(wide, gradients)).astype(dtype)
 
 
 def in_conditional(

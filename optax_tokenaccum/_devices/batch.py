@@ -78,8 +78,7 @@ def as_micro_batch(
     trees.check_arrays(batch, "A batch")
     leaves, mesh = jax.tree.leaves(batch), devices.mesh
     if mesh is None:
-        own = rng, keywords
-        return MicroBatch(batch, *own, is_replicated=(), axis=axis, entry=None)
+        return MicroBatch(batch, rng, keywords, is_replicated=(), axis=axis, entry=None)
     everywhere = NamedSharding(mesh, P())
     arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) > axis]
     copies = [i for i in arrays if _is_replicated(leaves[i], devices.names)]

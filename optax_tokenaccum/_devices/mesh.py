@@ -125,9 +125,8 @@ class Devices:
                 return x
             _, first, *rest = spec
             x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-            return self._constrain(
-                x, [entry_of((*self.names, *names_in(first))), *rest]
-            )
+            merged = entry_of((*self.names, *names_in(first)))
+            return self._constrain(x, [merged, *rest])
 
         def stacked(x: jax.Array, spec: list[Entry], shape: tuple[int, ...]) -> Leaf:
             x = x.reshape(*self.device_axis, *shape) if self.device_axis else x

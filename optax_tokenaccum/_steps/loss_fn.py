@@ -31,7 +31,6 @@ class Loss:
     def __call__(
         self, params: Params, model_state: ModelState, micro_batch: MicroBatch
     ) -> tuple[jax.Array, tuple[ArrayLike, tuple[Aux, Changes]]]:
-        """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
         key = {} if micro_batch.rng is None else {"rng": micro_batch.rng}
         keywords = micro_batch.loss_kwargs.build() | key
         # A loss may assign to the containers that it is given.

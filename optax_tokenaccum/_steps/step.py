@@ -82,9 +82,8 @@ class Step(abc.ABC):
         # Its own, because an optimizer may return an array that it keeps.
         opt_state = own(self.setup.devices.init(init, params))
         if model_state is not None:
-            model_state = self.setup.devices.place(
-                donation.canonicalize_state(params, own(model_state))
-            )
+            model_state = donation.canonicalize_state(params, own(model_state))
+            model_state = self.setup.devices.place(model_state)
         state = StepState(params, opt_state, model_state)
         remember(state, HostInfo(self.layout_of(state), count=0))
         return state

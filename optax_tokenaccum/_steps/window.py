@@ -87,8 +87,6 @@ def run_window(
 
 
 def micro_batch_at(micro_batches: Batch, i: ArrayLike) -> Batch:
-    """The micro-batch at an index of a stacked window."""
-
     def take(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 

@@ -369,9 +369,8 @@ def _sgd(
         is_armed = (armed.start <= state) & (state < armed.stop)
 
         def step(g: jax.Array) -> jax.Array:
-            wide = g.astype(
-                trees.common_dtype(g.dtype, jnp.float32)
-            )  # float16 overflows
+            # float16 overflows
+            wide = g.astype(trees.common_dtype(g.dtype, jnp.float32))
             size = jnp.where(is_some, jnp.where(is_armed, wide, 0), of_zeros)
             return (-scale * size).astype(g.dtype)
 
