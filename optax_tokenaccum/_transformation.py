@@ -19,6 +19,7 @@ from optax_tokenaccum._core.accumulation import (
 from optax_tokenaccum._core.backward import at_most_once
 from optax_tokenaccum._core.schedule import CountSchedule
 from optax_tokenaccum._core.state import TokenAccumulationState
+from optax_tokenaccum._core.trees import T
 
 
 def token_accumulation(
@@ -427,23 +428,19 @@ def _close(
     return updates, state._replace(grad_sums=jax.tree.map(zero, state.grad_sums))
 
 
-def _at_most_once(
-    runs: trees.TracedBool, body: Callable[[trees.T], trees.T], carry: trees.T
-) -> trees.T:
+def _at_most_once(runs: trees.TracedBool, body: Callable[[T], T], carry: T) -> T:
     """`at_most_once`, with the derivatives of a conditional."""
     if trees.is_concrete(runs):
         return in_conditional(runs, body, carry)
     converted, consts = jax.closure_convert(body, carry)
 
     @jax.custom_jvp
-    def loop(runs: trees.TracedBool, carry: trees.T, *consts: jax.Array) -> trees.T:
+    def loop(runs: trees.TracedBool, carry: T, *consts: jax.Array) -> T:
         return at_most_once(runs, lambda x: converted(x, *consts), carry)
 
     @loop.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[trees.T, trees.T]:
-        def conditional(
-            runs: trees.TracedBool, carry: trees.T, *consts: jax.Array
-        ) -> trees.T:
+    def _(primals: Any, tangents: Any) -> tuple[T, T]:
+        def conditional(runs: trees.TracedBool, carry: T, *consts: jax.Array) -> T:
             return in_conditional(runs, lambda x: converted(x, *consts), carry)
 
         return jax.jvp(conditional, primals, tangents)

@@ -13,6 +13,7 @@ from optax_tokenaccum._core import backward, checks, donation, trees
 from optax_tokenaccum._core.perturbations import PerturbedLoss, contribution
 from optax_tokenaccum._core.schedule import CountSchedule, Schedule, make_schedule
 from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
+from optax_tokenaccum._core.trees import T
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
 SkipFn = Callable[..., tuple[ArrayLike, trees.Tree]]
@@ -246,12 +247,12 @@ class Accumulation:
         state: TokenAccumulationState,
         closes: trees.TracedBool,
         run: Callable[
-            [TokenAccumulationState, trees.T],
-            tuple[trees.Gradients, trees.T, trees.OptState],
+            [TokenAccumulationState, T],
+            tuple[trees.Gradients, T, trees.OptState],
         ],
-        carried: trees.T,
+        carried: T,
         loop: Callable[..., Any] = backward.at_most_once,
-    ) -> tuple[TokenAccumulationState, trees.T]:
+    ) -> tuple[TokenAccumulationState, T]:
         """If `closes`, ends the window, with an update if it holds any token.
 
         `run(state, carried)` makes the update. It returns what takes the memory of the
@@ -262,7 +263,7 @@ class Accumulation:
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
         def run_on(
-            carry: tuple[trees.Gradients, trees.T, trees.OptState],
+            carry: tuple[trees.Gradients, T, trees.OptState],
         ) -> tuple[Any, ...]:
             sums, carried, old = carry
             whole = state._replace(grad_sums=sums, inner_opt_state=old)
@@ -390,9 +391,7 @@ def norm_of(gradients: trees.Gradients, dtype: trees.DType) -> jax.Array:
     return optax.tree.norm(jax.tree.map(wide, gradients)).astype(dtype)
 
 
-def in_conditional(
-    runs: trees.TracedBool, body: Callable[[trees.T], trees.T], carry: trees.T
-) -> trees.T:
+def in_conditional(runs: trees.TracedBool, body: Callable[[T], T], carry: T) -> T:
     """`body(carry)` if `runs`, else `carry`, in a `jax.lax.cond` or a plain `if`."""
     if trees.is_concrete(runs):  # an eager `cond` would compile in every call
         return body(carry) if runs else carry
