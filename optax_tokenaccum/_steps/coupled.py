@@ -130,7 +130,7 @@ def of_model_state(
         checks.check_params(params)
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                "In a shard_map, coupled_value_and_grad would couple each device's own "
+                "coupled_value_and_grad in a shard_map: devices would couple their own "
                 "rows. Call it in a jit, with a batch that is spread."
             )
         window.check_micro_batches(micro_batches, num_micro_batches)
