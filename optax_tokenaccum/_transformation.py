@@ -146,7 +146,7 @@ def update_window(
     close_window: trees.TracedBool | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Updates, TokenAccumulationState]:
-    num_tokens = checks.check_num_tokens(num_tokens, updates, extra_args)
+    checks.check_num_tokens(num_tokens, updates, extra_args)
     added = accumulation.add(updates, state, params, num_tokens, value)
     state = added.opt_state
     mean_value, extra_args["num_tokens"] = accumulation.window_so_far(state)

@@ -116,8 +116,8 @@ def check_trains(params: Params, is_read: list[bool]) -> None:
 
 def check_num_tokens(
     num_tokens: ArrayLike | None, gradients: Gradients, others: Iterable[str]
-) -> ArrayLike:
-    """The count, if it is there and, as types tell, that of the gradients' devices.
+) -> None:
+    """Raises if a count is missing or, as types tell, that of one device.
 
     `others` are the other keywords of the call, for the error.
     """
@@ -133,7 +133,7 @@ def check_num_tokens(
             "clip, inner), k)."
         )
     if trees.is_concrete(num_tokens):
-        return num_tokens
+        return
     for path, leaf in trees.named_leaves(gradients):
         axes = sorted(trees.varying_axes(num_tokens) - trees.varying_axes(leaf))
         if axes and not trees.is_float0(leaf):
@@ -145,7 +145,6 @@ def check_num_tokens(
                 "jax.lax.psum(n, axis), grads = jax.tree.map(lambda g: jax.lax.psum("
                 "g * n, axis) / total, grads), num_tokens=total."
             )
-    return num_tokens
 
 
 def check_nnx_variables(params: Params) -> None:

@@ -184,32 +184,29 @@ class Program(abc.ABC, Generic[StepT]):
         )
 
 
-class Lowered:
+class Stage:
+    """A stage of JAX, for a program that is called with a state, not with its parts."""
+
+    def __init__(self, stage: Any, call: Callable[..., Any]):
+        self._stage = stage
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+class Lowered(Stage):
     """A `jax.stages.Lowered`, whose compiled program is called as it was lowered."""
 
-    def __init__(self, lowered: Any, call: Callable[..., Any]):
-        self._lowered = lowered
-        self._call = call
-
     def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
-        return Compiled(self._lowered.compile(*args, **kwargs), self._call)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
+        return Compiled(self._stage.compile(*args, **kwargs), self._call)
 
 
-class Compiled:
-    """A `jax.stages.Compiled`, which is called with a state instead of its parts."""
-
-    def __init__(self, compiled: Any, call: Callable[..., Any]):
-        self._compiled = compiled
-        self._call = call
+class Compiled(Stage):
+    """A `jax.stages.Compiled`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._compiled, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+        return self._call(self._stage, *args, **kwargs)
 
 
 UNKNOWN = object()  # in the place of a sharding, since `None` is not a leaf
