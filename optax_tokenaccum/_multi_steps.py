@@ -6,16 +6,11 @@ from typing import Any, Literal
 import jax
 import optax
 
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.accumulation import Accumulation, SkipFn, make_accumulation
-from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
+from optax_tokenaccum._core.schedule import CountSchedule
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    DType,
-    OptState,
-    Params,
-    cast_like,
-    check_same_tree,
-)
+from optax_tokenaccum._core.trees import DType, OptState, Params
 from optax_tokenaccum._transformation import (
     Transformation,
     as_transformation,
@@ -75,18 +70,17 @@ class MultiSteps:
           ValueError: as for `token_accumulation`.
           TypeError: as for `token_accumulation`, or `every_k_schedule` is `None`.
         """
-        schedule = make_schedule(every_k_schedule, None)
-        if not schedule.is_set:
+        if every_k_schedule is None:
             raise TypeError("MultiSteps needs every_k_schedule: got None.")
-        accumulation = make_accumulation(
+        self.accumulation = make_accumulation(
             opt,
-            schedule,
+            every_k_schedule,
+            None,
             gradients,
             should_skip_update_fn,
             accumulator_dtype,
             token_mean=use_grad_mean,
         )
-        self.accumulation = accumulation
         self.inner_opt = optax.with_extra_args_support(opt)
 
     def init(self, params: Params) -> TokenAccumulationState:
@@ -149,7 +143,8 @@ def from_multi_steps_state(
       >>> optimizer = MultiSteps(inner, 4)
       >>> state = from_multi_steps_state(optimizer, old_state, params)
     """
-    flatten = functools.partial(jax.tree.flatten, is_leaf=_is_accumulation)
+    kind = TokenAccumulationState | optax.MultiStepsState
+    flatten = functools.partial(jax.tree.flatten, is_leaf=lambda x: isinstance(x, kind))
     ours, structure = flatten(tx.init(params))
     if not any(isinstance(x, TokenAccumulationState) for x in ours):
         raise ValueError("tx must accumulate, with an optimizer of optax_tokenaccum.")
@@ -165,10 +160,6 @@ def from_multi_steps_state(
     return jax.tree.unflatten(structure, map(_taken_over, ours, theirs))
 
 
-def _is_accumulation(x: object) -> bool:
-    return isinstance(x, TokenAccumulationState | optax.MultiStepsState)
-
-
 def _taken_over(new: OptState, old: OptState) -> OptState:
     if not isinstance(new, TokenAccumulationState):
         return old
@@ -178,12 +169,12 @@ def _taken_over(new: OptState, old: OptState) -> OptState:
             f"mini_step {int(old.mini_step)}, of a mean of means without counts. To "
             "give it up, write state._replace(mini_step=0)."
         )
-    check_same_tree(
+    trees.check_same_tree(
         old.inner_opt_state,
         new.inner_opt_state,
         "The old inner state must be one of tx's inner optimizer and parameters",
     )
     return new._replace(
-        gradient_step=cast_like(old.gradient_step, new.gradient_step),
-        inner_opt_state=cast_like(old.inner_opt_state, new.inner_opt_state),
+        gradient_step=trees.cast_like(old.gradient_step, new.gradient_step),
+        inner_opt_state=trees.cast_like(old.inner_opt_state, new.inner_opt_state),
     )

@@ -9,44 +9,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.backward import (
-    CAN_ADD_IN_PLACE,
-    add,
-    add_gradients,
-    at_most_once,
-    can_overwrite,
-    report,
-    zero_perturbations,
-)
-from optax_tokenaccum._core.checks import (
-    ACCUMULATES,
-    as_inner_optimizer,
-    check_function,
-    check_params,
-)
-from optax_tokenaccum._core.donation import canonicalize_state
+from optax_tokenaccum._core import backward, checks, donation, trees
 from optax_tokenaccum._core.perturbations import PerturbedLoss, contribution
-from optax_tokenaccum._core.schedule import Schedule
+from optax_tokenaccum._core.schedule import CountSchedule, Schedule, make_schedule
 from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Aux,
-    DType,
-    Gradients,
-    Leaf,
-    ModelState,
-    OptState,
-    Params,
-    T,
-    TracedBool,
-    Tree,
-    as_num_tokens,
-    as_real_scalar,
-    zero_unless,
-)
+from optax_tokenaccum._core.trees import T
 
 # optax's protocol: (updates, gradient_step, params) -> (whether to skip, its state).
-SkipFn = Callable[..., tuple[ArrayLike, Tree]]
+SkipFn = Callable[..., tuple[ArrayLike, trees.Tree]]
 
 
 class Added(NamedTuple):
@@ -54,8 +24,8 @@ class Added(NamedTuple):
 
     opt_state: TokenAccumulationState
     skipped: jax.Array
-    aux: Aux = None
-    model_state: ModelState = None
+    aux: trees.Aux = None
+    model_state: trees.ModelState = None
 
 
 @dataclass(frozen=True)
@@ -66,31 +36,34 @@ class Accumulation:
     schedule: Schedule
     gradients: Literal["sum", "mean"]  # of the loss over the tokens
     should_skip_update_fn: SkipFn | None
-    accumulator_dtype: DType | None  # `None`: float32 or wider
+    accumulator_dtype: trees.DType | None  # `None`: float32 or wider
     token_mean: bool  # `False`: sums are handed over undivided
 
     def init(
-        self, params: Params, sums: Gradients | None = None
+        self, params: trees.Params, sums: trees.Gradients | None = None
     ) -> TokenAccumulationState:
         """The state of a run. `sums` are zeros like the parameters, unless given."""
-        check_params(params)
-        inner_opt_state = self.init_inner(params)
-        sums = self.zeros(params) if sums is None else sums
-        return self.empty_window(params, sums, inner_opt_state)
+        checks.check_params(params)
+        return self.empty_window(params, sums, self.init_inner(params))
 
-    def init_inner(self, params: Params) -> OptState:
+    def init_inner(self, params: trees.Params) -> trees.OptState:
         """The state of the inner optimizer, which must not accumulate too."""
         inner_opt_state = self.inner.init(params)
         accumulates = TokenAccumulationState, optax.MultiStepsState
         if trees.nodes_of(accumulates, inner_opt_state):
-            raise ValueError(ACCUMULATES)
+            raise ValueError(checks.ACCUMULATES)
         return inner_opt_state
 
     def empty_window(
-        self, params: Params, sums: Gradients, inner_opt_state: OptState = ()
+        self,
+        params: trees.Params,
+        sums: trees.Gradients | None = None,
+        inner_opt_state: trees.OptState = (),
     ) -> TokenAccumulationState:
-        dtypes = jax.tree.leaves(self.dtypes(params))
-        dtype = trees.common_dtype(jnp.float32, *dtypes)
+        dtypes = self.dtypes(params)
+        if sums is None:
+            sums = jax.tree.map(jnp.zeros_like, params, dtypes)
+        dtype = trees.common_dtype(jnp.float32, *jax.tree.leaves(dtypes))
         zero, gradient_step = jnp.zeros((), dtype).real, jnp.zeros((), jnp.int32)
         skip_state: SkipState | tuple[()] = ()
         if self.should_skip_update_fn is not None:
@@ -107,33 +80,29 @@ class Accumulation:
             has_updated=jnp.zeros((), jnp.bool_),
             skip_state=skip_state,
         )
-        return canonicalize_state(params, state)
+        return donation.canonicalize_state(params, state)
 
-    def zeros(self, params: Params) -> Gradients:
-        return jax.tree.map(jnp.zeros_like, params, self.dtypes(params))
-
-    def dtypes(self, params: Params) -> Tree:
+    def dtypes(self, params: trees.Params) -> trees.Tree:
         """The dtypes of the sums, by the tree of the parameters."""
-        return jax.tree.map(self._dtype_of, params)
 
-    def _dtype_of(self, param: jax.Array) -> DType:
-        """The dtype of a parameter's sum, complex if the parameter is."""
-        given = jnp.result_type(param)
-        if self.accumulator_dtype is None:
-            return trees.at_least_float32(given)
-        if jnp.issubdtype(given, jnp.complexfloating):
-            return trees.common_dtype(self.accumulator_dtype, jnp.complex64)
-        return self.accumulator_dtype
+        def dtype_of(param: jax.Array) -> trees.DType:
+            given = jnp.result_type(param)
+            if self.accumulator_dtype is None:
+                return trees.at_least_float32(given)
+            if jnp.issubdtype(given, jnp.complexfloating):
+                return trees.common_dtype(self.accumulator_dtype, jnp.complex64)
+            return self.accumulator_dtype
+
+        return jax.tree.map(dtype_of, params)
 
     def add(
         self,
-        gradients: Gradients,
+        gradients: trees.Gradients,
         state: TokenAccumulationState,
-        params: Params | None,
+        params: trees.Params | None,
         num_tokens: ArrayLike | None,
         value: ArrayLike | None = None,
     ) -> Added:
-        """Adds a micro-batch to the window."""
         if not isinstance(state, TokenAccumulationState):
             raise TypeError(
                 "The state must be the TokenAccumulationState that init or the last "
@@ -147,16 +116,16 @@ class Accumulation:
             "shapes of the parameters given to init",
         )
         dtype = state.acc_tokens.dtype
-        n = as_num_tokens(num_tokens, dtype)
-        value = as_real_scalar(0.0 if value is None else value, "value", dtype)
+        n = trees.as_num_tokens(num_tokens, dtype)
+        value = trees.as_real_scalar(0.0 if value is None else value, "value", dtype)
         skipped, skip_state = self.should_skip(gradients, state, params, n)
 
-        def add_leaf(so_far: jax.Array, x: Leaf) -> jax.Array:
+        def add_leaf(so_far: jax.Array, x: trees.Leaf) -> jax.Array:
             if trees.is_float0(x):
                 return so_far
             wide = jnp.asarray(x).astype(trees.at_least_float32(so_far.dtype))
             x = contribution(self._weighted(wide, n), n)
-            return add(so_far, zero_unless(~skipped, x))
+            return backward.add(so_far, trees.zero_unless(~skipped, x))
 
         sums = jax.tree.map(add_leaf, state.grad_sums, gradients)
         weighted = self._weighted(jnp.asarray(value), n)
@@ -166,12 +135,9 @@ class Accumulation:
         self,
         loss: PerturbedLoss,
         state: TokenAccumulationState,
-        params: Params,
+        params: trees.Params,
         is_spread: list[bool],
-        *,
-        reduce_over_devices: Callable[[Gradients], Gradients] = lambda gradients: (
-            gradients
-        ),
+        reduce_over_devices: Callable[[trees.Gradients], trees.Gradients],
     ) -> Added:
         """Differentiates a perturbed loss, and adds the micro-batch.
 
@@ -182,21 +148,20 @@ class Accumulation:
         leaves = jax.tree.leaves(params)
         skipped, skip_state = jnp.zeros((), jnp.bool_), state.skip_state
         if self.should_skip_update_fn is None:
-            added = add_gradients(loss, sums, params, is_spread)
+            added = backward.add_gradients(loss, sums, params, is_spread)
             sums, value, (n, aux) = added
         else:
             why = "should_skip_update_fn is given the whole gradient"
-            report(params, dict.fromkeys(range(len(leaves)), why))
+            backward.report(params, dict.fromkeys(range(len(leaves)), why))
             differentiate = jax.value_and_grad(loss, has_aux=True)
-            (value, (n, aux)), gradients = differentiate(
-                zero_perturbations(sums, leaves)
-            )
+            perturbations = backward.zero_perturbations(sums, leaves)
+            (value, (n, aux)), gradients = differentiate(perturbations)
             pairs = zip(gradients, sums, strict=True)
             whole = [jnp.zeros_like(x) if g is None else g for g, x in pairs]
             over_all = reduce_over_devices(structure.unflatten(whole))
             skipped, skip_state = self.should_skip(over_all, state, params, n)
             sums = [
-                add(x, zero_unless(~skipped, g))
+                backward.add(x, trees.zero_unless(~skipped, g))
                 for x, g in zip(sums, whole, strict=True)
             ]
         sums = structure.unflatten(sums)
@@ -206,9 +171,9 @@ class Accumulation:
 
     def should_skip(
         self,
-        gradients: Gradients,
+        gradients: trees.Gradients,
         state: TokenAccumulationState,
-        params: Params | None,
+        params: trees.Params | None,
         num_tokens: jax.Array,
     ) -> tuple[jax.Array, SkipState | tuple[()]]:
         """Whether `should_skip_update_fn` rejects a micro-batch; its new state."""
@@ -241,8 +206,7 @@ class Accumulation:
         )
         return skipped, SkipState(of_function, old.rejected + skipped.astype(jnp.int32))
 
-    def _asked(self, *given: Tree) -> tuple[jax.Array, Tree]:
-        """What `should_skip_update_fn` returns."""
+    def _asked(self, *given: trees.Tree) -> tuple[jax.Array, trees.Tree]:
         assert self.should_skip_update_fn is not None
         returned: Any = self.should_skip_update_fn(*given)
         if not isinstance(returned, tuple) or jnp.shape(returned[0]) != ():
@@ -250,7 +214,6 @@ class Accumulation:
         return jnp.asarray(returned[0], jnp.bool_), returned[1]
 
     def _weighted(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        """A gradient or the loss as a sum over tokens."""
         # Without a token mean, the inner optimizer is given the sum of what was given.
         is_mean = self.token_mean and self.gradients == "mean"
         return x * num_tokens.astype(x.dtype) if is_mean else x
@@ -258,7 +221,7 @@ class Accumulation:
     def _added(
         self,
         state: TokenAccumulationState,
-        sums: Gradients,
+        sums: trees.Gradients,
         num_tokens: jax.Array,
         value: jax.Array,
         skipped: jax.Array,
@@ -267,7 +230,7 @@ class Accumulation:
         """The state with new sums of gradients; adds the other numbers."""
 
         def add_number(so_far: jax.Array, x: jax.Array) -> jax.Array:
-            return add(so_far, jnp.where(skipped, jnp.zeros_like(x), x))
+            return backward.add(so_far, jnp.where(skipped, jnp.zeros_like(x), x))
 
         new = state._replace(
             mini_step=state.mini_step + (1 - skipped.astype(jnp.int32)),
@@ -282,21 +245,26 @@ class Accumulation:
     def close(
         self,
         state: TokenAccumulationState,
-        closes: TracedBool,
-        run: Callable[[TokenAccumulationState, T], tuple[Gradients, T, OptState]],
+        closes: trees.TracedBool,
+        run: Callable[
+            [TokenAccumulationState, T],
+            tuple[trees.Gradients, T, trees.OptState],
+        ],
         carried: T,
-        loop: Callable[..., Any] = at_most_once,
+        loop: Callable[..., Any] = backward.at_most_once,
     ) -> tuple[TokenAccumulationState, T]:
         """If `closes`, ends the window, with an update if it holds any token.
 
         `run(state, carried)` makes the update. It returns what takes the memory of the
         sums (zeros, or updates), new values of `carried`, and the inner optimizer's
-        state. Without an update, sums and `carried` are returned as they are: a window
-        without tokens may hold sums, of losses that are real.
+        state. Without an update, sums and `carried` are returned as they are.
         """
+        # A window without tokens may hold sums, of losses that are real.
         due = closes if closes is False else closes & (state.acc_tokens > 0)
 
-        def run_on(carry: tuple[Gradients, T, OptState]) -> tuple[Any, ...]:
+        def run_on(
+            carry: tuple[trees.Gradients, T, trees.OptState],
+        ) -> tuple[Any, ...]:
             sums, carried, old = carry
             whole = state._replace(grad_sums=sums, inner_opt_state=old)
             kept, carried, new = run(whole, carried)
@@ -305,7 +273,7 @@ class Accumulation:
         def zero_if_closed(x: jax.Array) -> jax.Array:
             return jnp.where(closes, jnp.zeros_like(x), x)
 
-        run_if = loop if can_overwrite(state.grad_sums) else in_conditional
+        run_if = loop if backward.can_overwrite(state.grad_sums) else in_conditional
         carry = state.grad_sums, carried, state.inner_opt_state
         kept, carried, inner_opt_state = run_if(due, run_on, carry)
         skip_state = state.skip_state
@@ -332,11 +300,11 @@ class Accumulation:
         return jnp.where(state.acc_tokens > 0, loss, 0), state.acc_tokens
 
     def window_gradient(
-        self, state: TokenAccumulationState, like: Gradients
-    ) -> Gradients:
+        self, state: TokenAccumulationState, like: trees.Gradients
+    ) -> trees.Gradients:
         """`sum g / sum n` in the dtypes of `like`, divided before the one cast."""
 
-        def of_leaf(acc: jax.Array, g: Leaf) -> Leaf:
+        def of_leaf(acc: jax.Array, g: trees.Leaf) -> trees.Leaf:
             if trees.is_float0(g):
                 return trees.zeros_of(g)
             # A divisor of its own for each leaf: of a shared one XLA makes a scalar
@@ -346,22 +314,20 @@ class Accumulation:
         return jax.tree.map(of_leaf, state.grad_sums, like)
 
     def window_gradient_in_place(
-        self, state: TokenAccumulationState, like: Gradients
-    ) -> Gradients:
-        """The same, in the memory of the sums.
-
-        In sums that are narrower than float32 the quotient would be rounded twice.
-        """
-        if CAN_ADD_IN_PLACE and trees.are_wide(state.grad_sums):
+        self, state: TokenAccumulationState, like: trees.Gradients
+    ) -> trees.Gradients:
+        """The same, in the memory of the sums."""
+        # In sums that are narrower than float32 the quotient would be rounded twice.
+        if backward.CAN_ADD_IN_PLACE and trees.are_wide(state.grad_sums):
             return trees.cast_like(self._quotients(state), like)
         return self.window_gradient(state, like)
 
     def gradient_and_norm(
-        self, state: TokenAccumulationState, like: Gradients
-    ) -> tuple[Gradients, jax.Array]:
+        self, state: TokenAccumulationState, like: trees.Gradients
+    ) -> tuple[trees.Gradients, jax.Array]:
         """The gradient of a window, and its global norm, for an update."""
         dtype = state.acc_value.dtype
-        if can_overwrite(state.grad_sums) and trees.are_wide(state.grad_sums):
+        if backward.can_overwrite(state.grad_sums) and trees.are_wide(state.grad_sums):
             # A TPU would store gradients that are narrower than their sums, unless it
             # casts them where the update reads them.
             quotients = self._quotients(state)
@@ -373,15 +339,15 @@ class Accumulation:
         norm = self._mean(norm_of(state.grad_sums, dtype), state)
         return self.window_gradient(state, like), norm
 
-    def _quotients(self, state: TokenAccumulationState) -> Gradients:
+    def _quotients(self, state: TokenAccumulationState) -> trees.Gradients:
         """The gradient of a window in the dtypes and memory of the sums."""
 
-        def divide(acc: Gradients) -> Gradients:
+        def divide(acc: trees.Gradients) -> trees.Gradients:
             return self.window_gradient(state._replace(grad_sums=acc), like=acc)
 
         # The loop is what makes XLA reuse the memory of the sums. An empty window has
         # nothing to divide.
-        return at_most_once(state.mini_step > 0, divide, state.grad_sums)
+        return backward.at_most_once(state.mini_step > 0, divide, state.grad_sums)
 
     def _mean(self, x: jax.Array, state: TokenAccumulationState) -> jax.Array:
         return trees.token_mean(x, state.acc_tokens) if self.token_mean else x
@@ -389,25 +355,27 @@ class Accumulation:
 
 def make_accumulation(
     inner: optax.GradientTransformation,
-    schedule: Schedule,
+    every_k_schedule: CountSchedule | None = None,
+    every_n_tokens: CountSchedule | None = None,
     gradients: Literal["sum", "mean"] = "sum",
     should_skip_update_fn: SkipFn | None = None,
-    accumulator_dtype: DType | None = None,
+    accumulator_dtype: trees.DType | None = None,
     token_mean: bool = True,
 ) -> Accumulation:
     """Checks the arguments that every public constructor has in common."""
+    schedule = make_schedule(every_k_schedule, every_n_tokens)
     if gradients not in ("sum", "mean"):
         raise ValueError(
             f"gradients must be 'sum' or 'mean', what they are of: got {gradients!r}."
         )
     if should_skip_update_fn is not None:
-        check_function(should_skip_update_fn, "should_skip_update_fn")
+        checks.check_function(should_skip_update_fn, "should_skip_update_fn")
     if accumulator_dtype is not None:
         accumulator_dtype = dtype = jnp.dtype(accumulator_dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(f"accumulator_dtype must be floating: got {dtype}.")
     return Accumulation(
-        as_inner_optimizer(inner),
+        checks.as_inner_optimizer(inner),
         schedule,
         gradients,
         should_skip_update_fn,
@@ -416,19 +384,15 @@ def make_accumulation(
     )
 
 
-def norm_of(gradients: Gradients, dtype: DType) -> jax.Array:
-    """The global norm, in `dtype`."""
-    wide = jax.tree.map(
-        lambda x: x.astype(trees.common_dtype(x.dtype, dtype)), gradients
-    )
-    return optax.tree.norm(wide).astype(dtype)
+def norm_of(gradients: trees.Gradients, dtype: trees.DType) -> jax.Array:
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(trees.common_dtype(x.dtype, dtype))
+
+    return optax.tree.norm(jax.tree.map(wide, gradients)).astype(dtype)
 
 
-def in_conditional(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
-    """`body(carry)` if `runs`, else `carry`, in a `jax.lax.cond` or a plain `if`.
-
-    An eager `cond` would compile in every call.
-    """
-    if trees.is_concrete(runs):
+def in_conditional(runs: trees.TracedBool, body: Callable[[T], T], carry: T) -> T:
+    """`body(carry)` if `runs`, else `carry`, in a `jax.lax.cond` or a plain `if`."""
+    if trees.is_concrete(runs):  # an eager `cond` would compile in every call
         return body(carry) if runs else carry
     return jax.lax.cond(runs, body, lambda carry: carry, carry)

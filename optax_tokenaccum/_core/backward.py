@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.jaxprs import TRANSPOSE
 from optax_tokenaccum._core.perturbations import (
     FIRST_AXIS,
@@ -25,27 +26,11 @@ from optax_tokenaccum._core.perturbations import (
     Perturbations,
     PerturbedLoss,
 )
-from optax_tokenaccum._core.trees import (
-    Aux,
-    Gradients,
-    Params,
-    T,
-    TracedBool,
-    Tree,
-    are_wide,
-    as_returned,
-    at_least_float32,
-    is_concrete,
-    is_float,
-    named_leaves,
-    unshared_zeros,
-    zero_unless,
-)
+from optax_tokenaccum._core.trees import Aux, Gradients, Params, T, TracedBool, Tree
 
 # Below jax 0.11, two gradients of a scan can be swapped when they are added to mutable
 # arrays, without an error (fixed in jax commit 5991d42590).
 CAN_ADD_IN_PLACE = jax.__version_info__ >= (0, 11)
-
 
 # Asks `with_refs` for a gradient as a value.
 AS_VALUE: Any = jax.ad.GradValue() if hasattr(jax, "ad") else False
@@ -57,7 +42,9 @@ AddedGradients = tuple[list[jax.Array], jax.Array, tuple[jax.Array, Aux]]
 def zero_perturbations(sums: list[jax.Array], params: list[jax.Array]) -> Perturbations:
     """A perturbation for each parameter that can be differentiated, else `None`."""
     return [
-        jnp.zeros_like(x, at_least_float32(x.dtype)) if is_float(p) else None
+        jnp.zeros_like(x, trees.at_least_float32(x.dtype))
+        if trees.is_float(p)
+        else None
         for x, p in zip(sums, params, strict=True)
     ]
 
@@ -67,17 +54,18 @@ def add_gradients(
 ) -> AddedGradients:
     """Adds the gradients of a micro-batch to the sums.
 
-    Only paths, shapes and dtypes of `params` matter. A scan over a sum whose first axis
-    is spread over devices (`is_spread`) would gather it.
+    Only paths, shapes and dtypes of `params` matter. `is_spread`: whether the first
+    axis of a sum is spread over devices.
     """
     perturbations = zero_perturbations(sums, jax.tree.leaves(params))
     evaluate, args, consumers = loss
     leaves = [i for i, x in enumerate(perturbations) if x is not None]
     layered = {i for i in leaves if FIRST_AXIS in consumers[i]}
-    # Why gradients are returned, and added after the backward pass.
+    # Why gradients are returned, and added after the backward pass. A scan over a sum
+    # whose first axis is spread would gather it.
     returned = {i: "its first axis is spread" for i in layered if is_spread[i]}
     for i in leaves:
-        if not are_wide(sums[i]):
+        if not trees.are_wide(sums[i]):
             returned[i] = f"a {sums[i].dtype} sum is rounded with every addition"
     why_all = _why_after()
     why = {
@@ -187,7 +175,7 @@ def report(params: Params, reasons: Mapping[int, str | None]) -> None:
     """
     found = _reports.get()
     if found is not None:
-        named = named_leaves(params)
+        named = trees.named_leaves(params)
         for i, reason in reasons.items():
             path, x = named[i]
             found[path] = jnp.shape(x), reason
@@ -213,12 +201,12 @@ def _unless_mapped(
 
 def zero_if(empties: TracedBool, sums: T) -> T:
     """Zeros if `empties`, in the memory of the sums, else the sums."""
-    if is_concrete(empties):
-        return unshared_zeros(sums) if empties else sums
+    if trees.is_concrete(empties):
+        return trees.unshared_zeros(sums) if empties else sums
     if can_overwrite(sums):
-        return at_most_once(empties, unshared_zeros, sums)
+        return at_most_once(empties, trees.unshared_zeros, sums)
     keeps = jnp.logical_not(empties)
-    return jax.tree.map(functools.partial(zero_unless, keeps), sums)
+    return jax.tree.map(functools.partial(trees.zero_unless, keeps), sums)
 
 
 def can_overwrite(sums: Gradients) -> bool:
@@ -231,22 +219,20 @@ def can_overwrite(sums: Gradients) -> bool:
 
 
 def at_most_once(runs: TracedBool, body: Callable[[T], T], carry: T) -> T:
-    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`.
-
-    It is a loop of zero or one trips, because a GPU copies what a conditional passes on
-    in one branch and replaces in the other. JAX cannot differentiate it in reverse.
-    """
+    """`body(carry)` if `runs`, else `carry`, in the memory of `carry`."""
+    # A loop of zero or one trips, because a GPU copies what a conditional passes on in
+    # one branch and replaces in the other. JAX cannot differentiate it in reverse.
 
     def trip(so_far: tuple[TracedBool, T]) -> tuple[TracedBool, T]:
         runs, carry = so_far
         return runs & False, body(carry)
 
-    so_far = as_returned(trip, (jnp.asarray(runs), carry))
+    so_far = trees.as_returned(trip, (jnp.asarray(runs), carry))
     return jax.lax.while_loop(lambda x: x[0], trip, so_far)[1]
 
 
 @jax.jit
 def add(so_far: jax.Array, x: ArrayLike) -> jax.Array:
     """The sum of both, rounded once to the dtype of `so_far`."""
-    wide = at_least_float32(so_far.dtype)
+    wide = trees.at_least_float32(so_far.dtype)
     return (so_far.astype(wide) + jnp.asarray(x).astype(wide)).astype(so_far.dtype)

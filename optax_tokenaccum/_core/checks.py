@@ -10,18 +10,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import (
-    Gradients,
-    Params,
-    T,
-    Tree,
-    is_concrete,
-    is_float,
-    is_float0,
-    is_number,
-    named_leaves,
-    varying_axes,
-)
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import Gradients, Params, T, Tree
 
 OF_WINDOW = "num_tokens", "value", "grad"  # keywords with values of the window
 # What is tried, in this order, to leave out as little as an optimizer refuses.
@@ -43,27 +33,22 @@ def as_micro_batches(micro_batches: Iterable[T]) -> list[T]:
     return list(micro_batches)
 
 
-def as_count(count: Any, name: str, *, least: int = 1, otherwise: str = "") -> int:
+def as_count(count: Any, name: str, *, otherwise: str = "") -> int:
     """`count`, of any integer type, as an int; `otherwise` ends the rule in errors."""
-    rule = f"{name} must be an integer of at least {least}{otherwise}"
+    rule = f"{name} must be an integer of at least 1{otherwise}"
     try:
         given = None if isinstance(count, bool) else operator.index(count)
     except TypeError:
         given = None
     if given is None:
         raise TypeError(f"{rule}: got a {type(count).__name__}.")
-    if given < least:
+    if given < 1:
         raise ValueError(f"{rule}: got {given}.")
     return given
 
 
 def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """`inner`, whose `update` is given the window's keywords only if it takes them.
-
-    `optax.chain` and the like give every keyword to all their members, and a member may
-    refuse one. Which ones to leave out is found by trying, once for each set of
-    keywords. If nothing helps, the first error is raised.
-    """
+    """`inner`, whose `update` is given the window's keywords only if it takes them."""
     if not hasattr(inner, "update"):
         raise TypeError(
             "The inner optimizer must be one of optax, such as optax.adamw(1e-3): got "
@@ -77,6 +62,9 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Gradients, state: Tree, params: Params | None = None, **extra: Any
     ) -> Any:
+        # `optax.chain` and the like give every keyword to all their members, and a
+        # member may refuse one. Which ones to leave out is found by trying, once for
+        # each set of keywords. If nothing helps, the first error is raised.
         first: TypeError | None = None
         for left_out in accepts.get(frozenset(extra), LEFT_OUT):
             kept = {k: x for k, x in extra.items() if k not in left_out}
@@ -96,14 +84,13 @@ def as_inner_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
 def check_params(params: Params) -> None:
     """Raises, naming the leaf, if a parameter cannot be trained by its gradient."""
     check_nnx_variables(params)
-    for path, leaf in named_leaves(params):
+    for path, leaf in trees.named_leaves(params):
         if "_overwrite_with_gradient" in path:
             raise ValueError(
-                "Scales of 8-bit floats cannot be summed: got the collection "
-                "'_overwrite_with_gradient'. Overwrite it yourself, with the maximum "
-                "over the window."
+                f"Scales of 8-bit floats cannot be summed: got {path}. Overwrite them "
+                "yourself, with the maximum over the window."
             )
-        if not is_number(leaf):
+        if not trees.is_number(leaf):
             got = getattr(leaf, "dtype", type(leaf).__name__)
             raise TypeError(
                 f"Parameters must be arrays of numbers: at {path} got {got}. Leave it "
@@ -116,7 +103,7 @@ def check_trains(params: Params, is_read: list[bool]) -> None:
 
     `is_read` is of the parameters, and of other arguments after them.
     """
-    can_train = [*map(is_float, jax.tree.leaves(params))]
+    can_train = [*map(trees.is_float, jax.tree.leaves(params))]
     pairs = zip(can_train, is_read, strict=False)
     if any(can_train) and not any(x and y for x, y in pairs):
         raise ValueError(
@@ -129,8 +116,8 @@ def check_trains(params: Params, is_read: list[bool]) -> None:
 
 def check_num_tokens(
     num_tokens: ArrayLike | None, gradients: Gradients, others: Iterable[str]
-) -> ArrayLike:
-    """The count, if it is there and, as types tell, that of the gradients' devices.
+) -> None:
+    """Raises if a count is missing or, as types tell, that of one device.
 
     `others` are the other keywords of the call, for the error.
     """
@@ -145,11 +132,11 @@ def check_num_tokens(
             "optax_tokenaccum.linen; put optax.chain inside, MultiSteps(optax.chain("
             "clip, inner), k)."
         )
-    if is_concrete(num_tokens):
-        return num_tokens
-    for path, leaf in named_leaves(gradients):
-        axes = sorted(varying_axes(num_tokens) - varying_axes(leaf))
-        if axes and not is_float0(leaf):
+    if trees.is_concrete(num_tokens):
+        return
+    for path, leaf in trees.named_leaves(gradients):
+        axes = sorted(trees.varying_axes(num_tokens) - trees.varying_axes(leaf))
+        if axes and not trees.is_float0(leaf):
             raise ValueError(
                 "num_tokens must be that of all devices: at "
                 f"{path} got a gradient that is the same along {axes}, and a count "
@@ -158,16 +145,10 @@ def check_num_tokens(
                 "jax.lax.psum(n, axis), grads = jax.tree.map(lambda g: jax.lax.psum("
                 "g * n, axis) / total, grads), num_tokens=total."
             )
-    return num_tokens
 
 
 def check_nnx_variables(params: Params) -> None:
-    """Raises `TypeError`, naming the variable, if only NNX can treat it rightly.
-
-    To jax, a variable that a model holds twice is two leaves, and statistics are leaves
-    like parameters. Outside of a model, a `State` may hold variables of the user's own
-    types: they were selected by type.
-    """
+    """Raises `TypeError`, naming the variable, if only NNX can treat it rightly."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:  # then no variable can be among the parameters
         return
@@ -175,6 +156,9 @@ def check_nnx_variables(params: Params) -> None:
     def is_module(x: Any) -> bool:
         return isinstance(x, nnx.Module)
 
+    # To jax, a variable that a model holds twice is two leaves, and statistics are
+    # leaves like parameters. Outside of a model, a `State` may hold variables of the
+    # user's own types: they were selected by type.
     untrained = nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState
     if any(map(is_module, jax.tree.leaves(params, is_leaf=is_module))):
         untrained = (nnx.Variable,)

@@ -9,16 +9,14 @@ from optax_tokenaccum._core.trees import Leaf, Params, T, Tree, is_concrete
 
 
 def canonicalize_state(params: Params, state: T) -> T:
-    """`state` as strongly typed arrays on the devices of `params`, none of them twice.
-
-    A Python number, a weak type, or a scalar on the default device while the parameters
-    are elsewhere would make the second call compile again. A buffer can be donated only
-    once, and the `init` of some optimizers returns an array twice.
-    """
+    """`state` as strongly typed arrays, placed like `params`, none of them twice."""
     where = scalar_sharding(params)
     taken = {id(x) for x in jax.tree.leaves(params)}
 
+    # A Python number, a weak type, or a scalar on the default device while parameters
+    # are elsewhere would make the second call compile again.
     def settle(x: Leaf) -> Leaf:
+        # The `init` of some optimizers returns an array twice, which cannot be donated.
         x = strong_and_unaliased(x, taken)
         is_unplaced = isinstance(x, jax.Array) and is_concrete(x) and not x.committed
         return jax.device_put(x, where) if where and is_unplaced else x
@@ -36,10 +34,8 @@ def strong_and_unaliased(x: Leaf, taken: set[int]) -> Leaf:
 
 
 def copy_aliased(donated: T, given: Tree) -> tuple[T, Tree]:
-    """The arguments of a call, with copies where an array is there again.
-
-    A buffer that is donated can be neither donated nor read again in the same call.
-    """
+    """The arguments of a call, with copies where an array is there again."""
+    # A buffer that is donated can be neither donated nor read again in the same call.
     leaves = jax.tree.leaves((donated, given))
     if len({*map(id, leaves)}) == len(leaves):
         return donated, given

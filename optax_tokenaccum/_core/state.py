@@ -5,11 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_tokenaccum._core.trees import (
-    Gradients,
-    OptState,
-    Tree,
-)
+from optax_tokenaccum._core.trees import Gradients, OptState, Tree
 
 
 @jax.tree_util.register_dataclass

@@ -9,15 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import (
-    Batch,
-    Leaf,
-    check_arrays,
-    fold_key,
-    is_concrete,
-    named_leaves,
-    sharding_of,
-)
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._devices.mesh import (
     Devices,
     Entry,
@@ -37,19 +29,17 @@ def _static() -> Any:
 class MicroBatch:
     """What a call gives to a loss besides the parameters and the model's state.
 
-    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`. On a
-    mesh, `is_replicated` tells of each leaf of the batch whether every device has all
-    of it: inside `jit`, arrays on a mesh with Auto axes no longer tell how they are
-    placed. `axis` is the axis of the rows in the other leaves, spread over the data
-    axes of `entry`.
+    Of a whole window, it holds the rows of all micro-batches, `[k, micro, ...]`.
     """
 
-    batch: Batch
-    rng: Leaf  # one key for all devices, if there is one
+    batch: trees.Batch
+    rng: trees.Leaf  # one key for all devices, if there is one
     loss_kwargs: Any  # `Keywords`, or a tree that tells of them
+    # On a mesh, of each leaf of the batch, whether every device has all of it: inside
+    # `jit`, arrays on a mesh with Auto axes no longer tell how they are placed.
     is_replicated: tuple[bool, ...] = _static()
-    axis: int = _static()
-    entry: Entry = _static()
+    axis: int = _static()  # of the rows in the other leaves
+    entry: Entry = _static()  # the data axes, over which rows are spread
 
     def specs(self) -> "MicroBatch":
         """How it is spread over the data axes; a prefix of its tree."""
@@ -71,11 +61,11 @@ class MicroBatch:
         """With the key of the micro-batch at `position` in a run, or of a device."""
         if self.rng is None:
             return self
-        return dataclasses.replace(self, rng=fold_key(self.rng, *position))
+        return dataclasses.replace(self, rng=trees.fold_key(self.rng, *position))
 
 
 def as_micro_batch(
-    batch: Batch,
+    batch: trees.Batch,
     rng: jax.Array | None,
     keywords: Any,
     devices: Devices,
@@ -85,11 +75,10 @@ def as_micro_batch(
 
     Rows are spread over the devices; arrays that are on a mesh are not moved.
     """
-    check_arrays(batch, "A batch")
+    trees.check_arrays(batch, "A batch")
     leaves, mesh = jax.tree.leaves(batch), devices.mesh
     if mesh is None:
-        own = rng, keywords
-        return MicroBatch(batch, *own, is_replicated=(), axis=axis, entry=None)
+        return MicroBatch(batch, rng, keywords, is_replicated=(), axis=axis, entry=None)
     everywhere = NamedSharding(mesh, P())
     arrays = [i for i, x in enumerate(leaves) if jnp.ndim(x) > axis]
     copies = [i for i in arrays if _is_replicated(leaves[i], devices.names)]
@@ -108,31 +97,28 @@ def as_micro_batch(
         entry=entry_of(devices.names),
     )
 
-    def put_in_place(x: Leaf, spec: P) -> Leaf:
-        is_given = is_placed(x) or not is_concrete(x)
+    def put_in_place(x: trees.Leaf, spec: P) -> trees.Leaf:
+        is_given = is_placed(x) or not trees.is_concrete(x)
         return x if is_given else put(x, NamedSharding(mesh, spec))
 
     placed = jax.tree.map(put_in_place, batch, given.specs().batch)
     return dataclasses.replace(given, batch=placed)
 
 
-def _is_replicated(x: Leaf, names: tuple[str, ...]) -> bool:
+def _is_replicated(x: trees.Leaf, names: tuple[str, ...]) -> bool:
     """Whether every device of the data axes is known to have all of `x`."""
-    sharding = sharding_of(x)
+    sharding = trees.sharding_of(x)
     if sharding is None:
         return False
-    if not is_concrete(x) and not {*names} <= {*sharding.mesh.explicit_axes}:
+    if not trees.is_concrete(x) and not {*names} <= {*sharding.mesh.explicit_axes}:
         return False  # its type does not tell
     return used(sharding).isdisjoint(names)
 
 
-def _check_are_everywhere(leaves: list[Leaf]) -> None:
-    """Raises `ValueError` for arrays of this process alone, if devices are elsewhere.
-
-    Each process would take its own rows for those of all of them.
-    """
+def _check_are_everywhere(leaves: list[trees.Leaf]) -> None:
+    # Each process would take its own rows for those of all of them.
     for x in leaves:
-        if hasattr(x, "__array__") and is_concrete(x) and not is_placed(x):
+        if hasattr(x, "__array__") and trees.is_concrete(x) and not is_placed(x):
             raise ValueError(
                 "On devices of several processes, a batch must be of arrays over all "
                 f"of them: got one of this process alone, {jnp.shape(x)}. Give its "
@@ -141,14 +127,14 @@ def _check_are_everywhere(leaves: list[Leaf]) -> None:
 
 
 def _check_rows(
-    batch: Batch, rows: list[int], copies: list[int], axis: int, devices: Devices
+    batch: trees.Batch, rows: list[int], copies: list[int], axis: int, devices: Devices
 ) -> None:
     """Raises `ValueError` unless the rows can be spread over the devices.
 
     `rows` and `copies` are the indices of leaves with rows, and of leaves that are
     whole on every device.
     """
-    found = [(path, jnp.shape(x)) for path, x in named_leaves(batch)]
+    found = [(path, jnp.shape(x)) for path, x in trees.named_leaves(batch)]
     divide = all(found[i][1][axis] % devices.size == 0 for i in rows)
     if divide and not devices.device_axis:
         return

@@ -18,17 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core.trees import (
-    DType,
-    Leaf,
-    Params,
-    T,
-    Tree,
-    is_concrete,
-    is_explicit,
-    named_leaves,
-    sharding_of,
-)
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import DType, Leaf, Params, T, Tree
 
 ReduceEvery = Literal["window", "micro_batch"]
 Entry = str | tuple[str, ...] | None  # an axis of a partition spec
@@ -53,10 +44,10 @@ class Devices:
         if self.mesh is None:
             return tree
         leaves = []
-        for path, x in named_leaves(tree):
+        for path, x in trees.named_leaves(tree):
             if not is_placed(x):
                 x = put(x, self._sharding())
-            elif is_concrete(x) and x.sharding.mesh != self.mesh:
+            elif trees.is_concrete(x) and x.sharding.mesh != self.mesh:
                 raise ValueError(
                     "Parameters must be on the mesh of the step, or on one device: at "
                     f"{path} got {x.sharding.mesh}, the step has {self.mesh}."
@@ -70,7 +61,7 @@ class Devices:
             return tree
 
         def move(x: Leaf) -> Leaf:
-            is_bound = is_concrete(x) and getattr(x, "committed", False)
+            is_bound = trees.is_concrete(x) and getattr(x, "committed", False)
             return put(x, self._sharding()) if is_bound and not is_placed(x) else x
 
         return jax.tree.map(move, tree)
@@ -78,13 +69,13 @@ class Devices:
     def init(self, init: Callable[[Params], T], params: Params) -> T:
         """What `init` makes of parameters that are placed; laid out like the sums."""
         leaves = jax.tree.leaves(params)
-        if self.mesh is None or not all(map(is_concrete, leaves)):
+        if self.mesh is None or not all(map(trees.is_concrete, leaves)):
             return init(params)
         if not self.device_axis:
             params = jax.tree.map(lambda x: put(x, self._sharding_of_sum(x)), params)
         # An optimizer's init may make arrays from those that the mesh's types bind.
         are_arrays = all(isinstance(x, jax.Array) for x in leaves)
-        binds = is_explicit(self.mesh) and are_arrays
+        binds = trees.is_explicit(self.mesh) and are_arrays
         with jax.set_mesh(self.mesh) if binds else contextlib.nullcontext():
             return init(params)
 
@@ -94,13 +85,12 @@ class Devices:
         def zero(p: Leaf, dtype: DType) -> Leaf:
             if self.mesh is None:
                 return jnp.zeros_like(p, dtype)
-            shape, sharding = (
-                (*self.device_axis, *jnp.shape(p)),
-                self._sharding_of_sum(p),
-            )
-            if is_concrete(p):  # never made on one device first, where it may not fit
+            shape = *self.device_axis, *jnp.shape(p)
+            sharding = self._sharding_of_sum(p)
+            # Never made on one device first, where it may not fit.
+            if trees.is_concrete(p):
                 return jnp.zeros(shape, dtype, device=sharding)
-            zeros, known = jnp.zeros(shape, dtype), sharding_of(p)
+            zeros, known = jnp.zeros(shape, dtype), trees.sharding_of(p)
             if known is None:
                 return zeros
             sharding = NamedSharding(known.mesh, sharding.spec)
@@ -113,10 +103,8 @@ class Devices:
     ) -> tuple[Params, list[bool], Callable[[Params], Params]]:
         """The sums as arrays that the gradients of all devices can be added to.
 
-        Returns:
-          `(flat sums, are_spread, stack)`. Where each device has its own
-          sum, flat sums are `[devices * n, ...]`. The flags say, for each sum, whether
-          further devices share its first axis. `stack` also restores shardings.
+        Returns `(flat sums, are_spread, stack)`. The flags say, for each sum, whether
+        further devices share its first axis. `stack` also restores shardings.
         """
         leaves, structure = jax.tree.flatten(sums)
         shapes = [*map(jnp.shape, jax.tree.leaves(params))]
@@ -137,9 +125,8 @@ class Devices:
                 return x
             _, first, *rest = spec
             x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-            return self._constrain(
-                x, [entry_of((*self.names, *names_in(first))), *rest]
-            )
+            merged = entry_of((*self.names, *names_in(first)))
+            return self._constrain(x, [merged, *rest])
 
         def stacked(x: jax.Array, spec: list[Entry], shape: tuple[int, ...]) -> Leaf:
             x = x.reshape(*self.device_axis, *shape) if self.device_axis else x
@@ -156,18 +143,13 @@ class Devices:
     def constrain(
         self, params: T, shardings: Shardings, *, like_sums: bool = False
     ) -> T:
-        """Parameters in their own shardings, or laid out like the sums.
-
-        The update computes them like the sums, which may be spread further.
-        """
+        """Parameters in their own shardings, or laid out like the sums."""
         if self.mesh is None or self.device_axis or shardings is None:
             return params
 
         def placed(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-            own = entries_of(sharding, x.ndim)
-            return self._constrain(
-                x, self._spec(x.shape, sharding) if like_sums else own
-            )
+            of_sum, own = self._spec(x.shape, sharding), entries_of(sharding, x.ndim)
+            return self._constrain(x, of_sum if like_sums else own)
 
         leaves, structure = jax.tree.flatten(params)
         return structure.unflatten(map(placed, leaves, shardings))
@@ -223,16 +205,12 @@ class Devices:
         return NamedSharding(self.mesh, P(*spec))
 
     def _sharding_of_sum(self, p: Leaf) -> NamedSharding:
-        return self._sharding(*self._spec(jnp.shape(p), sharding_of(p)))
+        return self._sharding(*self._spec(jnp.shape(p), trees.sharding_of(p)))
 
     def _spec(
         self, shape: tuple[int, ...], sharding: NamedSharding | None
     ) -> list[Entry]:
-        """The spec of the sum of a parameter with this shape and sharding.
-
-        Without a sum on each device, the longest axis that the data axes divide is
-        spread over them.
-        """
+        """The spec of the sum of a parameter with this shape and sharding."""
         spec = entries_of(sharding, len(shape))
         if self.mesh is None:
             return spec
@@ -241,8 +219,9 @@ class Devices:
         if self.device_axis:
             others = [name for name in self.mesh.axis_names if name not in self.names]
             return [entry_of(self.names), *only(others, spec)]
-        # ZeRO-2: data axes that the parameter leaves free spread its sum, so that each
-        # gradient is scattered instead of copied to all devices.
+        # ZeRO-2: data axes that the parameter leaves free spread the longest axis of
+        # its sum that they divide, so that each gradient is scattered instead of copied
+        # to all devices.
         free = tuple(n for n in self.names if n not in used(sharding))
         parts = math.prod(self.mesh.shape[name] for name in free)
         for axis in np.argsort([-n for n in shape], kind="stable"):
@@ -253,9 +232,9 @@ class Devices:
 
     def _constrain(self, x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
         mesh: Any = self.mesh
-        if is_concrete(x):
+        if trees.is_concrete(x):
             return x
-        if is_explicit(mesh):  # under auto_axes, which replaces the mesh
+        if trees.is_explicit(mesh):  # under auto_axes, which replaces the mesh
             mesh = jax.sharding.get_abstract_mesh()
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
@@ -291,18 +270,16 @@ def over_devices(
     in_specs: Tree,
     out_specs: Tree,
 ) -> Callable[..., T]:
-    """Applies `f` to each device's part along these axes.
-
-    Types do not mark values that differ between devices: with marks, a `loss_fn` with a
-    loop that starts from zeros would have to cast these zeros first.
-    """
+    """Applies `f` to each device's part along these axes."""
     return jax.shard_map(
         f,
         # Under auto_axes the mesh must be the one of the context.
-        mesh=None if is_explicit(mesh) else mesh,
+        mesh=None if trees.is_explicit(mesh) else mesh,
         axis_names={*names},
         in_specs=in_specs,
         out_specs=out_specs,
+        # Types do not mark values that differ between devices: with marks, a `loss_fn`
+        # with a loop that starts from zeros would have to cast these zeros first.
         check_vma=False,
     )
 
@@ -315,7 +292,7 @@ def with_auto_axes(
     `out` is a prefix of the tree that `f` returns, of the shardings that are known.
     """
     mesh = devices.mesh
-    if mesh is None or not is_explicit(mesh):
+    if mesh is None or not trees.is_explicit(mesh):
         return f
     names = mesh.explicit_axes
 
@@ -330,7 +307,7 @@ def with_auto_axes(
 def warn_of_whole_sums(devices: Devices, params: Params) -> bool:
     """Warns if parameters are spread over the data axes, and sums are not."""
     leaves = jax.tree.leaves(params) if devices.warns else []
-    over = [x for x in leaves if {*devices.names} & used(sharding_of(x))]
+    over = [x for x in leaves if {*devices.names} & used(trees.sharding_of(x))]
     if over:
         warnings.warn(
             f"Parameters are spread over data_axes {devices.names}, and every device "

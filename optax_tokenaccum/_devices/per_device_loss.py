@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from optax_tokenaccum._core.checks import check_trains
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.jaxprs import asks_for_device, collectives, has_rules
 from optax_tokenaccum._core.perturbations import (
     Consumers,
@@ -26,32 +26,22 @@ from optax_tokenaccum._core.perturbations import (
     perturbed,
     traced_perturbed_loss,
 )
-from optax_tokenaccum._core.trees import (
-    Leaf,
-    ModelState,
-    Params,
-    Tree,
-    at_least_float32,
-    fold_key,
-    is_float,
-    is_key,
-    named_leaves,
-)
 from optax_tokenaccum._devices.batch import MicroBatch
 from optax_tokenaccum._devices.mesh import Devices, entry_of, over_devices
 
 # A loss of `params, model_state, micro_batch`, which returns `(loss_sum, (num_tokens,
 # (aux, changes of the model state)))`.
 LossOfRows = Callable[
-    [Params, ModelState, MicroBatch], tuple[jax.Array, tuple[jax.Array, Tree]]
+    [trees.Params, trees.ModelState, MicroBatch],
+    tuple[jax.Array, tuple[jax.Array, trees.Tree]],
 ]
 
 
 def per_device_loss(
     loss: LossOfRows,
     devices: Devices,
-    params: Params,
-    model_state: ModelState,
+    params: trees.Params,
+    model_state: trees.ModelState,
     micro_batch: MicroBatch,
     perturbations: Perturbations,
 ) -> PerturbedLoss:
@@ -60,13 +50,13 @@ def per_device_loss(
     It returns `(loss_sum, (num_tokens, (aux, changes of the model state)))`.
     """
     names = devices.names
-    varies = jax.tree.map(is_key, model_state), micro_batch.varies_by_device()
+    varies = jax.tree.map(trees.is_key, model_state), micro_batch.varies_by_device()
     consumers: Consumers = defaultdict(set)
 
     def of_device(
         perturbations: Perturbations,
-        params: Params,
-        model_state: ModelState,
+        params: trees.Params,
+        model_state: trees.ModelState,
         micro_batch: MicroBatch,
     ) -> Any:
         place = jax.lax.axis_index(names)
@@ -74,7 +64,7 @@ def per_device_loss(
         model_state = jax.tree.map(own_key, model_state)
         traced = LossJaxpr(loss, params, model_state, micro_batch.with_key_at(place))
         consumers.update(traced.consumers)
-        check_trains(params, traced.reads(0))
+        checks.check_trains(params, traced.reads(0))
         own = [
             x if x is None else x.reshape(p.shape)
             for x, p in zip(perturbations, jax.tree.leaves(params), strict=True)
@@ -96,7 +86,7 @@ def per_device_loss(
             for i, x in changed.items()
             if sources[numbers[i]] != len(own) + i
         }
-        loss_sum = loss_sum.astype(at_least_float32(loss_sum.dtype))
+        loss_sum = loss_sum.astype(trees.at_least_float32(loss_sum.dtype))
         loss_sum, total = jax.lax.psum((loss_sum, jnp.maximum(n, 0)), names)
         return loss_sum, (total, (aux, changed))
 
@@ -111,18 +101,18 @@ def per_device_loss(
     return traced_perturbed_loss(of_rows, perturbations, consumers)
 
 
-def _own_key(place: jax.Array, x: Leaf) -> Leaf:
+def _own_key(place: jax.Array, x: trees.Leaf) -> trees.Leaf:
     """A device's own value of a part of the model's state: keys are folded."""
-    if not is_key(x):
+    if not trees.is_key(x):
         return x
-    keys = jax.vmap(lambda key: fold_key(key, place))(x.reshape(-1))
+    keys = jax.vmap(lambda key: trees.fold_key(key, place))(x.reshape(-1))
     return keys.reshape(x.shape)
 
 
 def _mean_over_devices(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """The mean of floating values; the first device's keys; others are the same."""
-    if not is_key(x):
-        return jax.lax.pmean(x, names) if is_float(x) else x
+    if not trees.is_key(x):
+        return jax.lax.pmean(x, names) if trees.is_float(x) else x
     data, is_first = jax.random.key_data(x), jax.lax.axis_index(names) == 0
     data = jax.lax.psum(jnp.where(is_first, data, jnp.zeros_like(data)), names)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -147,13 +137,10 @@ def _check_names(
 
 
 def _check_counts(
-    traced: LossJaxpr, varies: Tree, size: int, model_state: ModelState
+    traced: LossJaxpr, varies: trees.Tree, size: int, model_state: trees.ModelState
 ) -> None:
-    """Raises `ValueError` unless counts can be added up, and states be unified.
-
-    `varies` tells of each leaf of the model state and of the micro-batch whether
-    devices have different values.
-    """
+    """Raises `ValueError` unless counts can be added up, and states be unified."""
+    # Of each argument's leaves, whether devices have different values.
     own = [*[False] * traced.num_params, *jax.tree.leaves(varies)]
 
     def needs(output: int) -> set[bool]:
@@ -169,7 +156,7 @@ def _check_counts(
             f"{size} times. Sum their mask."
         )
     _, (_, (_, changed)) = traced.numbers()
-    names = [path.removeprefix(".") for path, _ in named_leaves(model_state)]
+    names = [path.removeprefix(".") for path, _ in trees.named_leaves(model_state)]
     for i, output in changed.items():
         kind = traced.closed.out_avals[output].dtype
         cannot_mean = jnp.issubdtype(kind, jnp.integer) or kind == jnp.bool_

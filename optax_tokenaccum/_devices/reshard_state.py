@@ -5,18 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Leaf,
-    T,
-    Tree,
-    check_same_tree,
-    is_concrete,
-    is_key,
-)
 
 
-def reshard_state(state: Tree, like: T) -> T:
+def reshard_state(state: trees.Tree, like: trees.T) -> trees.T:
     """Lays out a step's state for the devices of a different step.
 
     A step with `data_axes` holds one sum per device, `[devices, ...]`. When a run
@@ -70,26 +63,24 @@ def reshard_state(state: Tree, like: T) -> T:
         for name in gone:
             del saved[name]
     for name in saved.keys() & wanted.keys():
+        old, new = saved[name], wanted[name]
         if "grad_sums" in name:
-            saved[name] = _regrouped(saved[name], wanted[name])
-        elif is_key(wanted[name]) and not is_key(saved[name]):  # as NumPy restores it
-            impl = jax.random.key_impl(wanted[name])
-            saved[name] = jax.random.wrap_key_data(saved[name], impl=impl)
-    check_same_tree(saved, wanted, "The states must be of the same training")
+            saved[name] = _regrouped(old, new)
+        elif trees.is_key(new) and not trees.is_key(old):  # as NumPy restores it
+            impl = jax.random.key_impl(new)
+            saved[name] = jax.random.wrap_key_data(old, impl=impl)
+    trees.check_same_tree(saved, wanted, "The states must be of the same training")
     leaves = [_put(saved[name], x) for name, x in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _by_name(tree: Tree) -> dict[tuple[str, ...], Leaf]:
-    """The leaves by keys, attributes and indices of their paths.
-
-    These are the same in the dictionary that a checkpoint makes of a state.
-    """
+def _by_name(tree: trees.Tree) -> dict[tuple[str, ...], trees.Leaf]:
+    """The leaves by their paths, as in the dictionary that a checkpoint makes."""
     leaves = tree_leaves_with_path(tree)
     return {tuple(keystr((x,), simple=True) for x in p): leaf for p, leaf in leaves}
 
 
-def _regrouped(acc: Leaf, like: Leaf) -> Leaf:
+def _regrouped(acc: trees.Leaf, like: trees.Leaf) -> trees.Leaf:
     """The sums in groups for other devices, which have an axis or none."""
     rank = max(jnp.ndim(acc), like.ndim) - 1  # of the parameter, if the shapes differ
     shape, expected = (x.shape[x.ndim - rank :] for x in (acc, like))
@@ -104,13 +95,13 @@ def _regrouped(acc: Leaf, like: Leaf) -> Leaf:
         return acc.reshape(groups, each, *shape).sum(1).reshape(like.shape)
 
     sharding = _sharding(like)
-    is_array = isinstance(acc, jax.Array) and is_concrete(acc)
+    is_array = isinstance(acc, jax.Array) and trees.is_concrete(acc)
     if sharding and is_array and acc.sharding.device_set != sharding.device_set:
         acc = jax.device_get(acc)  # no program reads from both
     return jax.jit(regroup, out_shardings=sharding)(acc)
 
 
-def _put(x: Leaf, like: Leaf) -> jax.Array:
+def _put(x: trees.Leaf, like: trees.Leaf) -> jax.Array:
     dtype = jnp.result_type(like)
     if not isinstance(x, jax.Array):
         x = np.asarray(x, dtype)
@@ -119,11 +110,11 @@ def _put(x: Leaf, like: Leaf) -> jax.Array:
     sharding = _sharding(like)
     if sharding is not None:
         return jax.device_put(x, sharding)
-    is_bound = is_concrete(x) and getattr(x, "committed", False)
+    is_bound = trees.is_concrete(x) and getattr(x, "committed", False)
     return jnp.asarray(jax.device_get(x) if is_bound else x)
 
 
-def _sharding(like: Leaf) -> jax.sharding.Sharding | None:
+def _sharding(like: trees.Leaf) -> jax.sharding.Sharding | None:
     """The sharding of `like`, or `None` if it is not bound to devices."""
     is_bound = getattr(like, "committed", True)
     return getattr(like, "sharding", None) if is_bound else None

@@ -8,23 +8,16 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import trees
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.checks import check_function, check_params
-from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Aux, Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import as_micro_batch
 from optax_tokenaccum._devices.mesh import Devices
+from optax_tokenaccum._steps import window
 from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, describe
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.value_and_grad import without_state
-from optax_tokenaccum._steps.window import (
-    Bound,
-    check_micro_batches,
-    for_each,
-    run_window,
-)
 
 
 def coupled_value_and_grad(
@@ -81,7 +74,7 @@ def coupled_value_and_grad(
       >>> print(jnp.allclose(grad, jax.grad(full_batch_loss)(w), rtol=1e-5))
       True
     """
-    check_function(summary_fn, "summary_fn")
+    checks.check_function(summary_fn, "summary_fn")
 
     def with_state(params: Params, _: None, /, *args: Tree, **kwargs: Tree) -> Any:
         return summary_fn(params, *args, **kwargs), None
@@ -97,9 +90,9 @@ def of_model_state(
     accumulator_dtype: DType | None,
 ) -> Callable[..., Any]:
     """The same for `summary_fn(params, model_state, ...) -> (summary, model_state)`."""
-    check_function(loss_fn, "loss_fn")
+    checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
-        optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
+        optax.identity(), accumulator_dtype=accumulator_dtype
     )
 
     def loss_and_aux(summaries: Tree) -> tuple[jax.Array, Aux]:
@@ -131,28 +124,28 @@ def of_model_state(
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Bound = None,
+        num_micro_batches: window.Bound = None,
         **kwargs: Tree,
     ) -> Any:
-        check_params(params)
+        checks.check_params(params)
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                "coupled_value_and_grad must not run in a shard_map, whose devices "
-                "would couple their own rows. Call it in a jit, with a batch that is "
-                "spread."
+                "coupled_value_and_grad in a shard_map: devices would couple their own "
+                "rows. Call it in a jit, with a batch that is spread."
             )
-        check_micro_batches(micro_batches, num_micro_batches)
+        window.check_micro_batches(micro_batches, num_micro_batches)
+        keywords = as_keywords(kwargs)
 
         def summarize(
             i: ArrayLike, batch: Batch, state: ModelState
         ) -> tuple[ModelState, Tree]:
             key = {} if rng is None else {"rng": trees.fold_key(rng, i)}
             # Copies, because summary_fn may assign to them; never NumPy's arithmetic.
-            own, given = jax.tree.map(jnp.asarray, (params, as_keywords(kwargs)))
+            own, given = jax.tree.map(jnp.asarray, (params, keywords))
             summary, state = summary_fn(own, state, batch, **given.build(), **key)
             return state, jax.tree.map(jnp.asarray, summary)
 
-        _, summaries = for_each(
+        _, summaries = window.for_each(
             summarize, model_state, micro_batches, num_micro_batches, True, "summary_fn"
         )
         if not any(map(trees.is_float, jax.tree.leaves(summaries))):
@@ -161,11 +154,10 @@ def of_model_state(
         values, weights = differentiate(summaries)
         weights = [x for x in jax.tree.leaves(weights) if not trees.is_float0(x)]
         rows = micro_batches, weights
-        keywords = as_keywords(kwargs)
         given = as_micro_batch(rows, rng, keywords, setup.devices, axis=1)
-        window = run_window(setup, params, model_state, given, num_micro_batches)
-        grads = trees.cast_like(window.opt_state.grad_sums, params)
-        return (values, window.model_state), grads
+        added = window.run_window(setup, params, model_state, given, num_micro_batches)
+        grads = trees.cast_like(added.opt_state.grad_sums, params)
+        return (values, added.model_state), grads
 
     return value_and_grad
 

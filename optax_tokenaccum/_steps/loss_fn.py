@@ -1,35 +1,21 @@
 """What a `loss_fn` is: its arguments and results."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core.trees import (
-    Aux,
-    Leaf,
-    ModelState,
-    Params,
-    Tree,
-    check_same_tree,
-    is_key,
-    named_leaves,
-)
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.trees import Aux, Leaf, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch
 
-
-class LossFn(Protocol):
-    """`loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`.
-
-    With `has_aux` it returns `(loss_sum, (num_tokens, aux))`. With `has_model_state` it
-    is `loss_fn(params, model_state, batch, **kwargs) -> (returned, model_state)`.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
+# `loss_fn(params, batch, **kwargs) -> (loss_sum, num_tokens)`; with `has_aux`,
+# `(loss_sum, (num_tokens, aux))`. With `has_model_state` it is `loss_fn(params,
+# model_state, batch, **kwargs) -> (returned, model_state)`.
+LossFn = Callable[..., Any]
 # Leaves of the model's state that a loss changed, by their index.
 Changes = dict[int, jax.Array]
 
@@ -45,7 +31,6 @@ class Loss:
     def __call__(
         self, params: Params, model_state: ModelState, micro_batch: MicroBatch
     ) -> tuple[jax.Array, tuple[ArrayLike, tuple[Aux, Changes]]]:
-        """`(loss_sum, (num_tokens, (aux, changes of the model state)))`."""
         key = {} if micro_batch.rng is None else {"rng": micro_batch.rng}
         keywords = micro_batch.loss_kwargs.build() | key
         # A loss may assign to the containers that it is given.
@@ -104,14 +89,14 @@ def _changes(old: Tree, new: Tree) -> Changes:
         "loss_fn must return the model state with the tree, shapes and kinds of "
         "numbers that it was given"
     )
-    check_same_tree(new, old, rule)
+    trees.check_same_tree(new, old, rule)
     changed: Changes = {}
-    pairs = zip(named_leaves(old), jax.tree.leaves(new), strict=True)
+    pairs = zip(trees.named_leaves(old), jax.tree.leaves(new), strict=True)
     for i, ((path, x), y) in enumerate(pairs):
         if y is x:
             continue
         got, kept = jnp.result_type(y), jnp.result_type(x)
-        if _kind(got) > _kind(kept) or is_key(y) != is_key(x):
+        if _kind(got) > _kind(kept) or trees.is_key(y) != trees.is_key(x):
             raise ValueError(f"{rule}: at {path} expected {kept}, got {got}.")
         changed[i] = jnp.asarray(y)
     return changed

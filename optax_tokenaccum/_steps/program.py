@@ -10,24 +10,11 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
-from optax_tokenaccum._core.donation import (
-    copy_aliased,
-)
-from optax_tokenaccum._core.trees import (
-    Leaf,
-    Tree,
-    is_concrete,
-)
-from optax_tokenaccum._devices.mesh import (
-    with_auto_axes,
-)
+from optax_tokenaccum._core.donation import copy_aliased
+from optax_tokenaccum._core.trees import Leaf, Tree, is_concrete
+from optax_tokenaccum._devices.mesh import with_auto_axes
 from optax_tokenaccum._steps.micro_batch import Setup
-from optax_tokenaccum._steps.state import (
-    Memo,
-    StepMetrics,
-    StepState,
-    tag,
-)
+from optax_tokenaccum._steps.state import Memo, StepMetrics, StepState, tag
 
 
 class Owner(Protocol):
@@ -42,26 +29,23 @@ class Owner(Protocol):
 
 
 StepT = TypeVar("StepT", bound=Owner)
+Partition = tuple[Tree, Tree, Callable[[Tree], StepState]]
 
 
 @dataclasses.dataclass(eq=False)
 class StateLayout:
-    """The structure of a step's states and the shardings of their leaves.
-
-    `shardings` is `None` if no leaf is on a mesh; `model` is the structure of the model
-    state. `jitted` has the functions of the step's programs for such states; `is_ready`
-    tells whether the program that closes the window is compiled.
-    """
+    """The structure of a step's states and the shardings of their leaves."""
 
     step: Owner
     structure: PyTreeDef
-    shardings: tuple[NamedSharding | None, ...] | None
+    shardings: tuple[NamedSharding | None, ...] | None  # `None`: no leaf is on a mesh
     is_concrete: bool
-    model: PyTreeDef
+    model: PyTreeDef  # the structure of the model state
+    # The functions of the step's programs for such states.
     jitted: dict["Program", jax.stages.Wrapped] = dataclasses.field(
         default_factory=dict
     )
-    is_ready: bool = False
+    is_ready: bool = False  # whether the program that closes the window is compiled
 
 
 class HostInfo(NamedTuple):
@@ -85,12 +69,7 @@ class Program(abc.ABC, Generic[StepT]):
     """A jitted function: `program(state, ...) -> (state, StepMetrics)`.
 
     A state over several devices stays where it is: the program's outputs get the
-    shardings of the state. Otherwise the compiler would choose them, for example for a
-    moment whose shape matches no parameter, and the next call would compile again.
-
-    Donated arguments come first, in the order in which they are returned: `jit` pairs
-    donated buffers with outputs of the same shape in order, and pairing a parameter
-    with a moment of its shape costs XLA a copy of both.
+    shardings of the state.
     """
 
     row_axis = 0  # along which the `aux` of devices are stacked
@@ -104,15 +83,13 @@ class Program(abc.ABC, Generic[StepT]):
 
     @abc.abstractmethod
     def body(self, *args: Tree, **kwargs: Tree) -> tuple[Tree, StepMetrics]:
-        """The function to jit: `body(donated, kept, *traced, shardings=...)`.
+        """The function to jit: `body(shardings, donated, kept, *traced)`.
 
         It returns new values of what is donated, and metrics. The shardings are those
         of the parameters.
         """
 
-    def partition(
-        self, state: StepState
-    ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
+    def partition(self, state: StepState) -> Partition:
         """Returns `(donated, kept, combine)`: the parts of a state that are needed.
 
         `combine(donated)` is the state with new values of what was donated. Parts are
@@ -161,12 +138,10 @@ class Program(abc.ABC, Generic[StepT]):
         return Lowered(lowered, self._call)
 
     def make_ready(self, state: StepState, layout: StateLayout) -> None:
-        """Compiles a program without other arguments; its call finds it in the cache.
-
-        The caller asks `layout.is_ready` before.
-        """
-        if layout.is_concrete:
+        """Compiles a program that takes only a state; its call finds it compiled."""
+        if layout.is_concrete and not layout.is_ready:
             self._lower(state, layout, ()).compile()
+        layout.is_ready = True
 
     def _lower(
         self, state: StepState, layout: StateLayout, traced: tuple[Tree, ...]
@@ -194,42 +169,44 @@ class Program(abc.ABC, Generic[StepT]):
         unknown: Tree = [None] * (len(StepMetrics._fields) - 1)
         # Metrics are scalars on every device, except `aux`, which may have rows.
         metrics = StepMetrics(*unknown, aux=devices.of_rows(self.row_axis))
-        body = functools.partial(self.body, shardings=of_params)
-        # In an outer `jit`, the caller's program decides where arrays are.
+        body = functools.partial(self.body, of_params)
+        # The compiler would choose other shardings, for example for a moment whose
+        # shape matches no parameter, and the next call would compile again. In an outer
+        # `jit`, the caller's program decides where arrays are.
         is_pinned = layout.shardings is not None and layout.is_concrete
         return jax.jit(
             with_auto_axes(body, devices, (out, metrics)),
+            # First, and in the order of the outputs: `jit` pairs donated buffers with
+            # outputs of the same shape in order, and pairing a parameter with a moment
+            # of its shape costs XLA a copy of both.
             donate_argnums=0 if self.step.donate else (),
             out_shardings=(out, None) if is_pinned else None,
         )
 
 
-class Lowered:
+class Stage:
+    """A stage of JAX, for a program that is called with a state, not with its parts."""
+
+    def __init__(self, stage: Any, call: Callable[..., Any]):
+        self._stage = stage
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+class Lowered(Stage):
     """A `jax.stages.Lowered`, whose compiled program is called as it was lowered."""
 
-    def __init__(self, lowered: Any, call: Callable[..., Any]):
-        self._lowered = lowered
-        self._call = call
-
     def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
-        return Compiled(self._lowered.compile(*args, **kwargs), self._call)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
+        return Compiled(self._stage.compile(*args, **kwargs), self._call)
 
 
-class Compiled:
-    """A `jax.stages.Compiled`, which is called with a state instead of its parts."""
-
-    def __init__(self, compiled: Any, call: Callable[..., Any]):
-        self._compiled = compiled
-        self._call = call
+class Compiled(Stage):
+    """A `jax.stages.Compiled`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._compiled, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+        return self._call(self._stage, *args, **kwargs)
 
 
 UNKNOWN = object()  # in the place of a sharding, since `None` is not a leaf

@@ -5,18 +5,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Aux,
-    Leaf,
-    ModelState,
-    OptState,
-    T,
-    Tree,
-    is_concrete,
-)
+from optax_tokenaccum._core import trees
+from optax_tokenaccum._core.state import TokenAccumulationState
 
 KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 ParamsT = TypeVar("ParamsT")  # the tree of parameters
 
 
@@ -24,7 +17,7 @@ class WindowOptState(NamedTuple):
     """The `opt_state` of a window step, which has no open window between calls."""
 
     gradient_step: jax.Array  # shape=(), dtype=int32
-    inner_opt_state: OptState
+    inner_opt_state: trees.OptState
 
 
 class StepState(NamedTuple, Generic[ParamsT]):
@@ -54,7 +47,7 @@ class StepState(NamedTuple, Generic[ParamsT]):
 
     params: ParamsT
     opt_state: Any  # `TokenAccumulationState` or `WindowOptState`
-    model_state: ModelState = None
+    model_state: trees.ModelState = None
 
 
 class StepMetrics(NamedTuple):
@@ -92,74 +85,30 @@ class StepMetrics(NamedTuple):
     skipped: jax.Array  # shape=(), dtype=bool
     mini_step: jax.Array  # shape=(), dtype=int32
     gradient_step: jax.Array  # shape=(), dtype=int32
-    aux: Aux = None
+    aux: trees.Aux = None
 
 
-def with_added(metrics: StepMetrics, skipped: jax.Array, aux: Aux) -> StepMetrics:
-    """The metrics of a window, with those of what was added to it."""
-    return metrics._replace(skipped=skipped, aux=aux)
-
-
-def micro_batches_seen(opt_state: TokenAccumulationState) -> jax.Array:
-    """How many the open window has seen, rejected ones too."""
-    if isinstance(opt_state.skip_state, SkipState):
-        return opt_state.mini_step + opt_state.skip_state.rejected
-    return opt_state.mini_step
-
-
-def tag(state: StepState) -> Leaf:
+def tag(state: StepState) -> trees.Leaf:
     """The array by whose identity the host finds what it knows about a state."""
     if isinstance(state.opt_state, TokenAccumulationState):
         return state.opt_state.mini_step
     return next(iter(jax.tree.leaves(state.params)), None)
 
 
-def require_step_state(
-    state: Tree, opt_state_type: type, *, has_model_state: bool
-) -> None:
-    """Raises if a step cannot take the state."""
-    if not isinstance(state, StepState):
-        raise TypeError(
-            "The state must be the StepState that step.init or the last call "
-            f"returned: got a {type(state).__name__}. Write state, metrics = step("
-            "state, batch); take a checkpoint that was restored without a target over "
-            "with reshard_state(state, step.init(params))."
-        )
-    if (state.model_state is not None) != has_model_state:
-        raise TypeError(
-            f"The state must be of a step with has_model_state={has_model_state}: got "
-            "the state of another. Take its parts over into step.init(...)."
-        )
-    if not isinstance(state.opt_state, opt_state_type):
-        raise TypeError(
-            f"The opt_state must be a {opt_state_type.__name__}, because a train step "
-            f"has sums and a window step none: got a {type(state.opt_state).__name__}. "
-            "Between windows, take gradient_step and inner_opt_state over into "
-            "step.init(params).opt_state."
-        )
-    array = tag(state)  # every call donates it
-    if isinstance(array, jax.Array) and is_concrete(array) and array.is_deleted():
-        raise ValueError(
-            "The state was given to an earlier call, which donated its buffers. Go on "
-            "with the state that this call returned; if it failed while it ran, "
-            "restore a checkpoint. donate=False keeps old states."
-        )
-
-
-class Memo(Generic[KeyT, T]):
+class Memo(Generic[KeyT, ValueT]):
     """A value for each object, by identity, with a weak reference to the object."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[KeyT], T]] = {}
+        self._known: dict[int, tuple[weakref.ref[KeyT], ValueT]] = {}
 
-    def get(self, key: KeyT) -> T | None:
+    def get(self, key: KeyT) -> ValueT | None:
         known = self._known.get(id(key))
         return known[1] if known is not None and known[0]() is key else None
 
-    def remember(self, key: KeyT, value: T) -> None:
+    def remember(self, key: KeyT, value: ValueT) -> None:
         place = id(key)
         ref = weakref.ref(key, lambda _: self._known.pop(place, None))
         self._known[place] = (ref, value)
 
-    def __reduce__(self) -> tuple[type["Memo[KeyT, T]"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["Memo[KeyT, ValueT]"], tuple[()]]:
         return Memo, ()  # another process has other objects

@@ -12,40 +12,13 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optax_tokenaccum._core import checks, donation, trees
 from optax_tokenaccum._core.backward import zero_if
-from optax_tokenaccum._core.checks import check_params
-from optax_tokenaccum._core.donation import (
-    canonicalize_state,
-    copy_for_donation,
-    scalar_sharding,
-)
 from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Gradients,
-    Leaf,
-    ModelState,
-    OptState,
-    Params,
-    TracedBool,
-    Tree,
-    is_concrete,
-    sharding_of,
-    unshared_zeros,
-)
-from optax_tokenaccum._devices.mesh import (
-    Shardings,
-    put,
-    warn_of_whole_sums,
-)
+from optax_tokenaccum._devices.mesh import Shardings, put, warn_of_whole_sums
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.program import MEMO, HostInfo, StateLayout, remember
-from optax_tokenaccum._steps.state import (
-    ParamsT,
-    StepMetrics,
-    StepState,
-    require_step_state,
-    tag,
-)
+from optax_tokenaccum._steps.state import ParamsT, StepMetrics, StepState, tag
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -64,11 +37,11 @@ class Step(abc.ABC):
     def __post_init__(self) -> None:
         """Makes the programs."""
 
-    def __getstate__(self) -> dict[str, Tree]:
+    def __getstate__(self) -> dict[str, trees.Tree]:
         return self.__dict__ | {"_layouts": {}}
 
     def init(
-        self, params: ParamsT, model_state: ModelState = None
+        self, params: ParamsT, model_state: trees.ModelState = None
     ) -> StepState[ParamsT]:
         """Returns a state with copies of the arrays: the caller's are never donated.
 
@@ -98,10 +71,10 @@ class Step(abc.ABC):
         if has_model_state != (model_state is not None):
             given = ", model_state" * has_model_state
             raise TypeError(f"has_model_state={has_model_state}: init(params{given}).")
-        check_params(params)
+        checks.check_params(params)
         leaves = jax.tree.leaves((params, model_state))
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-        own = shapes_of if is_abstract else copy_for_donation
+        own = shapes_of if is_abstract else donation.copy_for_donation
         params = self.setup.devices.place(own(params))
         init = self._of_shapes if is_abstract else self._init
         if not self._warned:
@@ -109,30 +82,26 @@ class Step(abc.ABC):
         # Its own, because an optimizer may return an array that it keeps.
         opt_state = own(self.setup.devices.init(init, params))
         if model_state is not None:
-            model_state = self.setup.devices.place(
-                canonicalize_state(params, own(model_state))
-            )
+            model_state = donation.canonicalize_state(params, own(model_state))
+            model_state = self.setup.devices.place(model_state)
         state = StepState(params, opt_state, model_state)
         remember(state, HostInfo(self.layout_of(state), count=0))
         return state
 
     @abc.abstractmethod
-    def _init(self, params: Params) -> OptState:
+    def _init(self, params: trees.Params) -> trees.OptState:
         """The `opt_state` of new parameters."""
 
-    def _of_shapes(self, params: Params) -> OptState:
-        """On a mesh, `init` is traced on an Explicit one, whose types tell where."""
-        place = scalar_sharding(params)
+    def _of_shapes(self, params: trees.Params) -> trees.OptState:
+        place = donation.scalar_sharding(params)
         if not isinstance(place, NamedSharding):
             made = jax.eval_shape(self._init, params)
             return jax.tree.map(lambda x: put(x, x.sharding or place), made)
-        mesh = place.mesh
+        mesh = place.mesh  # traced on an Explicit one, whose types tell where
         explicit = (AxisType.Explicit,) * len(mesh.axis_names)
         typed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=explicit)
 
-        def on(
-            mesh: Mesh | AbstractMesh, x: jax.ShapeDtypeStruct
-        ) -> jax.ShapeDtypeStruct:
+        def on(mesh: Mesh | AbstractMesh, x: jax.ShapeDtypeStruct) -> trees.Leaf:
             return put(x, NamedSharding(mesh, x.sharding.spec if x.sharding else P()))
 
         like = jax.tree.map(functools.partial(on, typed), params)
@@ -143,7 +112,34 @@ class Step(abc.ABC):
     def require(self, state: StepState) -> None:
         """Raises if this step cannot take the state."""
         has_model_state = self.setup.loss.has_model_state
-        require_step_state(state, self.opt_state_type, has_model_state=has_model_state)
+        if not isinstance(state, StepState):
+            raise TypeError(
+                "The state must be the StepState that step.init or the last call "
+                f"returned: got a {type(state).__name__}. Write state, metrics = step("
+                "state, batch); take a checkpoint that was restored without a target "
+                "over with reshard_state(state, step.init(params))."
+            )
+        if (state.model_state is not None) != has_model_state:
+            raise TypeError(
+                f"The state must be of a step with has_model_state={has_model_state}: "
+                "got the state of another. Take its parts over into step.init(...)."
+            )
+        if not isinstance(state.opt_state, self.opt_state_type):
+            got = type(state.opt_state).__name__
+            raise TypeError(
+                f"The opt_state must be a {self.opt_state_type.__name__}, because a "
+                f"train step has sums and a window step none: got a {got}. Between "
+                "windows, take gradient_step and inner_opt_state over into "
+                "step.init(params).opt_state."
+            )
+        array = tag(state)  # every call donates it
+        is_concrete = isinstance(array, jax.Array) and trees.is_concrete(array)
+        if is_concrete and array.is_deleted():
+            raise ValueError(
+                "The state was given to an earlier call, which donated its buffers. Go "
+                "on with the state that this call returned; if it failed while it ran, "
+                "restore a checkpoint. donate=False keeps old states."
+            )
 
     def lookup(self, state: StepState) -> HostInfo:
         """What is known of the state of a call, also if another step returned it."""
@@ -158,13 +154,13 @@ class Step(abc.ABC):
 
     def layout_of(self, state: StepState) -> StateLayout:
         leaves, structure = jax.tree.flatten(state)
-        found = tuple(map(sharding_of, leaves))
+        found = tuple(map(trees.sharding_of, leaves))
         shardings = found if any(x is not None for x in found) else None
-        key = structure, shardings, all(map(is_concrete, leaves))
+        key = structure, shardings, all(map(trees.is_concrete, leaves))
         model = jax.tree.structure(state.model_state)
         return self._layouts.setdefault(key, StateLayout(self, *key, model))
 
-    def _check_sums(self, sums: Gradients, params: Params) -> None:
+    def _check_sums(self, sums: trees.Gradients, params: trees.Params) -> None:
         """Raises `ValueError` if the sums belong to a different number of devices."""
         leaves = jax.tree.leaves(params)
         for acc, p in zip(jax.tree.leaves(sums), leaves, strict=False):
@@ -191,18 +187,18 @@ class Step(abc.ABC):
 
     def _update(
         self,
-        params: Params,
+        params: trees.Params,
         opt_state: TokenAccumulationState,
-        closes: TracedBool,
+        closes: trees.TracedBool,
         shardings: Shardings,
-    ) -> tuple[Params, TokenAccumulationState, StepMetrics]:
+    ) -> tuple[trees.Params, TokenAccumulationState, StepMetrics]:
         """If the window `closes`, applies its update to the parameters."""
         accumulation, devices = self.setup.accumulation, self.setup.devices
         metrics = self._metrics(opt_state)
 
         def update(
-            state: TokenAccumulationState, held: tuple[Params, jax.Array]
-        ) -> tuple[Gradients, tuple[Params, jax.Array], OptState]:
+            state: TokenAccumulationState, held: tuple[trees.Params, jax.Array]
+        ) -> tuple[trees.Gradients, tuple[trees.Params, jax.Array], trees.OptState]:
             sums = devices.reduce_over_devices(state.grad_sums, shardings)
             whole, params = state._replace(grad_sums=sums), held[0]
             gradient, norm = accumulation.gradient_and_norm(whole, params)
@@ -214,7 +210,7 @@ class Step(abc.ABC):
             params = devices.constrain(params, shardings, like_sums=True)
             made = (params, norm), inner_state
             # Until the update has ended, their memory is free for what it computes.
-            return unshared_zeros(state.grad_sums, made), *made
+            return trees.unshared_zeros(state.grad_sums, made), *made
 
         params = devices.constrain(params, shardings, like_sums=True)
         try:
@@ -240,16 +236,16 @@ class Step(abc.ABC):
         return params, closed, metrics
 
 
-def _applied(param: jax.Array, update: jax.Array) -> Leaf:
+def _applied(param: jax.Array, update: jax.Array) -> trees.Leaf:
     """The parameter plus its update, which weight decay gives an integer too."""
     is_trained = jnp.issubdtype(param.dtype, jnp.inexact)
     return optax.apply_updates(param, update) if is_trained else param
 
 
-def shapes_of(tree: Tree) -> Tree:
+def shapes_of(tree: trees.Tree) -> trees.Tree:
     """Shapes in the place of arrays, with a sharding where one was chosen."""
 
-    def shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
+    def shape_of(x: trees.Leaf) -> jax.ShapeDtypeStruct:
         is_placed = getattr(x, "committed", hasattr(x, "sharding"))
         sharding = x.sharding if is_placed else None
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)

@@ -1,52 +1,38 @@
 """A train step for one micro-batch per call, which applies updates by itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import optax
 
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import Added, SkipFn, make_accumulation
-from optax_tokenaccum._core.checks import check_function
-from optax_tokenaccum._core.schedule import CountSchedule, make_schedule
-from optax_tokenaccum._core.state import TokenAccumulationState
-from optax_tokenaccum._core.trees import (
-    Batch,
-    DType,
-    ModelState,
-    Params,
-    Tree,
-    is_concrete,
-)
+from optax_tokenaccum._core.schedule import CountSchedule
+from optax_tokenaccum._core.state import SkipState, TokenAccumulationState
+from optax_tokenaccum._core.trees import Batch, DType, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
 from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, LossFn
 from optax_tokenaccum._steps.micro_batch import Setup, add_micro_batch
-from optax_tokenaccum._steps.program import HostInfo, Program
-from optax_tokenaccum._steps.state import (
-    StepMetrics,
-    StepState,
-    micro_batches_seen,
-    with_added,
-)
+from optax_tokenaccum._steps.program import HostInfo, Partition, Program
+from optax_tokenaccum._steps.state import StepMetrics, StepState
 from optax_tokenaccum._steps.step import Step
 
 
 class Accumulate(Program["TrainStep"]):
-    """The program for every micro-batch.
+    """The program for every micro-batch: it reads the parameters, and adds to the sums.
 
-    It only reads the parameters, and is not given the inner optimizer's state. It
-    donates the sums, and adds each gradient to them as soon as that is computed.
+    It is not given the inner optimizer's state.
     """
 
     def arguments(
         self, batch: Batch, *, rng: jax.Array | None = None, **loss_kwargs: Tree
     ) -> tuple[MicroBatch]:
-        return (self.step._micro_batch(batch, rng, loss_kwargs),)
+        devices = self.step.setup.devices
+        return (as_micro_batch(batch, rng, as_keywords(loss_kwargs), devices),)
 
-    def partition(
-        self, state: StepState
-    ) -> tuple[Tree, Params, Callable[[Tree], StepState]]:
+    def partition(self, state: StepState) -> Partition:
         inner = state.opt_state.inner_opt_state
 
         def combine(donated: Tree) -> StepState:
@@ -58,17 +44,12 @@ class Accumulate(Program["TrainStep"]):
         return (opt_state, state.model_state), state.params, combine
 
     def body(
-        self,
-        donated: Tree,
-        kept: Params,
-        micro_batch: MicroBatch,
-        *,
-        shardings: Shardings,
+        self, shardings: Shardings, donated: Tree, kept: Params, micro_batch: MicroBatch
     ) -> tuple[Tree, StepMetrics]:
         opt_state, model_state = donated
         added = self.step._add(kept, model_state, opt_state, micro_batch, shardings)
         metrics = self.step._metrics(added.opt_state)
-        metrics = with_added(metrics, added.skipped, added.aux)
+        metrics = metrics._replace(skipped=added.skipped, aux=added.aux)
         return (added.opt_state, added.model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
@@ -84,9 +65,7 @@ class Close(Program["TrainStep"]):
     def arguments(self) -> tuple[()]:
         return ()
 
-    def partition(
-        self, state: StepState
-    ) -> tuple[Tree, Tree, Callable[[Tree], StepState]]:
+    def partition(self, state: StepState) -> Partition:
         def combine(donated: Tree) -> StepState:
             params, opt_state = donated
             return state._replace(params=params, opt_state=opt_state)
@@ -94,7 +73,7 @@ class Close(Program["TrainStep"]):
         return (state.params, state.opt_state), (), combine
 
     def body(
-        self, donated: Tree, kept: Tree, *, shardings: Shardings
+        self, shardings: Shardings, donated: Tree, kept: Tree
     ) -> tuple[Tree, StepMetrics]:
         params, opt_state = donated
         self.step._check_sums(opt_state.grad_sums, params)
@@ -113,12 +92,7 @@ class AccumulateAndClose(Program["TrainStep"]):
     arguments = Accumulate.arguments
 
     def body(
-        self,
-        donated: Tree,
-        kept: Tree,
-        micro_batch: MicroBatch,
-        *,
-        shardings: Shardings,
+        self, shardings: Shardings, donated: Tree, kept: Tree, micro_batch: MicroBatch
     ) -> tuple[Tree, StepMetrics]:
         step, (params, opt_state, model_state) = self.step, donated
         added = step._add(params, model_state, opt_state, micro_batch, shardings)
@@ -127,7 +101,7 @@ class AccumulateAndClose(Program["TrainStep"]):
             opt_state.mini_step, opt_state.acc_tokens, opt_state.gradient_step
         )
         params, opt_state, metrics = step._update(params, opt_state, closes, shardings)
-        metrics = with_added(metrics, added.skipped, added.aux)
+        metrics = metrics._replace(skipped=added.skipped, aux=added.aux)
         return (params, opt_state, added.model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
@@ -172,11 +146,6 @@ class TrainStep(Step):
         sums = self.setup.devices.zeros(params, self.setup.accumulation.dtypes(params))
         return self.setup.accumulation.init(params, sums)
 
-    def _micro_batch(
-        self, batch: Batch, rng: jax.Array | None, loss_kwargs: dict[str, Tree]
-    ) -> MicroBatch:
-        return as_micro_batch(batch, rng, as_keywords(loss_kwargs), self.setup.devices)
-
     def _add(
         self,
         params: Params,
@@ -185,10 +154,12 @@ class TrainStep(Step):
         micro_batch: MicroBatch,
         shardings: Shardings,
     ) -> Added:
-        """Adds a micro-batch to the open window."""
         self._check_sums(opt_state.grad_sums, params)
-        place = opt_state.gradient_step, micro_batches_seen(opt_state)
-        micro_batch = micro_batch.with_key_at(*place)
+        seen, skip_state = opt_state.mini_step, opt_state.skip_state
+        if isinstance(skip_state, SkipState):
+            # The noise of a rejected micro-batch is not drawn again.
+            seen = seen + skip_state.rejected
+        micro_batch = micro_batch.with_key_at(opt_state.gradient_step, seen)
         return add_micro_batch(
             self.setup, params, model_state, opt_state, micro_batch, shardings
         )
@@ -234,21 +205,19 @@ class TrainStep(Step):
         keeps_count = self.setup.accumulation.should_skip_update_fn is None
         k = schedule.every_k  # each micro-batch closes its window, if it is 1
         is_known = isinstance(k, int) and k > 1 and keeps_count
-        if not (is_known and is_concrete(counter)):
+        if not (is_known and trees.is_concrete(counter)):
             return self._accumulate_and_close(state, batch, rng=rng, **loss_kwargs)
-        traced = (self._micro_batch(batch, rng, loss_kwargs),)
+        traced = self.accumulate.arguments(batch, rng=rng, **loss_kwargs)
         known = self.lookup(state)
         if known.count is None:  # the device is read once
             known = known._replace(count=int(jax.device_get(counter)))
         # Compile the close before `accumulate` donates the sums: after an error in the
         # optimizer, or Ctrl-C while it compiles, the caller's state is still usable.
-        if not known.layout.is_ready:
-            self.close_window.make_ready(state, known.layout)
-            known.layout.is_ready = True
+        self.close_window.make_ready(state, known.layout)
         state, metrics, known = self.accumulate.run(state, known, traced)
         if known.count is not None and known.count >= k:
             state, closed, _ = self.close_window.run(state, known, ())
-            metrics = with_added(closed, metrics.skipped, metrics.aux)
+            metrics = closed._replace(skipped=metrics.skipped, aux=metrics.aux)
         return state, metrics
 
 
@@ -290,10 +259,8 @@ def make_train_step(
         mean as `loss_sum + c * aux_loss * num_tokens`. The most likely mistake is a
         loss that is not a sum, or a count from another mask: `check_loss_fn` finds it.
       optimizer: the plain inner optimizer, run once per window. Put clipping inside it.
-      every_k_schedule: the number of micro-batches in a window, or a function from
-        `gradient_step` to that number.
-      every_n_tokens: closes the window, instead, once it holds at least this number of
-        tokens; or a function from `gradient_step` to that number. With neither, call
+      every_k_schedule: micro-batches in a window, as in `token_accumulation`.
+      every_n_tokens: used instead, as in `token_accumulation`. With neither, call
         `accumulate` and `close_window`.
       has_aux: `loss_fn` returns `(loss_sum, (num_tokens, aux))`.
       has_model_state: for batch normalization and everything else that the forward pass
@@ -347,10 +314,11 @@ def make_train_step(
       False 1.0 0.0
       True 4.0 0.2
     """
-    check_function(loss_fn, "loss_fn")
+    checks.check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
-        make_schedule(every_k_schedule, every_n_tokens),
+        every_k_schedule,
+        every_n_tokens,
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )

@@ -8,35 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_tokenaccum._core import trees
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._core.accumulation import make_accumulation
-from optax_tokenaccum._core.checks import check_function, check_params
-from optax_tokenaccum._core.schedule import make_schedule
-from optax_tokenaccum._core.trees import (
-    Aux,
-    Batch,
-    DType,
-    Gradients,
-    ModelState,
-    Params,
-    Tree,
-)
 from optax_tokenaccum._devices.batch import as_micro_batch
 from optax_tokenaccum._devices.mesh import Devices
+from optax_tokenaccum._steps import window
 from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, LossFn, unpack
 from optax_tokenaccum._steps.micro_batch import Setup, check_own_map
-from optax_tokenaccum._steps.window import (
-    Bound,
-    check_micro_batches,
-    explained,
-    for_each,
-    micro_batch_at,
-    run_window,
-)
 
 # loss, (num_tokens, aux)
-WindowValues = tuple[jax.Array, tuple[jax.Array, Aux]]
+WindowValues = tuple[jax.Array, tuple[jax.Array, trees.Aux]]
 
 
 Reduce = Literal["mean", "sum"]
@@ -48,7 +30,7 @@ def window_value_and_grad(
     has_aux: bool = False,
     has_model_state: bool = False,
     reduction: Reduce = "mean",
-    accumulator_dtype: DType | None = None,
+    accumulator_dtype: trees.DType | None = None,
 ) -> Callable[..., Any]:
     r"""Like `jax.value_and_grad`, for the exact mean loss of a window.
 
@@ -121,28 +103,28 @@ def window_value_and_grad(
       >>> print(loss, num_tokens, grad)  # not 16, the mean of the means
       23.0 4.0 23.0
     """
-    check_function(loss_fn, "loss_fn")
+    checks.check_function(loss_fn, "loss_fn")
     _check_reduction(reduction)
     accumulation = make_accumulation(
-        optax.identity(), make_schedule(), accumulator_dtype=accumulator_dtype
+        optax.identity(), accumulator_dtype=accumulator_dtype
     )
     loss = Loss(loss_fn, has_aux, has_model_state)
     setup = Setup(loss, accumulation, Devices())
 
     def with_model_state(
-        params: Params,
-        model_state: ModelState,
-        micro_batches: Batch,
+        params: trees.Params,
+        model_state: trees.ModelState,
+        micro_batches: trees.Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Bound = None,
-        **loss_kwargs: Tree,
+        num_micro_batches: window.Bound = None,
+        **loss_kwargs: trees.Tree,
     ) -> Any:
-        check_params(params)
-        check_micro_batches(micro_batches, num_micro_batches)
+        checks.check_params(params)
+        window.check_micro_batches(micro_batches, num_micro_batches)
         keywords = as_keywords(loss_kwargs)
         given = as_micro_batch(micro_batches, rng, keywords, setup.devices, axis=1)
-        state, _, aux, model_state = run_window(
+        state, _, aux, model_state = window.run_window(
             setup, params, model_state, given, num_micro_batches
         )
         loss, num_tokens = accumulation.window_so_far(state)
@@ -160,7 +142,7 @@ def _check_reduction(reduction: str) -> None:
         raise ValueError(f"reduction must be 'mean' or 'sum': got {reduction!r}.")
 
 
-def _sums_for(params: Params, sums: Gradients) -> Gradients:
+def _sums_for(params: trees.Params, sums: trees.Gradients) -> trees.Gradients:
     """The sums, of which those of integers are zeros of their dtype."""
 
     def sum_for(x: jax.Array, p: jax.Array) -> jax.Array:
@@ -173,8 +155,8 @@ def without_state(f: Callable[..., Any]) -> Callable[..., Any]:
     """A function of parameters and a model state as one of parameters."""
 
     def of_params(
-        params: Params, micro_batches: Batch, **kwargs: Tree
-    ) -> tuple[Tree, Gradients]:
+        params: trees.Params, micro_batches: trees.Batch, **kwargs: trees.Tree
+    ) -> tuple[trees.Tree, trees.Gradients]:
         (values, _), gradient = f(params, None, micro_batches, **kwargs)
         return values, gradient
 
@@ -187,7 +169,7 @@ def accumulate_over_window(
     gradients: Literal["sum", "mean"] = "sum",
     has_aux: bool = False,
     reduction: Reduce = "mean",
-    accumulator_dtype: DType | None = None,
+    accumulator_dtype: trees.DType | None = None,
 ) -> Callable[..., Any]:
     r"""The exact mean loss and gradient of a window, from gradients of micro-batches.
 
@@ -240,10 +222,10 @@ def accumulate_over_window(
       >>> print(loss, num_tokens, grad)  # not 16, the mean of the means
       23.0 4.0 23.0
     """
-    check_function(value_and_grad_fn, "value_and_grad_fn")
+    checks.check_function(value_and_grad_fn, "value_and_grad_fn")
     _check_reduction(reduction)
     accumulation = make_accumulation(
-        optax.identity(), make_schedule(), gradients, None, accumulator_dtype
+        optax.identity(), gradients=gradients, accumulator_dtype=accumulator_dtype
     )
     form = "(value, (num_tokens, aux))" if has_aux else "(value, num_tokens)"
     rule = (
@@ -251,23 +233,23 @@ def accumulate_over_window(
         "jax.value_and_grad(loss_fn, has_aux=True) does"
     )
 
-    def without_float0(grads: Gradients) -> Gradients:
+    def without_float0(grads: trees.Gradients) -> trees.Gradients:
         """Those of integers are left out: nothing can be added to them."""
         return jax.tree.map(lambda g: None if trees.is_float0(g) else g, grads)
 
     def accumulate(
-        params: Params,
-        micro_batches: Batch,
+        params: trees.Params,
+        micro_batches: trees.Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Bound = None,
-        **kwargs: Tree,
+        num_micro_batches: window.Bound = None,
+        **kwargs: trees.Tree,
     ) -> Any:
-        check_micro_batches(micro_batches, num_micro_batches)
+        window.check_micro_batches(micro_batches, num_micro_batches)
 
         def call(
-            i: ArrayLike, batch: Batch
-        ) -> tuple[tuple[jax.Array, ArrayLike, Aux], Gradients]:
+            i: ArrayLike, batch: trees.Batch
+        ) -> tuple[tuple[jax.Array, ArrayLike, trees.Aux], trees.Gradients]:
             key = {} if rng is None else {"rng": trees.fold_key(rng, i)}
             own = jax.tree.map(lambda x: x, kwargs)  # it may assign to containers
             returned = value_and_grad_fn(params, batch, **own, **key)
@@ -275,21 +257,23 @@ def accumulate_over_window(
                 raise TypeError(f"{rule}: got {returned}.")
             return unpack(returned[0], has_aux, rule), returned[1]
 
-        with explained(micro_batches, "value_and_grad_fn"):
+        with window.explained(micro_batches, "value_and_grad_fn"):
             trace = jax.make_jaxpr(call, return_shape=True)
-            traced, (values, like) = trace(0, micro_batch_at(micro_batches, 0))
+            traced, (values, like) = trace(0, window.micro_batch_at(micro_batches, 0))
         types = traced.out_avals[len(jax.tree.leaves(values)) :]
         check_own_map(traced, types, is_loss=False)
         summed = without_float0(like)
-        empty = accumulation.empty_window(summed, accumulation.zeros(summed))
+        empty = accumulation.empty_window(summed)
 
-        def add(i: ArrayLike, batch: Batch, state: Tree) -> tuple[Tree, Aux]:
+        def add(
+            i: ArrayLike, batch: trees.Batch, state: trees.Tree
+        ) -> tuple[trees.Tree, trees.Aux]:
             (value, num_tokens, aux), grads = call(i, batch)
             grads = without_float0(grads)
             added = accumulation.add(grads, state, None, num_tokens, value)
             return added.opt_state, aux
 
-        state, aux = for_each(
+        state, aux = window.for_each(
             add, empty, micro_batches, num_micro_batches, has_aux, "value_and_grad_fn"
         )
         loss, num_tokens = accumulation.window_so_far(state)

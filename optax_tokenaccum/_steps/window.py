@@ -12,13 +12,7 @@ from jax.typing import ArrayLike
 
 from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.accumulation import Added
-from optax_tokenaccum._core.trees import (
-    Aux,
-    Batch,
-    ModelState,
-    Params,
-    Tree,
-)
+from optax_tokenaccum._core.trees import Aux, Batch, ModelState, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch
 from optax_tokenaccum._devices.mesh import Shardings
 from optax_tokenaccum._steps.layer_axes import (
@@ -39,7 +33,7 @@ def run_window(
     model_state: ModelState,
     micro_batches: MicroBatch,
     num_micro_batches: Bound,
-    gradient_step: ArrayLike | None = None,
+    gradient_step: jax.Array | None = None,
     shardings: Shardings = None,
 ) -> Added:
     """Runs the micro-batches, from an empty window to one that may be closed.
@@ -51,11 +45,8 @@ def run_window(
 
     def given(batch: Batch, i: ArrayLike) -> MicroBatch:
         own = dataclasses.replace(micro_batches, batch=batch, axis=0)
-        return (
-            own.with_key_at(i)
-            if gradient_step is None
-            else own.with_key_at(gradient_step, i)
-        )
+        position = (i,) if gradient_step is None else (gradient_step, i)
+        return own.with_key_at(*position)
 
     layer_axes: LayerAxes = {}
     # Layers of matrices. A skip function is shown gradients with the axes of the user.
@@ -75,8 +66,8 @@ def run_window(
     shardings = shardings_of_moved(shardings, layer_axes)
     sums = setup.devices.zeros(params, accumulation.dtypes(params))
     empty = accumulation.empty_window(params, sums)
-    updates = 0 if gradient_step is None else gradient_step
-    empty = empty._replace(gradient_step=jnp.asarray(updates, jnp.int32))
+    if gradient_step is not None:
+        empty = empty._replace(gradient_step=gradient_step)
 
     def add(i: ArrayLike, batch: Batch, carry: Tree) -> tuple[Tree, Aux]:
         state, model_state, any_skipped = carry
@@ -96,8 +87,6 @@ def run_window(
 
 
 def micro_batch_at(micro_batches: Batch, i: ArrayLike) -> Batch:
-    """The micro-batch at an index of a stacked window."""
-
     def take(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 

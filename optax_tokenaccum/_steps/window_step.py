@@ -9,27 +9,16 @@ import optax
 from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
 from optax_tokenaccum._core.checks import check_function
 from optax_tokenaccum._core.donation import canonicalize_state
-from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Batch, DType, Params, Tree
 from optax_tokenaccum._devices.batch import MicroBatch, as_micro_batch
 from optax_tokenaccum._devices.mesh import ReduceEvery, Shardings, make_devices
+from optax_tokenaccum._steps import window
 from optax_tokenaccum._steps.keywords import as_keywords
 from optax_tokenaccum._steps.loss_fn import Loss, LossFn
 from optax_tokenaccum._steps.micro_batch import Setup
 from optax_tokenaccum._steps.program import HostInfo, Program
-from optax_tokenaccum._steps.state import (
-    StepMetrics,
-    StepState,
-    WindowOptState,
-    with_added,
-)
+from optax_tokenaccum._steps.state import StepMetrics, StepState, WindowOptState
 from optax_tokenaccum._steps.step import Step
-from optax_tokenaccum._steps.window import (
-    Bound,
-    check_micro_batches,
-    explained,
-    run_window,
-)
 
 
 class RunWindow(Program["WindowStep"]):
@@ -42,31 +31,25 @@ class RunWindow(Program["WindowStep"]):
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Bound = None,
+        num_micro_batches: window.Bound = None,
         **loss_kwargs: Tree,
-    ) -> tuple[MicroBatch, Bound]:
-        check_micro_batches(micro_batches, num_micro_batches)
-        with explained(micro_batches):
-            given = as_micro_batch(
-                micro_batches,
-                rng,
-                as_keywords(loss_kwargs),
-                self.step.setup.devices,
-                axis=1,
-            )
+    ) -> tuple[MicroBatch, window.Bound]:
+        window.check_micro_batches(micro_batches, num_micro_batches)
+        keywords, devices = as_keywords(loss_kwargs), self.step.setup.devices
+        with window.explained(micro_batches):
+            given = as_micro_batch(micro_batches, rng, keywords, devices, axis=1)
         return given, num_micro_batches
 
     def body(
         self,
+        shardings: Shardings,
         donated: Tree,
         kept: Tree,
         micro_batches: MicroBatch,
-        num_micro_batches: Bound,
-        *,
-        shardings: Shardings,
+        num_micro_batches: window.Bound,
     ) -> tuple[Tree, StepMetrics]:
         step, (params, old, model_state) = self.step, donated
-        window, skipped, aux, model_state = run_window(
+        opt_state, skipped, aux, model_state = window.run_window(
             step.setup,
             params,
             model_state,
@@ -75,12 +58,13 @@ class RunWindow(Program["WindowStep"]):
             old.gradient_step.astype("int32"),
             shardings,
         )
-        window = window._replace(inner_opt_state=old.inner_opt_state)
-        params, new, metrics = step._update(params, window, True, shardings)
+        opt_state = opt_state._replace(inner_opt_state=old.inner_opt_state)
+        params, new, metrics = step._update(params, opt_state, True, shardings)
         opt_state = WindowOptState(
             new.gradient_step.astype(old.gradient_step.dtype), new.inner_opt_state
         )
-        return (params, opt_state, model_state), with_added(metrics, skipped, aux)
+        metrics = metrics._replace(skipped=skipped, aux=aux)
+        return (params, opt_state, model_state), metrics
 
     def next_info(self, known: HostInfo) -> HostInfo:
         return known
@@ -122,7 +106,7 @@ class WindowStep(Step):
         micro_batches: Batch,
         *,
         rng: jax.Array | None = None,
-        num_micro_batches: Bound = None,
+        num_micro_batches: window.Bound = None,
         **loss_kwargs: Tree,
     ) -> tuple[StepState, StepMetrics]:
         """Runs a window and applies its update, unless the window has no tokens.
@@ -200,7 +184,6 @@ def make_window_step(
     check_function(loss_fn, "loss_fn")
     accumulation = make_accumulation(
         optimizer,
-        make_schedule(),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )

@@ -14,16 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_tokenaccum._core import checks
-from optax_tokenaccum._core.trees import (
-    Batch,
-    Gradients,
-    OptState,
-    Params,
-    as_num_tokens,
-    common_dtype,
-    leading_axis,
-)
+from optax_tokenaccum._core import checks, trees
+from optax_tokenaccum._core.trees import Batch, Gradients, OptState, Params
 from optax_tokenaccum._steps.loss_fn import LossFn, unpack
 from optax_tokenaccum.debug._model import Model, as_vector, copied
 from optax_tokenaccum.debug._report import AuditReport, ParameterRow, Verdict, progress
@@ -322,7 +314,7 @@ def _gradient_of(loss_fn: LossFn, model: Model) -> Gradient:
 
     def summed(batch: Batch, share: float = 1.0) -> Measured:
         found, n = gradient(model.trained, batch, share)
-        n = float(as_num_tokens(n, np.float64))
+        n = float(trees.as_num_tokens(n, np.float64))
         found = as_vector(found) / share
         return np.where((n > 0) | np.isfinite(found), found, 0), n  # 0/0 adds nothing
 
@@ -377,7 +369,8 @@ def _sgd(
         is_armed = (armed.start <= state) & (state < armed.stop)
 
         def step(g: jax.Array) -> jax.Array:
-            wide = g.astype(common_dtype(g.dtype, jnp.float32))  # float16 overflows
+            # float16 overflows
+            wide = g.astype(trees.common_dtype(g.dtype, jnp.float32))
             size = jnp.where(is_some, jnp.where(is_armed, wide, 0), of_zeros)
             return (-scale * size).astype(g.dtype)
 
@@ -406,7 +399,7 @@ def _doubt(summed: Gradient, batches: list[Batch], window: MeasuredWindow) -> st
 def _parts(summed: Gradient, batch: Batch, number: int) -> list[Measured]:
     """What parts of the rows give; empty where they give nothing."""
     try:
-        rows = leading_axis(batch, "a micro-batch")
+        rows = trees.leading_axis(batch, "a micro-batch")
         ends = [rows * i // number for i in range(number + 1)]
         cut = [slice(*x) for x in itertools.pairwise(ends)] * (rows >= number)
         return [summed(jax.tree.map(operator.itemgetter(x), batch)) for x in cut]

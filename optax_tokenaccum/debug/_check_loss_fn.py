@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.linalg import norm
 
-from optax_tokenaccum._core import trees
-from optax_tokenaccum._core.checks import as_micro_batches, check_function
+from optax_tokenaccum._core import checks, trees
 from optax_tokenaccum._steps.loss_fn import LossFn, unpack
 from optax_tokenaccum.debug._model import Model, as_vector
 from optax_tokenaccum.debug._report import LossReport, progress
@@ -89,10 +88,10 @@ def check_loss_fn(
       >>> print(report.passed, report.findings[0].split(":")[0])
       False the loss is already a mean
     """
-    check_function(loss_fn, "loss_fn")
+    checks.check_function(loss_fn, "loss_fn")
     if per not in ("token", "sequence"):
         raise ValueError(f"per must be 'token' or 'sequence': got {per!r}.")
-    given, model = as_micro_batches(micro_batches), Model(params)
+    given, model = checks.as_micro_batches(micro_batches), Model(params)
     batches: list[Leaves] = [dict(trees.named_leaves(batch)) for batch in given]
     names = [mask] if isinstance(mask, str) else [] if mask is None else map(str, mask)
     paths: list[str] = []

@@ -8,14 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_tokenaccum._core import trees
 from optax_tokenaccum._core.donation import copy_for_donation
-from optax_tokenaccum._core.trees import (
-    T,
-    Tree,
-    check_same_tree,
-    is_float,
-    named_leaves,
-)
 
 
 class Model:
@@ -24,8 +18,8 @@ class Model:
     def __init__(self, model: Any):
         self._tree, self._merge = _params_of(model)
         self._leaves, self._structure = jax.tree.flatten(self._tree)
-        named = enumerate(named_leaves(self._tree))
-        found = [(i, p, x) for i, (p, x) in named if _is_array(x) and is_float(x)]
+        named = enumerate(trees.named_leaves(self._tree))
+        found = [(i, p, x) for i, (p, x) in named if _is_array(x) and trees.is_float(x)]
         if not found:
             got = type(model).__name__
             raise TypeError(f"params must hold arrays of floats: got a {got}.")
@@ -46,7 +40,7 @@ class Model:
             jax.tree.map(lambda x: np.empty(x.shape) if _is_array(x) else 0, one)
             for one in (tree, self._tree)
         )
-        check_same_tree(got, expected, "run must return the parameters, moved")
+        trees.check_same_tree(got, expected, "run must return the parameters, moved")
         leaves = jax.tree.leaves(tree)
         for before, after in zip(self._leaves, leaves, strict=True):
             if isinstance(before, float) and before != after:  # Equinox has constants
@@ -54,7 +48,7 @@ class Model:
         return as_vector([leaves[i] for i in self._places])
 
 
-def _params_of(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
+def _params_of(model: Any) -> tuple[trees.Tree, Callable[[trees.Tree], Any]]:
     """The tree of a model's parameters, and the way back from such a tree."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(model, nnx.Module):
@@ -67,7 +61,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic | jax.Array)
 
 
-def copied(tree: T) -> T:
+def copied(tree: trees.T) -> trees.T:
     """The tree with copies of its arrays, which may be changed or donated."""
     return jax.tree.map(lambda x: copy.copy(x) if _is_array(x) else x, tree)
 

@@ -14,7 +14,6 @@ import optax
 from flax import nnx
 
 from optax_tokenaccum._core.accumulation import SkipFn, make_accumulation
-from optax_tokenaccum._core.schedule import make_schedule
 from optax_tokenaccum._core.trees import Aux, Batch, DType, Tree
 from optax_tokenaccum._devices.mesh import ReduceEvery, make_devices
 from optax_tokenaccum._steps import value_and_grad as _value_and_grad
@@ -41,11 +40,9 @@ def make_train_step(
     for a micro-batch without tokens, because its rows are real. A micro-batch that
     `should_skip_update_fn` rejects changes no variable.
 
-    Over several devices, with `reduce_every="window"`, each device computes the
-    statistics of its own rows, and the model takes their mean: in `nnx.BatchNorm`, the
-    mean of all rows, and a variance without the part between devices. Keys are folded
-    with the index of the device, so that masks differ. A variable of whole numbers may
-    not depend on the rows. With `reduce_every="micro_batch"`, `loss_fn` sees all rows.
+    Over several devices, variables are those of `has_model_state` in the step of the
+    core: with `reduce_every="window"`, `nnx.BatchNorm` has the mean of all rows, and a
+    variance without the part between devices, and masks differ by device.
 
     Args:
       loss_fn: `loss_fn(model, batch, **kwargs) -> (loss_sum, num_tokens)`: the loss
@@ -151,7 +148,6 @@ def make_window_step(
     devices = make_devices(mesh, data_axes, reduce_every)
     accumulation = make_accumulation(
         optax.identity(),
-        make_schedule(),
         should_skip_update_fn=should_skip_update_fn,
         accumulator_dtype=accumulator_dtype,
     )
