@@ -219,8 +219,25 @@ def test_checkpoints_raise_the_errors_of_the_page_and_are_taken_over(tmp_path: P
     assert state.gradient_step == 2
 
 
+def arrays(tree: Any) -> Any:
+    """Return the arrays of a tree of NNX variables."""
+    return jax.tree.map(
+        lambda x: x[...], tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+
+
+def assign(variables: Any, tree: Any) -> None:
+    """Write a tree of arrays into NNX variables."""
+    jax.tree.map(
+        lambda x, value: x.set_value(value),
+        variables,
+        tree,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
 def test_with_nnx_the_optimizer_goes_on_and_back_again():
-    assign, arrays, to_optax = map(page().get, ("assign", "arrays", "to_optax"))
+    to_optax = page()["to_optax"]
 
     class Model(nnx.Module):
         def __init__(self) -> None:
