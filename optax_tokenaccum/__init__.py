@@ -20,7 +20,7 @@ from optax_tokenaccum._transformation import (
     with_num_tokens,
 )
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 __all__ = [
     "MultiSteps",

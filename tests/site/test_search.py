@@ -81,7 +81,7 @@ def pages(search: Any, query: str) -> list[str]:
         ("pinned_host", "docs/devices"),
         ("reshard_after_forward", "docs/devices"),
         ("double buffering", "docs/performance"),
-        ("tokamax", "docs/performance"),
+        ("linear_softmax_cross_entropy_loss", "docs/performance"),
     ],
 )
 def test_the_right_page_comes_first(search: Any, query: str, first: str):
