@@ -2,9 +2,9 @@
 
     pip install libtpu && python -m benchmarks.fits
 
-Prints the figures of layouts in docs/performance.md. Nothing runs. The memory is that of
-programs for 16 chips of a TPU v5e. What is sent is that of programs for as many devices
-of a CPU, because a program that does not fit on a TPU does not compile for it.
+Prints the figures of layouts in docs/performance.md. Nothing runs. The memory is that
+of programs for 16 chips of a TPU v5e. What is sent is that of programs for as many
+devices of a CPU, because a program that does not fit on a TPU does not compile for it.
 
     python -m benchmarks.fits benchmarks/results/fits
 
