@@ -154,14 +154,14 @@ def test_an_rnn_returns_the_carry_after_the_padding_of_an_empty_row():
 
 
 def test_our_norm_of_many_bfloat16_arrays_is_added_in_float32():
-    params = {str(i): jnp.ones((), jnp.bfloat16) for i in range(1000)}
+    params = {str(i): jnp.ones((), jnp.bfloat16) for i in range(300)}
 
     def loss_fn(params: Any, x: jax.Array) -> Any:
         return jnp.sum(x) * sum(jax.tree.map(jnp.float32, params).values()), 1
 
     step = make_train_step(loss_fn, optax.sgd(1e-3), 1)
     _, metrics = step(step.init(params), jnp.ones(()))
-    np.testing.assert_allclose(metrics.grad_norm, 1000**0.5, rtol=1e-6)
+    np.testing.assert_allclose(metrics.grad_norm, 300**0.5, rtol=1e-6)
     assert optax.tree.norm(params) == 16  # added in bfloat16
 
 
