@@ -6,7 +6,7 @@ Each method trains the same model on the same micro-batches, and the program rep
 far each one ends from training on whole windows. Prompts are masked and answers have
 any length, so micro-batches hold different numbers of loss tokens, and their means must
 not be averaged. Text is bytes and the parameters start at random: the example shows the
-arithmetic of training and does not make a good model. It takes about two minutes on
+arithmetic of training and does not make a good model. It takes one to two minutes on
 two CPU cores, and ends with a picture of losses and distances.
 
 `--checkpoint-dir DIRECTORY --save-every 50` trains a single run instead. The run can be
