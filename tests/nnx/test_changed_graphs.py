@@ -191,6 +191,16 @@ def test_a_known_graph_is_not_split_again(monkeypatch: pytest.MonkeyPatch):
         step(model, optimizer, X[0])
 
 
+def test_an_entry_with_another_name_is_seen():
+    model, step = Net(), make_train_step(loss_fn)
+    optimizer = optimizer_of(model)
+    for x in X:
+        step(model, optimizer, x)
+    model.sizes["other"] = model.sizes.pop("scale")
+    with pytest.raises(KeyError, match="scale"):  # which the model reads
+        step(model, optimizer, X[0])
+
+
 def test_a_step_does_not_keep_a_model_alive():
     model, step = Net(), make_train_step(loss_fn)
     optimizer = optimizer_of(model)

@@ -6,11 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
+import optax
 import problems
 import pytest
+from jax.sharding import PartitionSpec as P
 from problems import FEATURES, FEW, LAYERS, check_gradient, layer, value_and_grad
 
+from optax_tokenaccum import make_train_step
 from optax_tokenaccum._core import perturbations
 
 Read = Callable[[Any, Any], jax.Array]
@@ -85,6 +89,25 @@ def test_slices_of_a_large_parameter_in_a_loop(monkeypatch: pytest.MonkeyPatch):
         return jax.lax.scan(body, y, jnp.arange(3))[0]
 
     check(read, 4, [np.int32(i) for i in INDICES])
+
+
+def test_slices_of_a_spread_axis_gather_the_parameter_and_not_its_sum():
+    """A slice of the sum would be gathered, too: five times the bytes."""
+    mesh = meshes.make_mesh((8,))
+    spread = jax.sharding.NamedSharding(mesh, P(None, "data"))
+    table = jax.device_put(jnp.ones((256, 8192)), spread)
+
+    def loss_fn(table: Any, x: Any) -> Any:
+        def body(so_far: Any, i: Any) -> Any:
+            w = jax.lax.dynamic_slice_in_dim(table, 1024 * i, 1024, axis=1)
+            return so_far + jnp.sum(jnp.tanh(x @ w)), None
+
+        return jax.lax.scan(body, 0.0, jnp.arange(8))[0], jnp.float32(len(x))
+
+    options = {"data_axes": "data", "reduce_every": "micro_batch"}
+    step = make_train_step(loss_fn, optax.sgd(0.1), 2, mesh=mesh, **options)
+    lowered = step.accumulate.lower(step.init(table), jnp.ones((8, 256)))
+    assert (lowered.compile().as_text() or "").count(" all-gather(") == 1
 
 
 @pytest.mark.skipif(
